@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, grain_for
 from lpconv.formats.spec import Format, get_format
+from lpconv.storage.compressed import COMPRESSED_TENSORS
 
 if TYPE_CHECKING:
     from lpconv.forms import Form

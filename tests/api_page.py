@@ -39,7 +39,10 @@ names may change without notice. Files that lpconv wrote stay readable: `lpconv.
 # Package, and what a user finds in it. Packages that are not here are for lpconv itself.
 PACKAGES = {
     "lpconv": "the two calls that need no other import",
-    "lpconv.convert": "convert a checkpoint, verify an output, restore the original",
+    "lpconv.convert": "convert a checkpoint, and restore the original",
+    "lpconv.plan": "options of a conversion, checked without a checkpoint",
+    "lpconv.verify": "verify an output, and read its values",
+    "lpconv.inspect": "what a checkpoint holds and what is wrong with it",
     "lpconv.train": "fine-tune in low precision next to a high-precision twin",
     "lpconv.bench": "measure time, memory, energy and error on this machine",
     "lpconv.advise": "measure candidates and choose one",

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lpconv
-from lpconv.checkpoint.partfile import sha256_of
-from lpconv.convert.files import write_sums
 from lpconv.errors import LpconvError
+from lpconv.plan.files import write_sums
 from lpconv.results import ConvertResult
+from lpconv.storage.partfile import sha256_of
 
 __all__ = [
     "DEMO_TENSORS",

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lpconv.checkpoint.compressed import input_scale_of
-from lpconv.convert.defects import fused_groups
+from lpconv.inspect.defects import fused_groups
+from lpconv.storage.compressed import input_scale_of
 
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]
 

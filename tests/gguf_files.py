@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from lpconv.checkpoint.gguf import BLOCKS
+from lpconv.storage.gguf import BLOCKS
 
 __all__ = ["SIZE", "TYPES", "rewrite_as_gguf", "write_gguf"]
 

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
 from lpconv.cli.command import Json, with_options
 from lpconv.cli.main import COMMANDS, app
-from lpconv.convert.schemes import SCHEMES, Scheme
 from lpconv.doctor import format_support
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.cast import cast
@@ -33,6 +32,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.fp8_linear import FP8_RECIPES
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 from lpconv.options import Option
+from lpconv.plan.schemes import SCHEMES, Scheme
 from lpconv.results.doctor import DeviceRecord
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.rules.nonlinear import unit

@@ -42,7 +42,7 @@ def test_a_package_gives_its_public_names() -> None:
 
 def test_a_public_name_wins_over_the_module_it_comes_from_in_any_order() -> None:
     order = "import lpconv.formats.cast; from lpconv.formats import cast; from lpconv.formats.cast import check_cast; "
-    other = "from lpconv.checkpoint import resolve, Checkpoint; from lpconv.checkpoint.resolve import DEMO; "
+    other = "from lpconv.storage import resolve, Checkpoint; from lpconv.storage.resolve import DEMO; "
     code = order + other + "print(cast.__name__, resolve.__name__, check_cast.__name__, DEMO)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["cast", "resolve", "check_cast", "demo"]

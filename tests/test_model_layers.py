@@ -5,12 +5,12 @@ import torch
 import transformers
 from torch import nn
 
-from lpconv.checkpoint.header import TensorInfo
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.policy import decide
 from lpconv.layers import embeddings, head, linears, weighted_modules
 from lpconv.methods import METHODS
 from lpconv.models.presets import PRESETS
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.policy import decide
+from lpconv.storage.header import TensorInfo
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 96}
 

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from lpconv.batch.reading import read_setting, schema_of
 from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import with_options
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 from lpconv.options import (
     Group,
@@ -26,6 +25,7 @@ from lpconv.options import (
     size_option,
     words_for,
 )
+from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
 
 

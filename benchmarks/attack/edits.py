@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from benchmarks import common
 from lpconv.cli.main import app
-from lpconv.convert.files import write_sums
 from lpconv.data import demo_checkpoint
+from lpconv.plan.files import write_sums
 
 CONVERSIONS = {
     "unit fp16": ("--format", "fp16"),

@@ -25,10 +25,10 @@ from gguf_files import write_gguf  # after the path to the helpers of the tests
 
 import lpconv.extras.gguf  # noqa: F401  # which takes long on a busy machine
 from lpconv.convert.decode import decode_checkpoint
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 
 _PATIENCE_S, _TABLES = 60, 2500  # bytes of metadata and of the table of tensors

@@ -30,13 +30,13 @@ sys.path.insert(0, str(common.TESTS))
 from foreign_files import MAKERS, gpt_oss, make_foreign  # after the path to the helpers of the tests
 
 from lpconv.convert.decode import decode_checkpoint
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.convert.scales import judged
-from lpconv.convert.statistics import inspect_with_statistics
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.inspect.scales import judged
+from lpconv.inspect.statistics import inspect_with_statistics
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 
 Tensors = dict[str, Tensor]

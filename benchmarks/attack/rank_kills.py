@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks import common
-from lpconv.checkpoint.partfile import sha256_of
+from lpconv.storage.partfile import sha256_of
 
 _STEPS, _EVERY = 12, 3
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -175,7 +175,8 @@ def measure_kills(count: int, endpoint: str | None, seed: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder, store_of(Path(demo_checkpoint()), endpoint):
         work = Path(folder)
         os.environ["XDG_CACHE_HOME"] = str(work / "cache")
-        from lpconv.convert import run, verify_output  # noqa: F401  # once, for all that are forked
+        from lpconv.convert import run  # noqa: F401  # once, for all that are forked
+        from lpconv.verify import verify_output  # noqa: F401
 
         local = forked(functools.partial(command_line, ("convert", "demo", *SHAPE, "-o", "local"), work))
         assert local.code == 0, local.err

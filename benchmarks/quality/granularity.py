@@ -29,13 +29,13 @@ from torch.nn import functional
 import lpconv
 from benchmarks import common
 from benchmarks.reproduce.finetune import package_folder, smollm2
-from lpconv.checkpoint.compressed import preset_of
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.formats.grains import grain_of
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.tokenizer import read_tokenizer, tokenize
+from lpconv.plan.options import ConvertOptions
+from lpconv.storage.compressed import preset_of
 
 LENGTH, WINDOWS = 128, 4
 

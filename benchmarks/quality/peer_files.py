@@ -213,11 +213,11 @@ def read(work: Path) -> dict[str, Any]:
 
 
 def compared(path: Path, work: Path) -> dict[str, Any]:
-    from lpconv.convert.compare import compare
-    from lpconv.convert.inspect import inspect
     from lpconv.errors import LpconvError
     from lpconv.forms.reader import StoredTensors
+    from lpconv.inspect.headers import inspect
     from lpconv.progress import Silent
+    from lpconv.verify.compare import compare
 
     theirs = their_weights(path, work)
     try:

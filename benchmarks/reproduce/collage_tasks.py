@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.optim import LowPrecisionAdamW, start_from_checkpoint, start_from_fp32
+from lpconv.plan.options import ConvertOptions
 
 Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no label counts
 MakeOptimizer: TypeAlias = Callable[[nn.Module], LowPrecisionAdamW]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common
-from lpconv.checkpoint.header import TensorInfo, encode_header
+from lpconv.storage.header import TensorInfo, encode_header
 
 _SHAPE = (4, 8)
 

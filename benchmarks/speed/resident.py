@@ -47,8 +47,8 @@ def make(work: Path) -> None:
     from foreign_files import make_foreign
     from transformers import AutoModelForCausalLM
 
-    from lpconv.convert.options import ConvertOptions
     from lpconv.convert.run import convert
+    from lpconv.plan.options import ConvertOptions
 
     work.mkdir(parents=True, exist_ok=True)
     smollm2(work)

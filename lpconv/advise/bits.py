@@ -15,11 +15,11 @@ from torch import Tensor
 from lpconv.advise.candidates import Conversion, describe_conversion
 from lpconv.advise.infer import job_of, open_converted
 from lpconv.advise.subject import Deadline, Subject
-from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.convert.logits import compare, outputs_of
 from lpconv.errors import UsageError
 from lpconv.progress import Progress
 from lpconv.results import LayerPart, TensorRecord
+from lpconv.storage.header import DTYPE_BITS
+from lpconv.verify.logits import compare, outputs_of
 
 # Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
 # are kept, at the same size and without loss.

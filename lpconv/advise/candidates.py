@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import parse_rule
 from lpconv.formats.grains import GRAINS, Grain, grain_of
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import parse_rule
 
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # the groups that runtimes have kernels for
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}

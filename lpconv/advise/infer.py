@@ -20,13 +20,13 @@ import torch
 from lpconv.advise.candidates import Conversion, conversions, convert_options
 from lpconv.advise.subject import Deadline, Subject
 from lpconv.advise.train import estimate_mean
-from lpconv.convert.job import Job, prepare
-from lpconv.convert.logits import compare, outputs_of
 from lpconv.convert.preview import decoded_tensors, noise_of_sample
 from lpconv.errors import LpconvError, finding
 from lpconv.models.inputs import example_inputs
+from lpconv.plan.job import Job, prepare
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, TensorRecord
+from lpconv.verify.logits import compare, outputs_of
 
 _SAMPLE = 2**13  # elements of a tensor
 # After 8, 16, 32 and 64 windows an interval is looked at, and is the last if it says whether the quality is kept. That

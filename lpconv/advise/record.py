@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from lpconv.advise.options import ADVICE_FILE, AdviseOptions
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.staging import Staging
 from lpconv.errors import InputError
 from lpconv.report.advise import advice_document
 from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
+from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import write_small
+from lpconv.storage.staging import Staging
 
 PAGE = "advice.html"
 MANIFEST = "jobs.yaml"

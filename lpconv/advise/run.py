@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lpconv.advise.options import AdviseOptions, check_advise
-from lpconv.checkpoint.checkpoint import Openable
 from lpconv.forms.reader import open_readable
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceResult
+from lpconv.storage.checkpoint import Openable
 from lpconv.train.data import check_data
 
 

@@ -18,19 +18,19 @@ from lpconv.advise.record import gates_of, training_settings
 from lpconv.advise.subject import Deadline, Subject, open_subject
 from lpconv.advise.train import Trials
 from lpconv.bench.worker import measure_peaks
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.convert.provenance import versions
-from lpconv.convert.settings import command_line
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
 from lpconv.options import words_for
+from lpconv.plan.provenance import versions
+from lpconv.plan.settings import command_line
 from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress
 from lpconv.report.advise import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, to_json
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.options import FinetuneOptions
 
 _INFER_SHARE = 0.4  # of the time, where there is training to advise on as well

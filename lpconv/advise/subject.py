@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from lpconv.advise.options import AdviseOptions
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.convert.logits import compare, outputs_of
 from lpconv.errors import InputError
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
@@ -25,7 +23,9 @@ from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import is_text, read_rows
+from lpconv.verify.logits import compare, outputs_of
 
 Window = dict[str, Tensor]
 _NO_TEXT = "`lpconv convert MODEL --verify logits` says what a conversion does to its outputs"

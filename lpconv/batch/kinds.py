@@ -15,13 +15,13 @@ from pydantic import WithJsonSchema
 
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem, read_bench
-from lpconv.checkpoint.contents import read_json
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.settings import settings_of
 from lpconv.errors import UsageError
 from lpconv.options import Declared, Option, make, options_of, size_option
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.settings import settings_of
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
+from lpconv.storage.contents import read_json
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.outcome import gate_problem
 

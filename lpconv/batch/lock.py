@@ -16,11 +16,11 @@ from typing import Any
 from lpconv.batch.kinds import DEFAULT_KIND, KINDS, JobOptions
 from lpconv.batch.manifest import BatchJob, Manifest
 from lpconv.bench.options import BenchOptions
-from lpconv.checkpoint.holding import wait_for
-from lpconv.checkpoint.partfile import sha256_of, write_error, write_small
 from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
+from lpconv.storage.holding import wait_for
+from lpconv.storage.partfile import sha256_of, write_error, write_small
 
 # Settings that change neither the output nor how it was judged.
 _PERMISSIONS = {"trust_remote_code"}  # which a lock does not give

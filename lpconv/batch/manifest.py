@@ -18,13 +18,13 @@ from lpconv.batch.kinds import (
     JobOptions,
 )
 from lpconv.batch.reading import read_mapping, read_setting
-from lpconv.checkpoint.resolve import DEMO, looks_like_path
-from lpconv.checkpoint.urls import is_url
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.shares import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Declared
+from lpconv.plan.options import ConvertOptions
+from lpconv.storage.resolve import DEMO, looks_like_path
+from lpconv.storage.urls import is_url
 
 _OF_JOB = "job:"
 

@@ -20,11 +20,11 @@ from pydantic import (
 )
 
 from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, SHARED_FIELDS
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule, parse_rule
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")

@@ -13,12 +13,11 @@ from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import judge_of, keep_results, problem
 from lpconv.bench.run import bench
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.shares import Part
 from lpconv.errors import OutputExistsError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.presets import PRESETS
+from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import (
@@ -31,6 +30,7 @@ from lpconv.results import (
     PlanResult,
     SourceRecord,
 )
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gate_problem
 

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.roofline import Gemm
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import ResourceError, UsageError
 from lpconv.layers import blocks_of, head, linears
 from lpconv.machine import available_memory
@@ -17,6 +16,7 @@ from lpconv.models.inputs import max_length, random_ids, vocabulary_size
 from lpconv.models.opening import Blueprint, blueprint
 from lpconv.models.presets import PRESETS
 from lpconv.report.numbers import share_text, size_text
+from lpconv.storage.checkpoint import Checkpoint
 
 _FIRST_ID = 5  # those before are special in many vocabularies
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")

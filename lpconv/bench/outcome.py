@@ -7,12 +7,12 @@ from pathlib import Path
 
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
+from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import write_small
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 

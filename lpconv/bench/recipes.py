@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
-from lpconv.checkpoint.compressed import quantized_by
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
 from lpconv.kernels.linear import FP16_LINEAR, use_recipe
@@ -20,6 +19,7 @@ from lpconv.models.load import load
 from lpconv.models.opening import Blueprint
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW, scaled
+from lpconv.storage.compressed import quantized_by
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8_CAPABILITY = (8, 9)

@@ -31,8 +31,8 @@ class _Events:
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:
-        from lpconv.checkpoint.partfile import write_small
         from lpconv.report.batch import batch_document, junit_xml
+        from lpconv.storage.partfile import write_small
 
         if self._junit is not None:
             write_small(Path(self._junit), junit_xml(result))
@@ -78,7 +78,7 @@ def batch(
       lpconv batch jobs.yaml --parallel 4
     """
     from lpconv.batch.manifest import load_manifest
-    from lpconv.checkpoint.partfile import check_file
+    from lpconv.storage.partfile import check_file
 
     check(options)
     if options.junit is not None:

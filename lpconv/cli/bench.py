@@ -53,8 +53,8 @@ def bench(
     from lpconv.bench.outcome import judge_of, keep_results, problem
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
-    from lpconv.checkpoint.partfile import check_file, write_small
     from lpconv.cli.progress import progress_for
+    from lpconv.storage.partfile import check_file, write_small
 
     together = processes_of(options.processes)
     if together is None:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
 from lpconv.options import Declared, make, options_of
+from lpconv.plan.options import ConvertOptions
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -91,7 +91,7 @@ def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
 
 def output_of(output: str | None, model: str, *words: str) -> Path:
     """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
-    from lpconv.checkpoint.resolve import base_name
+    from lpconv.storage.resolve import base_name
 
     return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
 

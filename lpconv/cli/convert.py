@@ -15,9 +15,9 @@ from lpconv.cli.command import (
     typed_command,
     with_options,
 )
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.schemes import SCHEMES
 from lpconv.errors import UsageError
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.schemes import SCHEMES
 
 
 def _list_schemes(wanted: bool) -> None:
@@ -72,8 +72,8 @@ def convert(
     """
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
-    from lpconv.convert.settings import settings_of
     from lpconv.convert.shares import Part
+    from lpconv.plan.settings import settings_of
     from lpconv.report.convert import convert_document, part_document, plan_document
 
     if sum((dry_run, shard is not None, finish)) > 1:

@@ -27,8 +27,8 @@ def doctor(
     """
 
     if aliases:
-        from lpconv.checkpoint.aliases import ALIASES
         from lpconv.report.doctor import alias_table
+        from lpconv.storage.aliases import ALIASES
 
         names = [(a.family, a.name, a.repo_id) for a in ALIASES.values()]
         print_result({"aliases": ALIASES}, lambda _: alias_table(names), json=json)

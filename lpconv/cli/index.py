@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.partfile import check_file, write_small
 from lpconv.cli.command import print_result
 from lpconv.cli.runs import ANY_RUN, Kind, name_of, runs_in
 from lpconv.errors import InputError
 from lpconv.report.compare import RunEntry, index_document, run_names
 from lpconv.report.document import Document, Table
 from lpconv.report.html import html as html_page
+from lpconv.storage.partfile import check_file, write_small
 
 
 def write_page(html: str, document: Document) -> None:

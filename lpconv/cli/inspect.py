@@ -37,15 +37,15 @@ def inspect(
 
       lpconv inspect ./llama-nvfp4 --strict
     """
-    from lpconv.checkpoint.checkpoint import Checkpoint
-    from lpconv.convert.inspect import beside_model, inspect as inspect_headers
     from lpconv.forms.foreign import READ
+    from lpconv.inspect.headers import beside_model, inspect as inspect_headers
     from lpconv.report.inspect import inspect_document
     from lpconv.results import to_json
+    from lpconv.storage.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(model, revision=revision)
     if stats:
-        from lpconv.convert.statistics import inspect_with_statistics
+        from lpconv.inspect.statistics import inspect_with_statistics
 
         with progress_for(quiet=quiet) as progress:
             found = inspect_with_statistics(checkpoint, progress)
@@ -53,7 +53,7 @@ def inspect(
         found = inspect_headers(checkpoint)
     found = beside_model(found, checkpoint, thorough=stats or strict)
     if found.layout in READ and not stats:
-        from lpconv.convert.scales import judged  # torch takes seconds to import
+        from lpconv.inspect.scales import judged  # torch takes seconds to import
 
         found = judged(found, checkpoint)
     wrong = (*found.problems, *(found.warnings if strict else ()))

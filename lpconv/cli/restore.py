@@ -37,9 +37,9 @@ def restore(
 
       lpconv restore ./llama-nvfp4 --dtype fp32 -o ./llama-decoded
     """
-    from lpconv.checkpoint.resolve import directory_of
     from lpconv.convert.restore import restore as restore_checkpoint
     from lpconv.results import json_text
+    from lpconv.storage.resolve import directory_of
 
     with progress_for(quiet=quiet) as progress:
         result = restore_checkpoint(directory_of(path), Path(output), dtype=dtype, force=force, progress=progress)

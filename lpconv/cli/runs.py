@@ -12,7 +12,6 @@ from typing import Any
 from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
-from lpconv.checkpoint.contents import read_json
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import no_directory
 from lpconv.probe.options import PROBE_FILE
@@ -25,6 +24,7 @@ from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
+from lpconv.storage.contents import read_json
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"

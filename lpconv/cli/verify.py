@@ -7,8 +7,8 @@ import typer
 
 from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 from lpconv.cli.progress import progress_for
-from lpconv.convert.options import VerifyOptions
 from lpconv.errors import VerificationError
+from lpconv.plan.options import VerifyOptions
 
 
 @with_options
@@ -35,11 +35,11 @@ def verify(
 
       lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05' --html verify.html
     """
-    from lpconv.checkpoint.partfile import check_file, write_small
-    from lpconv.checkpoint.resolve import directory_of
-    from lpconv.convert.verify_output import verify_output
     from lpconv.report.verify import verify_document
     from lpconv.results import Verification, to_json
+    from lpconv.storage.partfile import check_file, write_small
+    from lpconv.storage.resolve import directory_of
+    from lpconv.verify.run import verify_output
     from lpconv.version import __version__
 
     if html is not None:

@@ -22,17 +22,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.header import DTYPE_BITS
-from lpconv.checkpoint.partfile import PartFile
-from lpconv.checkpoint.source import Source
-from lpconv.convert.plan import OutputFile, PlannedShard, PlannedTensor
-from lpconv.convert.tensor_records import tensor_record
-from lpconv.convert.workers import Block, Workers, blocks_of
 from lpconv.forms.blocks import Workspace, finite_absmax
 from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
 from lpconv.forms.form import Over
+from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
+from lpconv.plan.tensor_records import tensor_record
+from lpconv.plan.workers import Block, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
+from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.partfile import PartFile
+from lpconv.storage.source import Source
 
 T = TypeVar("T")
 Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # of `Staging`

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import sha256_of
-from lpconv.convert.job import Job
-from lpconv.convert.memory import CALIBRATING_BYTES
-from lpconv.convert.options import CALIBRATION_TOKENS
-from lpconv.convert.text import AT_ONCE, window_bytes, windows_of
 from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, reads_text
 from lpconv.models.tokenizer import Tokens
+from lpconv.plan.job import Job
+from lpconv.plan.memory import CALIBRATING_BYTES
+from lpconv.plan.options import CALIBRATION_TOKENS
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import CalibrationRecord
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.partfile import sha256_of
+from lpconv.verify.text import AT_ONCE, window_bytes, windows_of
 
 _HINT = "leave --calibrate out: inputs then stay as they are"
 

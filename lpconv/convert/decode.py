@@ -11,24 +11,24 @@ from pathlib import Path
 
 import torch
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
-from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.dtypes import TORCH_DTYPES
-from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
-from lpconv.checkpoint.partfile import PartFile, write_small
-from lpconv.checkpoint.source import Source, read_range
-from lpconv.checkpoint.staging import MARKER, Staging, check_apart
-from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import INDEX, copy_side_files, model_side_files, plain_config, weight_index
-from lpconv.convert.plan import shard_names
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.decoded import DecodedSource
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
+from lpconv.plan.files import INDEX, copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, ordered_json_text
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.compressed import quantized_by
+from lpconv.storage.dtypes import TORCH_DTYPES
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.storage.partfile import PartFile, write_small
+from lpconv.storage.source import Source, read_range
+from lpconv.storage.staging import MARKER, Staging, check_apart
+from lpconv.storage.unchanged import watch, watched_files
 from lpconv.version import __version__
 
 DTYPES = ("fp32", "bf16", "fp16")

@@ -5,19 +5,19 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import sha256_of
-from lpconv.checkpoint.staging import JOURNAL, MARKER, read_marker
-from lpconv.checkpoint.urls import check_url
-from lpconv.convert.hashes import check_hashes
-from lpconv.convert.job import Job
-from lpconv.convert.provenance import public_source, source_record, versions
-from lpconv.convert.settings import shaping_options
 from lpconv.data import text_at
 from lpconv.errors import OutputExistsError
 from lpconv.extras import head, tidy, view_of
+from lpconv.plan.job import Job
+from lpconv.plan.provenance import public_source, source_record, versions
+from lpconv.plan.settings import shaping_options
 from lpconv.progress import Progress
 from lpconv.results import ConvertResult, from_json, to_json
+from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import sha256_of
+from lpconv.storage.staging import JOURNAL, MARKER, read_marker
+from lpconv.storage.urls import check_url
+from lpconv.verify.hashes import check_hashes
 
 _DEPTH = ("none", "auto", "weights", "logits")
 

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.checkpoint import Openable
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import fsync_directory, sha256_of, write_small, writing
-from lpconv.checkpoint.staging import MARKER, PARTS, Staging, check_free, differing, folder_next_to, read_marker
-from lpconv.convert.job import Job, check_disk, identity, open_model, prepare
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.plan import PlannedShard
 from lpconv.convert.shares import Part, check_shareable, folder_for_parts, part_folders, share_of
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.machine import peak_rss_bytes
+from lpconv.plan.job import Job, check_disk, identity, open_model, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import PlannedShard
 from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
+from lpconv.storage.checkpoint import Openable
+from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import fsync_directory, sha256_of, write_small, writing
+from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing, folder_next_to, read_marker
 
 
 def convert_part(
@@ -47,7 +47,7 @@ def convert_part(
         check_free(folder, resume=options.resume, force=options.force)
     # What is verified is the whole, when it is put together: no worker needs memory for both models.
     job = prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=()))
-    from lpconv.convert.weights import write_shards  # torch takes seconds to import
+    from lpconv.convert.weight_files import write_shards  # torch takes seconds to import
 
     try:
         if options.resume and (folder / MARKER).is_file():

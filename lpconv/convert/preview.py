@@ -7,18 +7,18 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.source import read_range, read_tensor
-from lpconv.convert.job import Job
-from lpconv.convert.plan import PlannedTensor
-from lpconv.convert.policy import settings_for
-from lpconv.convert.tensor_records import planned_record, tensor_record
-from lpconv.convert.workers import Block, SingleThreadedTorch, Workers, blocks_of
 from lpconv.errors import InputError
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import BlockError, BlockStats, Encoded, Measured
 from lpconv.forms.ranges import block_ranges
+from lpconv.plan.job import Job
+from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.policy import settings_for
+from lpconv.plan.tensor_records import planned_record, tensor_record
+from lpconv.plan.workers import Block, SingleThreadedTorch, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord
+from lpconv.storage.source import read_range, read_tensor
 
 _PLACES, _MIN_ROWS = 4, 64  # of a sample
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.staging import check_apart, check_free, check_marked, is_output
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.progress import Progress
 from lpconv.results import RestoreResult
+from lpconv.storage.compressed import quantized_by
+from lpconv.storage.staging import check_apart, check_free, check_marked, is_output
 
 _DTYPES = ("fp32", "bf16", "fp16")
 

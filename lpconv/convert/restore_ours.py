@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.dtypes import TORCH_DTYPES
-from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo, encode_header
-from lpconv.checkpoint.partfile import PartFile, write_small
-from lpconv.checkpoint.residual import residual_files
-from lpconv.checkpoint.staging import MARKER, SUMS, Staging
-from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import copy_side_files, model_side_files, plain_config, weight_index
-from lpconv.convert.hashes import check_hashes
-from lpconv.convert.reader import OutputReader, read_provenance
 from lpconv.errors import InputError
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats
 from lpconv.forms.ranges import block_ranges
+from lpconv.plan.files import copy_side_files, model_side_files, plain_config, weight_index
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.dtypes import TORCH_DTYPES
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.storage.partfile import PartFile, write_small
+from lpconv.storage.residual import residual_files
+from lpconv.storage.staging import MARKER, SUMS, Staging
+from lpconv.storage.unchanged import watch, watched_files
+from lpconv.verify.hashes import check_hashes
+from lpconv.verify.reader import OutputReader, read_provenance
 from lpconv.version import __version__
 
 

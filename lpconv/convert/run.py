@@ -5,25 +5,20 @@ import os
 import time
 from pathlib import Path
 
-from lpconv.checkpoint.card import inherited_facts
-from lpconv.checkpoint.checkpoint import Openable
-from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.staging import MARKER, Staging, check_free
-from lpconv.checkpoint.urls import is_url
-from lpconv.convert.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.convert.finished import finished_output
-from lpconv.convert.inspect import inspect
-from lpconv.convert.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
-from lpconv.convert.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
-from lpconv.convert.settings import command_line, shaping_options
 from lpconv.convert.shares import check_shareable, folder_for_parts
-from lpconv.convert.tensor_records import planned_record
 from lpconv.errors import VerificationError
 from lpconv.extras import RemoteStaging, check_free_url
 from lpconv.gates import needs_logits
+from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes
+from lpconv.plan.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
+from lpconv.plan.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
+from lpconv.plan.settings import command_line, shaping_options
+from lpconv.plan.tensor_records import planned_record
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
     ByteCounts,
@@ -36,6 +31,11 @@ from lpconv.results import (
     json_text,
     to_json,
 )
+from lpconv.storage.card import inherited_facts
+from lpconv.storage.checkpoint import Openable
+from lpconv.storage.partfile import write_small
+from lpconv.storage.staging import MARKER, Staging, check_free
+from lpconv.storage.urls import is_url
 
 _CALIBRATION = "calibration"  # a line of the journal among those of weight files
 
@@ -175,7 +175,7 @@ def _check_can_run(job: Job) -> None:
     options = job.plan.options
     if options.verify != "logits" and not needs_logits(job.gates):
         return
-    from lpconv.convert.logits import check_inputs, check_model  # transformers takes seconds to import
+    from lpconv.verify.logits import check_inputs, check_model  # transformers takes seconds to import
 
     if not job.memory.in_files:
         check_model(job.plain)
@@ -206,11 +206,11 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
 
 
 def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
-    from lpconv.convert.verify_written import verify_written  # torch takes seconds to import
     from lpconv.report.cards import model_card
     from lpconv.report.convert import convert_document
     from lpconv.report.html import html
     from lpconv.report.markdown import markdown
+    from lpconv.verify.written import verify_written  # torch takes seconds to import
 
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
@@ -261,7 +261,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
 def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
-    from lpconv.convert.weights import write_shards  # torch takes seconds to import
+    from lpconv.convert.weight_files import write_shards  # torch takes seconds to import
 
     written = write_shards(job, job.plan.shards, staging, progress)
     records = {t.name: t for shard in written for t in shard.tensors}

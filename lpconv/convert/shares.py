@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lpconv.checkpoint.staging import PARTS, folder_next_to
-from lpconv.checkpoint.urls import is_url
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.plan import Plan, PlannedShard
 from lpconv.errors import UnsupportedError, UsageError
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan, PlannedShard
+from lpconv.storage.staging import PARTS, folder_next_to
+from lpconv.storage.urls import is_url
 
 _FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
 

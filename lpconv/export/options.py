@@ -7,10 +7,10 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.source import open_source
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.options import AllowMissing, Force, Option, Revision
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.source import open_source
 
 # Protobuf ends at 2 GiB; the graph needs a little of it too.
 MAX_INLINE_BYTES = 2 * 10**9

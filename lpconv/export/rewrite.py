@@ -15,10 +15,10 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.stored import Stored
 from lpconv.results import FormatCount
+from lpconv.storage.checkpoint import Checkpoint
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from lpconv.checkpoint.checkpoint import Openable
-from lpconv.checkpoint.staging import check_apart, check_free
 from lpconv.errors import ResourceError
 from lpconv.export.options import ExportOptions, choose_opset, has_fp8, require_packages
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import ExportResult
+from lpconv.storage.checkpoint import Openable
+from lpconv.storage.staging import check_apart, check_free
 
 
 def export_onnx(

@@ -16,12 +16,12 @@ import torch
 import torch.onnx
 from torch import Tensor, nn
 
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import axes_of, tracing_inputs
 from lpconv.models.opening import model_errors, open_to_trace
+from lpconv.storage.checkpoint import Checkpoint
 
 # The model, ONNX Runtime's copy of it, and the fp32 values that it folds 16-bit weights into.
 _COPIES_IN_MEMORY = 3

@@ -9,12 +9,6 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import sha256_of, write_small, writing
-from lpconv.checkpoint.staging import MARKER, Staging, read_marker
-from lpconv.checkpoint.unchanged import watch, watched_files
-from lpconv.convert.files import copy_side_files, model_side_files, plain_config
-from lpconv.convert.provenance import public_source, versions
 from lpconv.errors import VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
@@ -22,9 +16,15 @@ from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.models.whole import check_whole
+from lpconv.plan.files import copy_side_files, model_side_files, plain_config
+from lpconv.plan.provenance import public_source, versions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.partfile import sha256_of, write_small, writing
+from lpconv.storage.staging import MARKER, Staging, read_marker
+from lpconv.storage.unchanged import watch, watched_files
 from lpconv.version import __version__
 
 MODEL_FILE = "model.onnx"

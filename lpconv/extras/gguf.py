@@ -1,4 +1,4 @@
-"""Make the checkpoint directory that stands for a GGUF file (see `lpconv.checkpoint.gguf`).
+"""Make the checkpoint directory that stands for a GGUF file (see `lpconv.storage.gguf`).
 
 Names, config, tokenizer and how tensors were rearranged are what transformers has for GGUF, asked through its own
 functions: what it opens with ``gguf_file=`` opens here, with the same values.
@@ -24,9 +24,9 @@ from transformers.modeling_gguf_pytorch_utils import (
     load_gguf_checkpoint,
 )
 
-from lpconv.checkpoint.gguf import BLOCKS, GGUF, WEIGHTS
-from lpconv.checkpoint.partfile import write_error
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.storage.gguf import BLOCKS, GGUF, WEIGHTS
+from lpconv.storage.partfile import write_error
 
 _KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but for mixtures of experts"
 

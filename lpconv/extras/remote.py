@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.hub import files_url, why_unreachable
-from lpconv.checkpoint.urls import hub_names
 from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError
+from lpconv.storage.hub import files_url, why_unreachable
+from lpconv.storage.urls import hub_names
 
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer

@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from lpconv.checkpoint.partfile import PartFile
-from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.checkpoint.staging import JOURNAL, MARKER, Staging, check_same_run
-from lpconv.checkpoint.urls import UNFINISHED, check_url
 from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
 from lpconv.extras.remote import RemoteObject, Upload, delete, fetch, head, listing, put
 from lpconv.results import FileRecord
+from lpconv.storage.partfile import PartFile
+from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
+from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_same_run
+from lpconv.storage.urls import UNFINISHED, check_url
 
 _CLAIM = f"{UNFINISHED}run.json"
 _LAST = ("config.json", MARKER)

@@ -16,14 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.checkpoint.gguf import as_directory
-from lpconv.checkpoint.hub import MODULE_WEIGHTS, files_at, wanted_files
-from lpconv.checkpoint.partfile import write_error
-from lpconv.checkpoint.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.checkpoint.staging import MARKER
-from lpconv.checkpoint.urls import UNFINISHED, hub_names
 from lpconv.errors import InputError
 from lpconv.extras.remote import RemoteObject, fetch, head, listing
+from lpconv.storage.gguf import as_directory
+from lpconv.storage.hub import MODULE_WEIGHTS, files_at, wanted_files
+from lpconv.storage.partfile import write_error
+from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
+from lpconv.storage.staging import MARKER
+from lpconv.storage.urls import UNFINISHED, hub_names
 
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
 _AT_ONCE = 8  # requests

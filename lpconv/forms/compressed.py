@@ -1,7 +1,7 @@
 """The layouts of the compressed-tensors package: codes under the weight's own shape, a scale each or for every tile.
 
 Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes; the config
-says which modules are not, and which have another format than the others. More in `lpconv.checkpoint.compressed`. With
+says which modules are not, and which have another format than the others. More in `lpconv.storage.compressed`. With
 the settings of other writers such weights are read as a layout of theirs.
 
 Beside a weight may lie the scale of the inputs that meet it: `MODULE.input_scale`, or `MODULE.input_global_scale`, by
@@ -15,13 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lpconv.checkpoint.compressed import (
-    COMPRESSED_TENSORS,
-    INPUT_GLOBAL_SCALE,
-    INPUT_SCALE,
-    preset_of,
-    quantization_config,
-)
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, grain_of
 from lpconv.formats.spec import FORMATS, Format
@@ -31,6 +24,13 @@ from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
+from lpconv.storage.compressed import (
+    COMPRESSED_TENSORS,
+    INPUT_GLOBAL_SCALE,
+    INPUT_SCALE,
+    preset_of,
+    quantization_config,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,14 +12,14 @@ from contextlib import closing
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.header import TensorInfo
-from lpconv.checkpoint.residual import RESIDUAL_INDEX
-from lpconv.checkpoint.source import Source, TensorEntry, open_source
 from lpconv.forms import Headers, Kept, recognise
 from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import StoredTensors
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.compressed import quantized_by
+from lpconv.storage.header import TensorInfo
+from lpconv.storage.residual import RESIDUAL_INDEX
+from lpconv.storage.source import Source, TensorEntry, open_source
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from lpconv.checkpoint.compressed import Presets, presets_in, quantized_by
-from lpconv.checkpoint.header import DTYPE_BITS, TensorInfo
 from lpconv.formats.grains import Grain
+from lpconv.storage.compressed import Presets, presets_in, quantized_by
+from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
-from lpconv.checkpoint.residual import Residuals, read_residual
-from lpconv.checkpoint.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
-from lpconv.checkpoint.staging import MARKER
 from lpconv.errors import InputError
 from lpconv.forms import Component, Headers, Kept, Stored, recognise
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.forms.stored import Side, Summand
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.residual import Residuals, read_residual
+from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
+from lpconv.storage.staging import MARKER
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, known_grain
 from lpconv.formats.spec import FORMATS, Format
@@ -29,6 +28,7 @@ from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, Scaled
 from lpconv.forms.stored import Fetch, Side, Stored, Summand
 from lpconv.mcf.point_layout import MAX_COLS
+from lpconv.storage.header import DTYPE_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.contents import check_config, read_json
-from lpconv.convert.files import plain_config
 from lpconv.errors import UsageError
 from lpconv.init.options import InitOptions
 from lpconv.init.sizes import resize_config
 from lpconv.models.presets import PRESETS
+from lpconv.plan.files import plain_config
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import check_config, read_json
 
 
 @dataclass(frozen=True, kw_only=True)

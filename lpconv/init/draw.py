@@ -12,11 +12,6 @@ from typing import Any
 import torch
 import transformers
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.holding import hold, is_held
-from lpconv.checkpoint.partfile import write_small, writing
-from lpconv.checkpoint.resolve import resolve
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.init.architecture import Architecture
@@ -29,6 +24,7 @@ from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.models.tokenizer import read_tokenizer
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Progress
 from lpconv.report.markdown import code_span
 from lpconv.report.printable import printable
@@ -39,6 +35,10 @@ from lpconv.scaled.model import scaled, scaling_of
 from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import scaled_tensor
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.holding import hold, is_held
+from lpconv.storage.partfile import write_small, writing
+from lpconv.storage.resolve import resolve
 
 _COPIES = 4  # of the model in memory: weights, their data under native scaling, gradients, what an op makes
 # Of a config: what is about weights that it lay beside.

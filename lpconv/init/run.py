@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.staging import check_apart, check_free
 from lpconv.init.architecture import find_architecture
 from lpconv.init.options import InitOptions
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import InitResult
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.staging import check_apart, check_free
 
 
 def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> InitResult:

@@ -25,13 +25,13 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from transformers.core_model_loading import WeightRenaming
 
-from lpconv.checkpoint.dtypes import TORCH_DTYPES
-from lpconv.checkpoint.header import DTYPE_BITS
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Component, Stored
 from lpconv.forms.blocks import room
 from lpconv.forms.reader import StoredTensors
 from lpconv.kernels.buffers import Buffers
+from lpconv.storage.dtypes import TORCH_DTYPES
+from lpconv.storage.header import DTYPE_BITS
 
 _BLOCK = 2**18  # numbers that are decoded at once: they stay in a cache of a core
 # Room for the largest in fp32: matrices are cut into equal blocks, of up to half more numbers, and whole rows.

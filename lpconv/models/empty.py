@@ -9,8 +9,6 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.compressed import LinearModules
 from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
@@ -18,6 +16,8 @@ from lpconv.models.load import from_state, missing_of
 from lpconv.models.opening import first_line, model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.compressed import LinearModules
 
 _STACKED, _ALONE = "MergeModulelist", "renamed"
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")

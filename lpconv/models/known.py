@@ -7,7 +7,7 @@ embedding. That this is what transformers builds is tested for each of them.
 from collections.abc import Mapping
 from typing import Any
 
-from lpconv.checkpoint.compressed import LinearModules
+from lpconv.storage.compressed import LinearModules
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 _QKVO = tuple(f"self_attn.{x}_proj" for x in "qkvo")

@@ -10,10 +10,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
-from lpconv.checkpoint.compressed import quantized_by
-from lpconv.checkpoint.place import any_pointer
-from lpconv.checkpoint.residual import RESIDUAL_INDEX
 from lpconv.errors import InputError
 from lpconv.forms import Kept
 from lpconv.forms.decoded import stored_shapes
@@ -24,6 +20,10 @@ from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, concrete
 from lpconv.report.numbers import code_list, plural
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.compressed import quantized_by
+from lpconv.storage.place import any_pointer
+from lpconv.storage.residual import RESIDUAL_INDEX
 
 
 def load(

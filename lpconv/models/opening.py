@@ -13,7 +13,6 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.machine import out_of_memory
 from lpconv.models.load import load_with_missing
@@ -22,6 +21,7 @@ from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.rows import load_rows
 from lpconv.models.tasks import Task, architecture, concrete, main_input, task_of
+from lpconv.storage.checkpoint import Checkpoint, Openable
 
 _DOES_NOT_OPEN = "the model does not open"
 _WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.json belong to the weights?"

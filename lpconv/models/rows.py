@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import from_files
 from lpconv.shards import placed_on
+from lpconv.storage.checkpoint import Checkpoint, Openable
 
 
 def load_rows(

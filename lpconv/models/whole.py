@@ -8,11 +8,11 @@ It is not even imported where the model is of a known family and nothing is wron
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import stored_shapes
 from lpconv.models.known import known_shapes
 from lpconv.report.numbers import code_list, plural
+from lpconv.storage.checkpoint import Checkpoint
 
 Shapes = Mapping[str, tuple[int, ...]]
 _HEAD = "lm_head.weight"

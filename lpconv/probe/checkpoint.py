@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint, Openable
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
@@ -29,6 +28,7 @@ from lpconv.probe.track import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import name_list
 from lpconv.scaled import EdgeFactors, calibrate, scaled
+from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.version import __version__
 
 RANDOM_IDS = "random ids, because the checkpoint has no tokenizer"

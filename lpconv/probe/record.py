@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.errors import InputError
 from lpconv.formats.histogram import ExponentHistogram
 from lpconv.results import SCHEMA_VERSION, from_json
 from lpconv.results.documents import TensorRole
+from lpconv.storage.contents import read_json
 
 # In the order of a training step. Gradients are the roles that a loss scale multiplies.
 ROLES = ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")

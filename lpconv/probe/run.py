@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.checkpoint.checkpoint import Openable
-from lpconv.checkpoint.partfile import write_small
-from lpconv.checkpoint.staging import Staging, check_free
 from lpconv.data import check_text, usual_seq_len
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import ProbeReport, to_json
+from lpconv.storage.checkpoint import Openable
+from lpconv.storage.partfile import write_small
+from lpconv.storage.staging import Staging, check_free
 
 if TYPE_CHECKING:
     from lpconv.probe.record import ProbeResult

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.partfile import write_small
 from lpconv.errors import InputError
 from lpconv.forms.scaled import pack_scaled, unpack_scaled
 from lpconv.scaled.calibrate import EdgeFactors
 from lpconv.scaled.scales import ratio, times
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import gather_whole, is_sharded, local, placed_like
+from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import write_small
 
 CALIBRATION_FILE = "calibration.json"
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from lpconv.checkpoint.partfile import NOT_A_FILE, read_error, sha256_of, write_small, writing
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.diagnostics import combine
 from lpconv.progress import Progress
 from lpconv.results import to_json
+from lpconv.storage.partfile import NOT_A_FILE, read_error, sha256_of, write_small, writing
 from lpconv.train.folder import Metrics
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all

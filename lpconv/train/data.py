@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.hub import why_unreachable
-from lpconv.checkpoint.resolve import looks_like_path
 from lpconv.data import demo_text, read_text
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
+from lpconv.storage.hub import why_unreachable
+from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
 
 # The builder of `datasets` for a file, by how its name ends; others are text.

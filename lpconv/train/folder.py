@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.checkpoint.contents import read_json
-from lpconv.checkpoint.holding import held_by_another, hold, is_held
-from lpconv.checkpoint.partfile import check_writable, read_error, write_small, writing
-from lpconv.checkpoint.staging import TUNED, check_same_run, is_unused
 from lpconv.errors import InputError, OutputExistsError
 from lpconv.options import fields_that_may_change
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
+from lpconv.storage.contents import read_json
+from lpconv.storage.holding import held_by_another, hold, is_held
+from lpconv.storage.partfile import check_writable, read_error, write_small, writing
+from lpconv.storage.staging import TUNED, check_same_run, is_unused
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"

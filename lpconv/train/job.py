@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.source import open_source
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, read_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_whole
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.source import open_source
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Collator, Examples, Stream, classification, pack_examples, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes

@@ -26,8 +26,6 @@ import torch
 import transformers
 from torch import nn
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.contents import check_config, read_json
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
@@ -37,6 +35,8 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import concrete, find_task
 from lpconv.results import MemoryPlan, RecipeMemory
 from lpconv.scaled.choices import NATIVE_MARK
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import check_config, read_json
 from lpconv.train.options import FinetuneOptions, check_start
 from lpconv.train.passes import Passes, passes_of
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import writing
-from lpconv.checkpoint.staging import MARKER
-from lpconv.convert.files import copy_side_files, model_side_files, write_sums
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
+from lpconv.plan.files import copy_side_files, model_side_files, write_sums
+from lpconv.plan.options import ConvertOptions
 from lpconv.results import Series
 from lpconv.shards import gather_whole
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.partfile import writing
+from lpconv.storage.staging import MARKER
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
 from lpconv.train.job import TrainingJob, Work
 from lpconv.train.one import Finished, figures_in_fp32

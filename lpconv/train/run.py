@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from lpconv.checkpoint.checkpoint import Openable, name_of
 from lpconv.data import check_text, usual_seq_len
 from lpconv.forms.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
+from lpconv.storage.checkpoint import Openable, name_of
 from lpconv.train.data import check_data, is_text
 from lpconv.train.folder import check_folder
 from lpconv.train.options import FinetuneOptions, check_options, check_start

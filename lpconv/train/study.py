@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from lpconv.checkpoint.card import inherited_facts
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.partfile import write_small
-from lpconv.convert.provenance import versions
 from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.models.opening import Opened
+from lpconv.plan.provenance import versions
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
 from lpconv.report.finetune import finetune_document
@@ -21,6 +18,9 @@ from lpconv.report.html import html
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import name_list, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
+from lpconv.storage.card import inherited_facts
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.partfile import write_small
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock

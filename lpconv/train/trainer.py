@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 
-from lpconv.checkpoint.partfile import writing
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
 from lpconv.shards import gather_whole, is_sharded
+from lpconv.storage.partfile import writing
 from lpconv.train import sharded
 from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.clock import Clock

@@ -20,10 +20,10 @@ from lpconv.advise.run import advise
 from lpconv.advise.subject import Deadline
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import AdviceResult, AdviceRow, from_json
 from lpconv.train.recipes import RECIPES

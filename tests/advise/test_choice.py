@@ -13,8 +13,8 @@ from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
 from lpconv.advise.train import Ends, estimate_mean, least_high, outlook
 from lpconv.batch.manifest import load_manifest
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import UsageError
+from lpconv.plan.options import ConvertOptions
 from lpconv.results import AdviceRow
 from lpconv.train.options import FinetuneOptions
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lpconv.checkpoint.source import Source, read_range
 from lpconv.convert import preview
-from lpconv.convert.job import open_model, prepare
-from lpconv.convert.options import ConvertOptions
+from lpconv.plan.job import open_model, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.storage.source import Source, read_range
 
 
 def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str:

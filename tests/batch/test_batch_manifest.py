@@ -12,9 +12,9 @@ from lpconv.batch.manifest import load_manifest
 from lpconv.batch.reading import manifest_schema
 from lpconv.bench.options import Effort
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.errors import InputError, UsageError
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 

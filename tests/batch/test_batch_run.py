@@ -15,7 +15,6 @@ from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import JobRunner, converted, planned
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem
-from lpconv.convert.options import ConvertOptions
 from lpconv.errors import (
     InputError,
     InterruptedRunError,
@@ -25,6 +24,7 @@ from lpconv.errors import (
     VerificationError,
 )
 from lpconv.gates import BENCH_GATES, check_rows
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Progress
 from lpconv.report.batch import batch_document, junit_xml
 from lpconv.report.document import Table

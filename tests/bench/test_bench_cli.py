@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from lpconv.bench.cases import Case
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
+from lpconv.plan.options import ConvertOptions
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
 QUICK = ("--layers", "2", "--compile", "off", "--baseline", "bf16", *SHORT, "-q")

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.plan.options import ConvertOptions
 
 REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --method units": (2, "unknown method `units`"),
@@ -106,7 +106,7 @@ DONE = [
 # What the commands call; torch is imported inside, after the checks.
 ENTRANCES = [
     "lpconv.advise.run", "lpconv.batch.run", "lpconv.bench.run", "lpconv.convert.parts", "lpconv.convert.restore",
-    "lpconv.convert.run", "lpconv.convert.verify_output", "lpconv.export.run", "lpconv.init.run", "lpconv.probe.run",
+    "lpconv.convert.run", "lpconv.verify.run", "lpconv.export.run", "lpconv.init.run", "lpconv.probe.run",
     "lpconv.train.run",
 ]  # fmt: skip
 # One process for all of them: it names the heavy libraries that are loaded after each.

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from checkpoints import Run, write_checkpoint
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
+from lpconv.plan.options import ConvertOptions
 from lpconv.results import ConvertResult
 
 

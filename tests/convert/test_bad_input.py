@@ -13,13 +13,13 @@ from checkpoints import DEMO_TENSORS, Run, published, refusal, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import (
     InputError,
     LpconvError,
     UnsupportedError,
 )
+from lpconv.plan.options import ConvertOptions
 
 
 class Exploit:

@@ -9,15 +9,15 @@ import torch
 from checkpoints import Run, published, rehash, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.convert.verify_output import verify_output
 from lpconv.errors import (
     InputError,
 )
+from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
+from lpconv.verify.run import verify_output
 
 
 class TestReadingAnOutput:

@@ -15,7 +15,6 @@ import torch
 from checkpoints import Run, files_of, published, refusal, write_checkpoint
 from safetensors.torch import load_file
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import (
@@ -23,6 +22,7 @@ from lpconv.errors import (
     OutputExistsError,
     ResourceError,
 )
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 
 

@@ -10,14 +10,14 @@ from checkpoints import DEMO_TENSORS, Run, files_of, published, refusal, write_c
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule, parse_rule
 from lpconv.convert.run import convert
 from lpconv.errors import (
     UsageError,
     VerificationError,
 )
 from lpconv.options import parse_size
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule, parse_rule
 
 
 class TestRequest:

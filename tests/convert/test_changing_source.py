@@ -10,14 +10,14 @@ import pytest
 import torch
 from checkpoints import Run, files_of, published, write_checkpoint
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.source import open_source, read_tensor
-from lpconv.convert import verify_written as written
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, OutputExistsError
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.source import open_source, read_tensor
+from lpconv.verify import written as written
 
 
 def _other_weights_at_the_same_time(source: Path) -> None:

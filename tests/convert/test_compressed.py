@@ -18,11 +18,7 @@ from typer.testing import CliRunner
 import lpconv
 import lpconv.hf
 from lpconv.cli.main import app
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule, matches
 from lpconv.convert.run import convert, plan
-from lpconv.convert.scales import judged
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
@@ -30,6 +26,10 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Settings
 from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.inspect.scales import judged
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule, matches
 
 # Runs where lpconv cannot be imported, and saves what each model says.
 SCRIPT = """

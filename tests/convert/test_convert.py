@@ -10,16 +10,16 @@ from checkpoints import rehash, write_checkpoint
 from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file, save_file
 
-from lpconv.convert.options import ConvertOptions, VerifyOptions
-from lpconv.convert.patterns import FormatRule
-from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
-from lpconv.convert.verify_output import verify_output
 from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
 from lpconv.forms.stored import Side, Stored
 from lpconv.mcf.split import RESIDUALS
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.patterns import FormatRule
 from lpconv.progress import Silent
+from lpconv.verify.reader import OutputReader
+from lpconv.verify.run import verify_output
 
 
 def run(source: Path | str, out: Path, **options: object):  # type: ignore[no-untyped-def]

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import lpconv
 from lpconv.cli.main import app
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert, plan
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule
 
 # Runs where lpconv cannot be imported, and saves what each model says and its experts.
 SCRIPT = """
@@ -222,7 +222,7 @@ assert not info["unexpected_keys"] and not info["mismatched_keys"], info
 
 
 def test_an_output_that_inspect_calls_wrong_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lpconv.convert.files._kept_modules", lambda *_: [])
+    monkeypatch.setattr("lpconv.plan.files._kept_modules", lambda *_: [])
     source = tiny("llama", tmp_path / "source")
     with pytest.raises(VerificationError, match=r"k_proj.*config\.json does not except it"):
         convert(str(source), tmp_path / "out", options_of("FP8", exclude=("*.0.*k_proj*",)))

@@ -22,9 +22,6 @@ from typer.testing import CliRunner
 
 import lpconv
 from lpconv.cli.main import app
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Converted
@@ -32,6 +29,9 @@ from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import fp8
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule
 
 # Runs where lpconv cannot be imported, and saves the weights and what the model says.
 SCRIPT = """

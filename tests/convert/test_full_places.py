@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from test_bad_place import mounted
 from typer.testing import CliRunner
 
-from lpconv.checkpoint.partfile import sha256_of
 from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.errors import InputError, ResourceError, from_system
 from lpconv.progress import Silent
+from lpconv.storage.partfile import sha256_of
 
 LONG = "x" * 300
 

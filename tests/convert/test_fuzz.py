@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from benchmarks.attack.damaged import BYTES, Damage, cut, drop, odd_value, retype
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.convert.verify_output import verify_output
 from lpconv.errors import LpconvError
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
+from lpconv.verify.run import verify_output
 
 
 def outcome(action: Callable[[], object], codes: set[int]) -> int:

@@ -16,21 +16,21 @@ from typer.testing import CliRunner
 
 import lpconv.formats
 import lpconv.hf
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions, VerifyOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
-from lpconv.convert.settings import command_line, settings_of, shaping_options
-from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.export.rewrite import stored_weights
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.patterns import FormatRule
+from lpconv.plan.settings import command_line, settings_of, shaping_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.run import verify_output
 
 FORMATS = ["fp32", "fp16", "bf16", "e4m3fn", "e5m2"]
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -278,7 +278,7 @@ def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPa
     unit = METHODS["unit"]
     toy = dataclasses.replace(unit, forms={**unit.forms, "toy": "fine-grained"})
     monkeypatch.setitem(METHODS, "unit", toy)
-    monkeypatch.setattr("lpconv.convert.settings.check", lambda options: None)  # of which it is no choice yet
+    monkeypatch.setattr("lpconv.plan.settings.check", lambda options: None)  # of which it is no choice yet
 
     with pytest.raises(UsageError, match="layout `toy` does not hold unit in fp16") as refusal:
         settings_of(ConvertOptions(layout="toy"))

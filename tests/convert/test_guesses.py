@@ -8,13 +8,13 @@ import torch
 from checkpoints import files_of, write_checkpoint
 from safetensors import safe_open
 
-from lpconv.checkpoint.source import SafetensorsSource
 from lpconv.convert.apply import Engine
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.convert.workers import Workers
 from lpconv.forms.facts import Measured
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.workers import Workers
 from lpconv.results import ConvertResult
+from lpconv.storage.source import SafetensorsSource
 
 SIZE = 768  # squared, it is large enough to be guessed
 USUAL = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02

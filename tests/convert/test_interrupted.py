@@ -21,8 +21,8 @@ import torch
 from checkpoints import REPORTS, cli_environment, files_of, published, write_checkpoint
 
 from lpconv.cli.main import run as run_command_line
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
+from lpconv.plan.options import ConvertOptions
 
 NUM_SHARDS = 12
 IO_CALLS = ("open", "mkdir", "posix_fallocate", "pwrite", "ftruncate", "fsync", "fdatasync", "rename", "unlink")

@@ -7,13 +7,13 @@ import torch
 from checkpoints import write_checkpoint
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
-from lpconv.convert.workers import ThreadPoolExecutor, Workers
 from lpconv.errors import VerificationError
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Encoded, Measured
 from lpconv.forms.scaled import Scaled
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.workers import ThreadPoolExecutor, Workers
 
 
 def many(folder: Path, count: int) -> Path:

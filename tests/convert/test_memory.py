@@ -10,9 +10,9 @@ import pytest
 from checkpoints import cli_environment, published, run_cli
 from convert_models import minilm
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert, plan
 from lpconv.errors import ResourceError
+from lpconv.plan.options import ConvertOptions
 
 MB = 10**6
 

@@ -10,15 +10,15 @@ import torch
 from checkpoints import files_of, write_checkpoint
 from safetensors.torch import load_file
 
-from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
-from lpconv.convert.verify_output import verify_output
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, known_grain
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
+from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
+from lpconv.verify.run import verify_output
 
 
 def _asked() -> Iterator[dict[str, Any]]:

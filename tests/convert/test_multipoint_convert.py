@@ -15,19 +15,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lpconv.hf
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import ConvertOptions, VerifyOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
-from lpconv.convert.settings import settings_of
-from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
+from lpconv.inspect.headers import inspect
 from lpconv.mcf.multipoint import Points, decode
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.patterns import FormatRule
+from lpconv.plan.settings import settings_of
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
+from lpconv.verify.run import verify_output
 
 ELEMENTS = ["int4", "int8", "e4m3fn", "e2m1"]
 

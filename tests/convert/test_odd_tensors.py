@@ -8,13 +8,13 @@ import torch
 from checkpoints import Run, bits_of, refusal, write_checkpoint
 from safetensors.torch import load_file
 
-from lpconv.convert.patterns import FormatRule
-from lpconv.convert.reader import OutputReader
 from lpconv.convert.restore import restore
 from lpconv.errors import (
     UnsupportedError,
 )
+from lpconv.plan.patterns import FormatRule
 from lpconv.progress import Silent
+from lpconv.verify.reader import OutputReader
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,20 +10,20 @@ import torch
 from checkpoints import files_of, write_checkpoint
 from typer.testing import CliRunner
 
-import lpconv.convert.job
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.resolve import Resolved
-from lpconv.checkpoint.staging import Staging
+import lpconv.plan.job
 from lpconv.cli.main import app
 from lpconv.convert.apply import Engine
-from lpconv.convert.job import open_model, prepare
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.parts import convert_part
-from lpconv.convert.plan import Plan, PlannedShard
 from lpconv.convert.run import convert, finish
 from lpconv.convert.shares import Part, share_of
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, OutputExistsError, UsageError, VerificationError
+from lpconv.plan.job import open_model, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan, PlannedShard
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.resolve import Resolved
+from lpconv.storage.staging import Staging
 
 COUNTS = (1, 2, 5, 13)
 COLLAGE = ConvertOptions(method="collage", residual="int8", verify="weights", workers=1)  # two files for a shard
@@ -184,7 +184,7 @@ def test_parts_of_other_options_sources_and_versions(
     assert refused(source, output, 8).details == {"part": "2/2", "changed": ["source files"]}
 
     with monkeypatch.context() as patch:
-        patch.setattr(lpconv.convert.job, "__version__", "0.0.0")
+        patch.setattr(lpconv.plan.job, "__version__", "0.0.0")
         convert_part(str(source), output, anew, part)
     assert "lpconv version" in refused(source, output, 8).details["changed"]
 

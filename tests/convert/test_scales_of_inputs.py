@@ -19,20 +19,21 @@ from typer.testing import CliRunner, Result
 
 import lpconv
 from benchmarks.attack.object_store import Fault, Request, Store
-from lpconv.checkpoint.urls import UNFINISHED
 from lpconv.cli.main import app
-from lpconv.convert import memory, run as run_module
-from lpconv.convert.inspect import inspect
-from lpconv.convert.options import CALIBRATION_TOKENS, ConvertOptions
-from lpconv.convert.patterns import parse_rule
+from lpconv.convert import run as run_module
 from lpconv.convert.run import convert
-from lpconv.convert.scales import judged
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, OutputExistsError
 from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.inspect.scales import judged
 from lpconv.models.tokenizer import read_tokenizer, tokenize
+from lpconv.plan import memory
+from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions
+from lpconv.plan.patterns import parse_rule
+from lpconv.storage.urls import UNFINISHED
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}
 FP8: dict[str, Any] = {"format": "e4m3fn"}

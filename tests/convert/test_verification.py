@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lpconv.checkpoint.header import TensorInfo
 from lpconv.cli.main import app
-from lpconv.convert.inspect import inspect
-from lpconv.convert.logits import compare
-from lpconv.convert.options import ConvertOptions, VerifyOptions
-from lpconv.convert.plan import PlannedTensor
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.convert.verify import whole_tensors
-from lpconv.convert.verify_output import verify_output
-from lpconv.convert.verify_written import output_problems
 from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
 from lpconv.forms import Kept
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.plan import PlannedTensor
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
+from lpconv.storage.header import TensorInfo
+from lpconv.verify.logits import compare
+from lpconv.verify.run import verify_output
+from lpconv.verify.weights import whole_tensors
+from lpconv.verify.written import output_problems
 
 FILE = "model.safetensors"
 
@@ -88,7 +88,7 @@ def test_infinite_only_where_the_source_rounds_to_it(tmp_path: Path) -> None:
 
 
 def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lpconv.convert import verify_written as module
+    from lpconv.verify import written as module
 
     check = module.verify_written
 
@@ -111,7 +111,7 @@ def test_an_output_that_does_not_open_is_not_published(tmp_path: Path, monkeypat
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("size mismatch for experts")
 
-    monkeypatch.setattr("lpconv.convert.logits.load", refuse)
+    monkeypatch.setattr("lpconv.verify.logits.load", refuse)
     with pytest.raises(VerificationError, match=r"the source opens and the output does not: .*size mismatch"):
         convert(str(tiny("llama", tmp_path / "source")), tmp_path / "out", ConvertOptions())
     assert not published(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_an_output_that_does_not_open_is_not_published(tmp_path: Path, monkeypat
 def test_a_disk_that_fails_while_it_is_read_back_judges_nothing(
     run: Run, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lpconv.convert import verify_written as module
+    from lpconv.verify import written as module
 
     def failing(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -147,7 +147,7 @@ def test_the_check_says_how_much_it_compared(run: Run) -> None:
 
 
 def test_a_sample_says_what_it_may_miss(source: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lpconv.convert.verify_written._SECONDS", 0)
+    monkeypatch.setattr("lpconv.verify.written._SECONDS", 0)
     size = 2**18
     write_checkpoint(source, {"layer.weight": torch.randn(64, size // 64)})
     weights = run().verify.weights
@@ -258,7 +258,7 @@ class TestRestoring:
     ids=str,
 )
 def test_a_pattern_that_matches_nothing(run: Run, output: Path, options: Any) -> None:
-    from lpconv.convert.patterns import FormatRule
+    from lpconv.plan.patterns import FormatRule
 
     asked = {"rules": (FormatRule(pattern="layer.wieght", format="keep"),)} if options == "rule" else options
     with pytest.raises(UsageError, match="matches no tensor") as caught:

@@ -11,10 +11,10 @@ from convert_models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import stored_shapes
 from lpconv.models.whole import Fit, check_whole, fit_of
+from lpconv.storage.checkpoint import Checkpoint
 
 KINDS = ("clip", "gpt2", "llama", "mixtral", "t5", "vit", "wav2vec2")
 DOWN = "model.layers.0.mlp.down_proj.weight"

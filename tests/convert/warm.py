@@ -2,10 +2,6 @@
 
 from report_examples import bert_result
 
-import lpconv.cli.progress
-import lpconv.convert.verify_written
-import lpconv.convert.weights
-import lpconv.report.terminal  # noqa: F401
 from lpconv.report.convert import convert_document
 from lpconv.report.html import html
 

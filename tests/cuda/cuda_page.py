@@ -46,7 +46,7 @@ UNTRIED = {
     "bench/worker.py: Worker.memory": _ALLOCATOR,
     "bench/worker.py: Worker.prepare": "several GPUs; on CPUs `tests/bench/test_parallel.py`",
     "bench/": "takes a device by name; on a CPU the tests of bench",
-    "checkpoint/source.py:": "refuses pickled tensors that are not on a CPU",
+    "storage/source.py:": "refuses pickled tensors that are not on a CPU",
     "doctor.py:": "what a processor is called; `tests/doctor/test_doctor.py`",
     "kernels/compiled.py:": "compiled kernels need Triton, which needs a GPU",
     "kernels/histogram.py:": "counts have no shape without data",

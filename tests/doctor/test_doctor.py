@@ -11,7 +11,6 @@ import pytest
 
 import lpconv
 from lpconv import doctor
-from lpconv.checkpoint.aliases import ALIASES
 from lpconv.doctor import EXTRAS, cpu_device, examine, format_support, gpu_problem, require, try_products
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
@@ -20,6 +19,7 @@ from lpconv.report.doctor import alias_table, doctor_document
 from lpconv.report.document import Cell, Table
 from lpconv.results import from_json, to_json
 from lpconv.results.doctor import DeviceRecord, DoctorResult, PackageRecord
+from lpconv.storage.aliases import ALIASES
 
 PYPROJECT = Path(lpconv.__file__).parent.parent / "pyproject.toml"
 PLAIN_CPU = cpu_device("model name : Old\nflags : fpu sse2 avx2\n")

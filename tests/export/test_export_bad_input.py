@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 from typer.testing import CliRunner
 
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
@@ -22,6 +20,8 @@ from lpconv.export.trace import trace
 from lpconv.export.validate import check_file, compare
 from lpconv.models.inputs import other_inputs
 from lpconv.models.load import load
+from lpconv.plan.options import ConvertOptions
+from lpconv.storage.checkpoint import Checkpoint
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
 

@@ -14,11 +14,11 @@ from export_models import tiny
 from transformers import AutoTokenizer
 
 import lpconv.hf
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
+from lpconv.plan.options import ConvertOptions
 from lpconv.results.export import ExportResult
 
 # family, method, format → opset, ONNX types of the matrices, forms in the record

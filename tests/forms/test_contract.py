@@ -18,8 +18,6 @@ from checkpoints import bits_of, cli_environment
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.checkpoint.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from lpconv.checkpoint.residual import residual_index
 from lpconv.errors import InputError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, known_grain
 from lpconv.formats.spec import FORMATS
@@ -30,6 +28,8 @@ from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import METHODS, Method
+from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
+from lpconv.storage.residual import residual_index
 
 SHAPE = (2, 96, 160)  # more rows and columns than a tile has, and whole groups, of the transposes too
 ROWS, COLS = 192, 160
@@ -121,7 +121,7 @@ def _write(folder: Path, stored: Stored) -> Path:
 
 
 def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
-    monkeypatch.setattr("lpconv.checkpoint.residual.sha256_of", lambda path: "")
+    monkeypatch.setattr("lpconv.storage.residual.sha256_of", lambda path: "")
     return StoredTensors.open(folder)
 
 
@@ -297,5 +297,5 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
 
 
 def test_planning_needs_no_torch() -> None:
-    script = "import sys, lpconv.convert.plan, lpconv.methods; sys.exit('torch' in sys.modules)"
+    script = "import sys, lpconv.plan.plan, lpconv.methods; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=cli_environment(), check=False).returncode == 0

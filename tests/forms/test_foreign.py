@@ -15,12 +15,12 @@ from foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.source import SafetensorsSource, read_range
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.source import SafetensorsSource, read_range
 
 NAME = "layer.q_proj.weight"
 

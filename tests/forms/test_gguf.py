@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import lpconv
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.resolve import resolve
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.resolve import resolve
 
 pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
 from gguf_files import TYPES, write_gguf  # which needs it

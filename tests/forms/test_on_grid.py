@@ -10,9 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.run import convert
-from lpconv.convert.verify_output import verify_output
 from lpconv.formats.grains import grain_of
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import FORMATS
@@ -20,8 +18,10 @@ from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
+from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.report.convert_words import summary
+from lpconv.verify.run import verify_output
 
 ROWS, COLS, CUT = 140, 160, 77  # tails of blocks, and blocks that end within a tile
 ALL = (torch.float32, torch.bfloat16, torch.float16)

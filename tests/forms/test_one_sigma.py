@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.plan.options import ConvertOptions
 from lpconv.scaled import ScaledTensor, scaled
 
 

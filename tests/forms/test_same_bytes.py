@@ -22,15 +22,15 @@ import torch
 from checkpoints import write_checkpoint
 from torch import Tensor
 
-from lpconv.convert.options import LAYOUTS, ConvertOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
-from lpconv.convert.settings import settings_of
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
+from lpconv.plan.options import LAYOUTS, ConvertOptions
+from lpconv.plan.patterns import FormatRule
+from lpconv.plan.settings import settings_of
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"

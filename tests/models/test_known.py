@@ -9,13 +9,13 @@ import pytest
 import transformers
 from safetensors.torch import save_file
 
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.models.empty import empty_model, linear_modules
 from lpconv.models.known import FAMILIES, known_linears, known_shapes
+from lpconv.plan.options import ConvertOptions
+from lpconv.storage.checkpoint import Checkpoint
 
 # Some configs have no default of their own for these.
 SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig
 
 import lpconv.hf
-from lpconv.convert.options import ConvertOptions
-from lpconv.convert.patterns import FormatRule
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule
 
 FORMATS = [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("scalify", "e5m2")]
 

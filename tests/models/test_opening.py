@@ -15,12 +15,12 @@ from lpconv.bench.models import find_model
 from lpconv.bench.run import choose_model
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import example_inputs
 from lpconv.models.opening import open_to_run, open_to_trace, open_to_train
 from lpconv.models.tasks import TASKS, find_task, task_of
+from lpconv.plan.options import ConvertOptions
 
 FORMS = {
     "unit": {"method": "unit", "format": "fp16"},

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lpconv
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Kept
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
+from lpconv.plan.options import ConvertOptions
 
 OURS: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},

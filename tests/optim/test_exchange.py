@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError
 from lpconv.mcf.split import RESIDUALS
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, fp32_state_dict, start_from_checkpoint, start_from_fp32
+from lpconv.plan.options import ConvertOptions
 
 
 class Tied(nn.Module):

@@ -9,10 +9,10 @@ import transformers
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.formats.scale import rms
+from lpconv.plan.options import ConvertOptions
 from lpconv.scaled import apply_factors, read_factors, scaled
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 import lpconv
-from lpconv.checkpoint.staging import Staging
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
@@ -24,6 +23,7 @@ from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.checkpoint import probe_checkpoint
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
+from lpconv.storage.staging import Staging
 
 SMALL = ("--steps", "2", "--batch-size", "2", "--seq-len", "32")
 BERT = {

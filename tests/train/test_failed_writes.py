@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from lpconv.checkpoint.partfile import writing
 from lpconv.cli.main import app
 from lpconv.errors import InputError, ResourceError
+from lpconv.storage.partfile import writing
 from lpconv.train import sharded
 
 Fail = Callable[[Path, pytest.MonkeyPatch], None]

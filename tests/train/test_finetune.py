@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import lpconv.hf
-from lpconv.checkpoint.checkpoint import Checkpoint
 from lpconv.cli.main import app
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.kernels import buffers
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.folder import MARKER, held_folder
 from lpconv.train.job import first_batches, training_job
 from lpconv.train.options import FinetuneOptions

@@ -11,20 +11,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lpconv.hf
-from lpconv.checkpoint.checkpoint import Checkpoint
-from lpconv.checkpoint.residual import RESIDUAL_INDEX
-from lpconv.convert.options import ConvertOptions, VerifyOptions
 from lpconv.convert.run import convert
-from lpconv.convert.verify_output import verify_output
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
 from lpconv.models import find_task, open_to_train
 from lpconv.optim import fp32_state_dict
+from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.residual import RESIDUAL_INDEX
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from lpconv.verify.run import verify_output
 
 SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},

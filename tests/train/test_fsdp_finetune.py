@@ -10,11 +10,11 @@ from fsdp_finetune_worker import COLLAGE, NATIVE, UNIT, model_of, options
 from ranks import on_ranks
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.init.options import InitOptions
 from lpconv.init.run import init
 from lpconv.results import RunRecord, from_json
+from lpconv.storage.contents import read_json
 from lpconv.train.memory import parameter_bytes
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune

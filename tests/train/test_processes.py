@@ -9,9 +9,9 @@ import torch
 from checkpoints import cli_environment
 from processes_worker import CASES, options
 
-from lpconv.checkpoint.contents import read_json
 from lpconv.errors import UsageError
 from lpconv.results import RunRecord, from_json
+from lpconv.storage.contents import read_json
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune

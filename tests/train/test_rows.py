@@ -11,10 +11,10 @@ import transformers as hf
 from foreign_files import make_foreign
 from ranks import on_ranks
 
-from lpconv.convert.options import ConvertOptions
 from lpconv.convert.run import convert
 from lpconv.init.options import InitOptions
 from lpconv.init.run import init
+from lpconv.plan.options import ConvertOptions
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -7,12 +7,12 @@ one weight; its line in `_LAYOUTS` is all else. `docs/layouts-reference.md` says
 import re
 from collections.abc import Container, Iterator
 
-from lpconv.checkpoint.compressed import INPUT_SCALES
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
+from lpconv.storage.compressed import INPUT_SCALES
 
 __all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "unread"]
 

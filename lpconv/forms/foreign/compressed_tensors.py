@@ -9,11 +9,11 @@ Codes of fewer bits are `weight_packed`: bytes of two e2m1 (nvfp4- and mxfp4-pac
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lpconv.checkpoint.compressed import COMPRESSED_TENSORS
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.foreign.grid import Grid, block_of
 from lpconv.forms.foreign.plane import INTEGERS, Plane, one_by_one
+from lpconv.storage.compressed import COMPRESSED_TENSORS
 
 METHODS = (COMPRESSED_TENSORS,)
 _CODES = {"F8_E4M3": "e4m3fn", "I8": "int8"}

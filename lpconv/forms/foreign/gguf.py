@@ -1,6 +1,6 @@
 """GGUF, llama.cpp's: rows of blocks that hold their scales with their codes, decoded by the package gguf.
 
-`lpconv.checkpoint.gguf` says where tensors lie and what they are called. What transformers does to the values of some
+`lpconv.storage.gguf` says where tensors lie and what they are called. What transformers does to the values of some
 (undo llama.cpp's order of the rows of q and k, take the 1 out of norms) is done by its own processors, on the whole
 tensor. Sources: ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_pytorch_utils.py`.
 """
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from lpconv.checkpoint.gguf import BLOCKS, GGUF
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.stored import Side, Stored
+from lpconv.storage.gguf import BLOCKS, GGUF
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,186 @@
+"""What is wrong with a checkpoint that others quantised, as far as headers and config tell: no torch, no data.
+
+*Problems* are contradictions: a part of a weight without the others, a config that describes other files. *Warnings*
+are what loads somewhere and is worse than it looks, or is refused there. `scales.py` beside this reads the scales too.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lpconv.forms import Headers, Kept, Stored, grid_of
+from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
+from lpconv.forms.foreign.gguf import Blocks
+from lpconv.forms.foreign.grid import Grid
+from lpconv.report.numbers import code_list
+from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_of
+
+# Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+# What a config that names a format promises of the codes, in words of ours and by number format.
+_FORMATS = {
+    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
+    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
+}  # fmt: skip
+_ALGORITHMS = {
+    "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
+}  # fmt: skip
+_SURELY_CODES = (".weight_packed", ".qweight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What is wrong, and what is odd, in words."""
+
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def __add__(self, other: "Findings") -> "Findings":
+        return Findings(problems=self.problems + other.problems, warnings=self.warnings + other.warnings)
+
+
+def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
+    """All that names, sizes and config contradict."""
+    method = headers.quantised_by
+    codes = [n for n, i in headers.root.items() if i.dtype.startswith(("F8", "F4")) or n.endswith(_SURELY_CODES)]
+    if method is None and codes:
+        return Findings(problems=(f"{code_list(codes)}: codes, and config.json has no quantization_config",))
+    if method not in READ:
+        return Findings()
+    grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
+    problems = [*_strays(headers, forms), *_against_config(headers, forms)]
+    return Findings(problems=tuple(problems), warnings=tuple(_tails(grids)) + tuple(_half_fused(forms)))
+
+
+def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Weights that readers fuse: where they lie, and their names, two or more."""
+    there = set(names)
+    for members in _FUSED:
+        for name in sorted(there):
+            stem, _, leaf = name.removesuffix(".weight").rpartition(".")
+            if leaf == members[0]:
+                found = tuple(n for m in members if (n := f"{stem}.{m}.weight") in there)
+                if len(found) > 1:
+                    yield stem, found
+
+
+def _strays(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
+    known = {c.name for form in forms.values() for c in form.components}
+    lone = [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
+    lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
+    if lone:
+        yield f"{code_list(lone)}: no whole weight: a part is missing, or has a dtype or size that does not fit"
+    if all(isinstance(form, Kept) for form in forms.values()) and not lone:
+        yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, and none is"
+
+
+def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
+    """Formats, group sizes and lists of modules that the config has otherwise than the files."""
+    config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
+    top = config.get("format"), config.get("quant_algo")
+    for said, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
+        other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
+        if other:
+            yield f"config.json says `{said}`, and {code_list(other)} has {coded[other[0]].words}"
+    yield from _sizes(config, coded)
+    yield from _inputs(headers, coded)
+    ignored = _ignored(config)
+    named = [n for n in coded if _is_ignored(n.removesuffix(".weight"), ignored)]
+    if named:
+        yield f"{code_list(named)}: quantised, and config.json says that it is not"
+    if headers.quantised_by == COMPRESSED_TENSORS:
+        leaves = {n.removesuffix(".weight").rpartition(".")[2] for n in coded}
+        plain = [n for n, form in forms.items() if form.format is None and len(form.shape) == 2]
+        plain = [n for n in plain if n.removesuffix(".weight").rpartition(".")[2] in leaves]
+        unnamed = [n for n in plain if not _is_ignored(n.removesuffix(".weight"), ignored)]
+        if unnamed:
+            yield f"{code_list(unnamed)}: not quantised, and config.json does not except it"
+
+
+def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
+    """Groups and zero points that are other than the only scheme of the config says."""
+    groups = config.get("config_groups")
+    schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
+    schemes = [s for s in schemes if isinstance(s, dict)]
+    if len(schemes) != 1:
+        return
+    (scheme,), grids = schemes, {n: grid for n, form in coded.items() if (grid := grid_of(form))}
+    block = scheme.get("weight_block_size", scheme.get("block_structure"))
+    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
+        found = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
+        other = [n for n, wanted in found.items() if grids[n].block != wanted]
+        if other:
+            yield f"config.json has blocks of {block[0]} x {block[1]}; {code_list(other)} has {grids[other[0]].words}"
+    size = scheme.get("group_size", scheme.get("q_group_size"))
+    if isinstance(size, int) and size > 0:
+        other = [n for n, g in grids.items() if g.block[1] != min(size, g.matrix[1]) or g.block[0] != 1]
+        if other:
+            yield f"config.json has groups of {size}, and {code_list(other)} has {grids[other[0]].words}"
+    symmetric = scheme.get("symmetric")
+    with_zeros = [n for n, g in grids.items() if g.zeros]
+    without = [n for n in grids if n not in with_zeros]
+    if symmetric is True and with_zeros:
+        yield f"config.json says symmetric: true, and {code_list(with_zeros)} has zero points"
+    if symmetric is False and without:
+        yield f"config.json says symmetric: false, and {code_list(without)} has no zero points"
+
+
+def _inputs(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
+    """Scales of inputs that are not there, where one scheme of the config, or one of ours, needs them."""
+    groups = headers.quantization.get("config_groups")
+    schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    modules, missing = [n.removesuffix(".weight") for n in coded], []
+    for module in modules if len(schemes) == 1 or headers.presets is not None else ():
+        inputs = headers.presets.of(module).inputs if headers.presets else schemes[0].get("input_activations")
+        leaf = input_scale_of(inputs) if inputs is None or isinstance(inputs, Mapping) else None
+        if leaf is not None and f"{module}.{leaf}" not in headers.root:
+            missing.append(f"{module}.{leaf}")
+    if missing:
+        yield f"config.json asks for inputs with a scale that is known before, and {code_list(missing)} is not there"
+
+
+def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
+    return tuple(n for names in found if isinstance(names, list) for n in names if isinstance(n, str))
+
+
+def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
+    """As compressed-tensors has it: names, or ``re:`` expressions; others also take globs and ends of names."""
+    for p in patterns:
+        if p.startswith("re:"):
+            try:
+                if re.match(p[3:], module):
+                    return True
+            except re.error:
+                continue
+        elif module == p or fnmatch.fnmatchcase(module, p):
+            return True
+    return False
+
+
+def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
+    found = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
+    if found:
+        yield f"{code_list(found)}: the last blocks are smaller ({grids[found[0]].words}); some readers refuse that"
+    # A hint of the config makes a tile of a scale for a whole tensor, too: those are vectors.
+    tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
+    fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
+    odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
+    if odd:
+        rows, tile = grids[odd[0]].matrix[0], fused[odd[0]]
+        yield f"{code_list(odd)}: {rows} rows, no multiple of its blocks of {tile}; vLLM, which fuses it, refuses that"
+
+
+def _half_fused(forms: Mapping[str, Stored]) -> Iterator[str]:
+    """Weights that readers fuse, stored in different ways: these refuse such files, or read all as the first.
+
+    llama.cpp fuses none, and mixes its types on purpose.
+    """
+    if any(isinstance(form, Blocks) for form in forms.values()):
+        return
+    kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
+    found = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
+    if found:
+        yield f"{code_list(found)}: weights that readers fuse are not stored alike"

@@ -1,0 +1,150 @@
+"""Look at a checkpoint from its headers alone: no torch, no weights read."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
+from lpconv.forms import Headers, Stored, recognise
+from lpconv.forms.foreign import unread
+from lpconv.inspect.defects import Findings, from_headers
+from lpconv.models.known import known_shapes
+from lpconv.models.whole import fit_of
+from lpconv.report.numbers import code_list
+from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.gguf import header_of
+from lpconv.storage.header import TensorInfo
+from lpconv.storage.staging import read_marker
+
+VALUES = "values of the weights (--stats)"  # until they are read
+
+InFiles = Sequence[tuple[TensorInfo, str]]
+
+
+def inspect(model: Openable) -> InspectResult:
+    """Dtypes, shapes, sizes, scales, ties and what is wrong. Problems are reported, not raised, where one can go on.
+
+    Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
+    """
+    checkpoint = Checkpoint.open(model)
+    if checkpoint.kind == "torch":
+        raise InputError(
+            f"`{checkpoint.directory}` holds pickles, which have no header to read",
+            hint="`lpconv inspect --stats` opens them, with weights_only=True",
+        )
+    stored, problems = _read_headers(checkpoint)
+    return describe(checkpoint, stored, problems=problems + _index_problems(checkpoint, stored))
+
+
+def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
+    """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
+    provenance = read_marker(checkpoint.directory)
+    records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
+    there = {info.name: (info, file) for info, file in stored}
+    headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in there.items()})
+    forms = recognise(headers)
+    not_judged = unread(headers)
+    found = Findings() if not_judged else from_headers(headers, forms)
+    scales = {t.name: t.scale for t in records if t.scale is not None}
+    return InspectResult(
+        path=checkpoint.origin.name,
+        architecture=next(iter(checkpoint.config.get("architectures") or ()), None),
+        method=provenance.get("method"),
+        format=provenance.get("format"),
+        layout=headers.quantised_by,
+        bits_per_weight=_bits_per_weight(forms.values()),
+        dtypes=_dtypes([info for info, _ in stored]),
+        shards=tuple(
+            FileRecord(name=f, size_bytes=(checkpoint.directory / f).stat().st_size) for f in checkpoint.weight_files
+        ),
+        ties={t.name: t.tied_to for t in records if t.tied_to},
+        tensors=tuple(
+            StoredTensor(
+                name=name,
+                dtype=there[form.data[0].name][0].dtype,
+                shape=form.shape,
+                file=there[form.data[0].name][1],
+                size_bytes=form.num_bytes,
+                stored_as=None if form.format is None else form.words,
+                scale=scales.get(name),
+            )
+            for name, form in forms.items()
+        ),
+        problems=(*problems, *found.problems),
+        warnings=found.warnings,
+        checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
+        not_checked=_not_read(headers.quantised_by),
+        not_judged=not_judged,
+    )
+
+
+def _not_read(layout: str | None) -> tuple[str, ...]:
+    """What headers do not tell. Scales that `judged` can read are the first, until it does."""
+    scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
+    return (*scales, *([] if layout == "lpconv" else [VALUES]))
+
+
+def beside_model(found: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
+    """`found` with what names and shapes tell beside the model that config.json describes, where nothing else is wrong.
+
+    Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
+    """
+    what = "names and shapes against config.json"
+    why = " (--strict)" if not thorough and known_shapes(checkpoint.config) is None else ""
+    try:
+        is_wrong = found.problems or found.not_judged is not None
+        fit = None if is_wrong or why else fit_of(checkpoint, {t.name: t.shape for t in found.tensors})
+    except UnsupportedError as e:
+        fit, why = None, f": {e.message}"
+    if fit is None:
+        return dataclasses.replace(found, not_checked=(*found.not_checked, what + why))
+    warnings = (*found.warnings, *fit.warnings)
+    return dataclasses.replace(found, problems=fit.problems, warnings=warnings, checked=(*found.checked, what))
+
+
+def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
+    coded = [form for form in forms if form.format is not None]
+    return 8 * sum(f.num_bytes for f in coded) / sum(f.num_elements for f in coded) if coded else None
+
+
+def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
+    stored: list[tuple[TensorInfo, str]] = []
+    problems: list[str] = []
+    seen: dict[str, str] = {}
+    for file in checkpoint.weight_files:
+        try:
+            header = header_of(checkpoint.directory / file, checkpoint.config)
+        except LpconvError as e:
+            problems.append(finding(e))
+            continue
+        for info in header.tensors.values():
+            if info.name in seen:
+                problems.append(f"tensor `{info.name}` is in `{seen[info.name]}` and in `{file}`")
+            seen[info.name] = file
+            stored.append((info, file))
+    return stored, problems
+
+
+def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
+    if checkpoint.weight_map is None:
+        return []
+    found, named = {info.name: file for info, file in stored}, checkpoint.weight_map
+    moved = [n for n, file in named.items() if n in found and found[n] != file]
+    lost, more = [n for n in named if n not in found], [n for n in found if n not in named]
+    wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}
+    return [f"the index {what} {code_list(names)}" for what, names in wrong.items() if names]
+
+
+def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:
+    table: dict[str, list[TensorInfo]] = {}
+    for info in infos:
+        table.setdefault(info.dtype, []).append(info)
+    return tuple(
+        DtypeRecord(
+            dtype=dtype,
+            num_tensors=len(members),
+            num_elements=sum(i.num_elements for i in members),
+            size_bytes=sum(i.num_bytes for i in members),
+        )
+        for dtype, members in sorted(table.items(), key=lambda it: -sum(i.num_bytes for i in it[1]))
+    )

@@ -1,0 +1,299 @@
+"""What is wrong with the scales of a checkpoint that others quantised: these are read, codes only where they must be.
+
+Scales that make no number of a code are problems. That two weights which readers fuse have unequal scales, or that a
+weight would be far larger than the others, is no contradiction, and yet what most files that "load, speak and are
+wrong" have in common.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lpconv.formats.spec import FORMATS
+from lpconv.forms import Component, Headers, grid_of, recognise
+from lpconv.forms.foreign.grid import Grid, is_positive
+from lpconv.forms.foreign.plane import Span
+from lpconv.forms.stored import Fetch, Side
+from lpconv.inspect.defects import Findings, fused_groups
+from lpconv.report.numbers import code_list
+from lpconv.results import InspectResult
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.compressed import INPUT_SCALES
+from lpconv.storage.source import Source, open_source, read_range, read_tensor
+
+# No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
+_LARGEST, _FACTOR = 1e4, 256.0
+_E4M3FN = FORMATS["e4m3fn"].max
+_MANY_CUT, _LEAST_CUT = 0.25, 8  # scales at the end of e4m3fn, as a share and a number: of a sound weight a few are
+_FEW_ODD = 1e-3  # of the scales of a weight that are far from the others: more are its nature
+NOT_JUDGED = f"scales off by less than {_FACTOR:.0f} times (`lpconv verify --against`)"
+_ZERO = 1e-6  # up to here the scale of a weight of zeros
+_LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # of the largest number of a weight, in the middle of a model
+_UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Of one weight: the least and largest scale with all factors, how many are zero, no number, at the end of e4m3fn
+    (`num_cut`) and far from the others (`num_odd`), and `one`, the scale or factor that the whole tensor has, if any.
+    `bound` is what its largest code would become, in the column with the least factor where columns have any: no more
+    is sure, since smoothing gives large codes to those."""
+
+    least: float = math.inf
+    most: float = 0.0
+    num: int = 0
+    num_zero: int = 0
+    num_bad: int = 0
+    num_cut: int = 0
+    num_odd: int = 0
+    one: float | None = None
+    bound: float = 0.0
+
+    def __add__(self, other: "Scales") -> "Scales":
+        return Scales(
+            least=min(self.least, other.least),
+            most=max(self.most, other.most),
+            num=self.num + other.num,
+            num_zero=self.num_zero + other.num_zero,
+            num_bad=self.num_bad + other.num_bad,
+            num_cut=self.num_cut + other.num_cut,
+            num_odd=self.num_odd + other.num_odd,
+            one=self.one,
+            bound=max(self.bound, other.bound),
+        )
+
+
+def judged(found: InspectResult, model: Openable) -> InspectResult:
+    """The record of a checkpoint with what its scales tell. Unchanged if headers have problems, or scales are among the
+    codes. Raises InputError where files cannot be read."""
+    if "scales" not in found.not_checked or found.problems or found.not_judged:
+        return found
+    checkpoint = Checkpoint.open(model)
+    with closing(open_source(checkpoint)) as source:
+        forms = recognise(Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()}))
+        grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
+        if not grids:
+            return found
+        told = _of_weights(grids, source, checkpoint, is_ours=found.method is not None) + _of_inputs(source)
+    return replace(
+        found,
+        problems=told.problems,
+        warnings=(*found.warnings, *told.warnings),
+        checked=(*found.checked, "scales"),
+        not_checked=(NOT_JUDGED, *(what for what in found.not_checked if what != "scales")),
+    )
+
+
+def _of_weights(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
+    found = {n: _look(grid, source) for n, grid in grids.items()}
+    config = checkpoint.config.get("quantization_config") or {}
+    problems = (*_no_numbers(found), *_dead(found, grids, source), *_parts(grids, source, config))
+    ones = {n: torch.tensor(s.one) for n, s in found.items() if s.one is not None and 0 < s.one < math.inf}
+    unequal = _unequal_of_fused("scales,", ones, "who takes one scale for them decodes the others wrongly")
+    warnings = (*unequal, *_of_products(grids, found, source), *_lost(found, is_ours=is_ours), *_cut(found))
+    return Findings(problems=(*problems, *_inverted(found, grids)), warnings=(*warnings, *_odd(found, grids, source)))
+
+
+def _of_products(grids: Mapping[str, Grid], found: Mapping[str, Scales], source: Source) -> Iterator[str]:
+    """Scales of no weight, by which readers divide those of several, so that numbers fit e4m3fn, and multiply sums."""
+    scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
+    sound = {n: x for n, x in scales.items() if is_positive(x)}
+    why = "TensorRT-LLM takes one for them, and refuses others"
+    yield from _unequal_of_fused("scales of their products, `weight_scale_2`,", sound, why)
+    largest = {n: found[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
+    odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
+    if odd:
+        yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
+
+
+def _of_inputs(source: Source) -> Findings:
+    """What the scales of inputs tell: those of weights that readers fuse meet the same inputs."""
+    names = {n: n.rpartition(".")[0] for n in source.entries if n.rpartition(".")[2] in INPUT_SCALES}
+    found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
+    wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
+    if wrong:
+        return Findings(problems=(f"{code_list(wrong)}: scales of inputs that are zero, negative or no number",))
+    return Findings(warnings=tuple(_unequal_of_fused("scales of inputs,", found, "they meet the same inputs")))
+
+
+def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
+    """Positive scales by weight, where those of weights that readers fuse are not alike."""
+    ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
+    ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
+    unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
+    if unequal:
+        groups = f"{len(unequal)} of {len(ratios)} groups of weights that readers fuse"
+        words = f"by a factor of up to {ratios[unequal[0]]:.3g} in {code_list(unequal)}: {why}"
+        yield f"{groups} have unequal {what} {words}"
+
+
+def _fetch_from(source: Source) -> Fetch:
+    """Reads elements of stored tensors."""
+
+    def fetch(component: Component, start: int, stop: int) -> Tensor:
+        return read_range(source, component.name, start, stop)
+
+    return fetch
+
+
+def _whole(grid: Grid) -> Iterator[Span]:
+    """Each matrix of a weight, in the order of the file."""
+    rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
+    for index in range(math.prod(grid.shape[:-2])):
+        yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
+
+
+def _side_of(grid: Grid, source: Source) -> Side:
+    """What a weight has beside codes and scales, read."""
+    return {c.name: read_tensor(source, c.name) for c in grid.side}
+
+
+def _look(grid: Grid, source: Source) -> Scales:
+    side, fetch = _side_of(grid, source), _fetch_from(source)
+    one = None if grid.factor is None else float(side[grid.factor.name])
+    total = Scales(one=one)
+    for span in _whole(grid):
+        raw = grid.scales.fetch(fetch, span)
+        scales = grid.scales_of(raw, span, side)
+        total = total + _count(scales, scales * _columns(grid, side), grid.format.max)
+        if grid.scales.component.dtype == "F8_E4M3":
+            num_cut = int((grid.scales.numbers(raw, span) == grid.scales.ends[1]).sum())
+            total = replace(total, num_cut=total.num_cut + num_cut)
+        if grid.factor is None and grid.scales.component.shape in ((), (1,)):  # [1, 1] may be a block
+            total = replace(total, one=float(scales))
+    return total
+
+
+def _columns(grid: Grid, side: Side) -> Tensor:
+    """The least factor of the columns of each block, [blocks of a row]; 1 where they have none."""
+    if grid.columns is None:
+        return torch.ones(1)
+    numbers, width = side[grid.columns.name].float(), grid.block[1]
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % width), value=math.inf).view(-1, width).amin(1)
+
+
+def _count(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
+    is_sound = torch.isfinite(scales) & (scales > 0)
+    sound = scales[is_sound]
+    zeros = int((scales == 0).sum())
+    return Scales(
+        least=float(sound.min()) if sound.numel() else math.inf,
+        most=float(sound.max()) if sound.numel() else 0.0,
+        num=scales.numel(),
+        num_zero=zeros,
+        num_bad=scales.numel() - zeros - sound.numel(),
+        num_odd=int(_is_odd(scales).sum()),
+        bound=float(with_columns[is_sound].max()) * largest_code if sound.numel() else 0.0,
+    )
+
+
+def _is_odd(numbers: Tensor) -> Tensor:
+    """Which positive numbers are out of proportion to the others."""
+    is_sound = torch.isfinite(numbers) & (numbers > 0)
+    usual = float(numbers[is_sound].median()) if is_sound.any() else 0.0
+    return is_sound & ((numbers < usual / _FACTOR) | (numbers > usual * _FACTOR))
+
+
+def _no_numbers(found: Mapping[str, Scales]) -> Iterator[str]:
+    for name, s in found.items():
+        if s.num_bad:
+            yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
+
+
+def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+    """Scales of zero, where their codes are not."""
+    for name in (n for n, s in found.items() if s.num_zero and n in grids):
+        lost = _num_codes(grids[name], source, lambda scales: scales == 0)
+        if lost:
+            yield f"`{name}`: {found[name].num_zero} scales are zero, and {lost} of their codes are not"
+
+
+def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
+    """The codes of a weight that are not zero, under the stored scales that are `chosen`."""
+    fetch, num = _fetch_from(source), 0
+    for span in _whole(grid):
+        codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
+        scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
+        num += int(((codes != 0) & grid.scales.spread(chosen(scales), span)).sum())
+    return num
+
+
+def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
+    """Scales that were too large for their dtype."""
+    cut = [n for n, s in found.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
+    if cut:
+        s = found[cut[0]]
+        yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
+
+
+def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+    """Single scales that are out of proportion to the others of their weight, with codes that are not zero."""
+    few = [n for n, s in found.items() if 0 < s.num_odd <= max(1.0, _FEW_ODD * s.num)]
+    odd = [n for n in few if _num_codes(grids[n], source, _is_odd)]
+    if odd:
+        s = found[odd[0]]
+        times = f"over {_FACTOR:.0f} times"
+        yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {times} smaller or larger than most"
+    columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
+    wrong = [name for name, x in columns.items() if bool(_is_odd(x.float()).any())]
+    if wrong:
+        yield f"{code_list(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
+
+
+def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
+    """Weights so large that one of their scales can only be inverted or lost."""
+    wrong = [n for n in grids if found[n].bound > _LARGEST]
+    if wrong:
+        first = grids[wrong[0]]
+        which = "the scale" if first.factor is None else "the second scale"
+        how = "divides" if first.divides else "multiplies"
+        yield (
+            f"{code_list(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, "
+            "is inverted or lost"
+        )
+
+
+def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
+    """Shapes, orders of groups and zero points that contradict the rest."""
+    for name, grid in grids.items():
+        side = _side_of(grid, source)
+        if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
+            said = tuple(side[grid.size.name].tolist())
+            yield f"`{name}`: `{grid.size.name}` says {said}, the codes are {grid.shape}"
+        elif grid.order is not None and not grid.has_sound(side):
+            yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
+        wrong = [
+            c.name for c in (grid.factor, grid.columns, grid.beside) if c is not None and not is_positive(side[c.name])
+        ]
+        if wrong:
+            yield f"`{name}`: `{wrong[0]}` is zero, negative or no number"
+        if grid.zeros is not None and config.get("sym") is True:
+            span = next(_whole(grid))
+            zeros = grid.zeros.numbers(grid.zeros.fetch(_fetch_from(source), span), span)
+            middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
+            if bool((zeros != middle).any()):
+                yield (
+                    f"`{name}`: zero points of {float(zeros.min()):g} to {float(zeros.max()):g}, and config.json says "
+                    f"that codes are symmetric about {middle:g}: is `checkpoint_format` another version's?"
+                )
+
+
+def _lost(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
+    """Scales that somebody may have left out. Codes of ours may use few of their numbers: unit scaling makes their RMS
+    one, and the bound of a weight is far above it."""
+    ones = [n for n, s in found.items() if s.least == s.most == 1.0]
+    if ones:
+        yield f"{code_list(ones)}: all scales are 1: were they dropped?"
+    usual = median(s.bound for s in found.values())
+    large = [n for n, s in found.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
+    small = [n for n, s in found.items() if _ZERO < s.bound < usual / _FACTOR and n not in ones]
+    for far in filter(None, (large, small)):
+        bound = found[far[0]].bound
+        yield f"{code_list(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
+    if not is_ours and usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
+        yield f"most weights are of up to {usual:.2g}, which no trained model has: are their scales lost?"

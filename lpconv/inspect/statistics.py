@@ -1,0 +1,101 @@
+"""`inspect --stats`: RMS, largest magnitude and non-finite counts of every floating tensor, by reading the data.
+
+Of what others quantised these are of the decoded weights; and their codes are counted, of which few are the largest
+that there are unless scales are too small.
+"""
+
+import dataclasses
+from contextlib import closing
+
+import torch
+
+from lpconv.forms import Stored
+from lpconv.forms.blocks import Workspace, block_stats
+from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.facts import BlockStats
+from lpconv.forms.foreign import READ
+from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.ranges import block_ranges
+from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import VALUES, describe, inspect
+from lpconv.inspect.scales import judged
+from lpconv.progress import Progress
+from lpconv.report.numbers import code_list
+from lpconv.results import InspectResult, StoredTensor
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.source import Source, open_source, read_range
+
+_READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+# The share of largest codes that is odd: that of a scale half as large as it should be is 0.15 of 8 bits, 0.45 of 4.
+_MANY = {4: 0.3, 8: 0.05}
+
+
+def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResult:
+    """`inspect`, with statistics in each tensor's record. Opens `.bin` checkpoints too.
+
+    Codes of lpconv are measured unscaled. What others quantised is only read where nothing is wrong with it.
+    """
+    checkpoint = Checkpoint.open(model)
+    with closing(open_source(checkpoint)) as source:
+        infos = [(e.info, e.file) for e in source.entries.values()]
+        if checkpoint.kind != "torch":
+            found = inspect(checkpoint)
+        else:
+            found = describe(checkpoint, infos)
+        if found.layout not in READ:
+            return _with_statistics(found, source, progress)
+    found = judged(found, checkpoint)
+    if found.problems or found.not_judged:
+        return found
+    with StoredTensors.open(checkpoint) as stored:
+        measured = _with_statistics(found, DecodedSource(stored), progress)
+        tensors = tuple(_with_share(t, stored) for t in measured.tensors)
+        many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))
+    return dataclasses.replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
+
+
+def _warning(t: StoredTensor, form: Stored) -> str | None:
+    if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
+        return None
+    return f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
+
+
+def _with_statistics(found: InspectResult, source: Source, progress: Progress) -> InspectResult:
+    progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in found.tensors))
+    work = Workspace()
+    tensors = tuple(_measured(source, t, work, progress) for t in found.tensors)
+    nan, inf = [t.name for t in tensors if t.num_nan], [t.name for t in tensors if t.num_inf]
+    return dataclasses.replace(
+        found,
+        tensors=tensors,
+        problems=(*found.problems, *([f"{code_list(nan)}: numbers that are NaN"] if nan else [])),
+        warnings=(*found.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
+        checked=(*found.checked, "values"),
+        not_checked=tuple(n for n in found.not_checked if n != VALUES),
+    )
+
+
+def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:
+    info = source.entries[t.name].info
+    if info.dtype not in _READABLE or not info.num_bytes:
+        progress.advance(info.num_bytes)
+        return t
+    total = BlockStats()
+    for start, stop in block_ranges(info.num_elements):
+        x = read_range(source, t.name, start, stop, buffer=work.raw)
+        total = total + block_stats(x.to(torch.float32) if x.itemsize == 1 else x, work)
+        progress.advance(x.nbytes)
+    return dataclasses.replace(t, rms=total.rms, absmax=total.absmax, num_nan=total.num_nan, num_inf=total.num_inf)
+
+
+def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
+    """The record of a weight with the share of its codes that are the least or the largest that its format has."""
+    form = stored.forms[t.name]
+    if not isinstance(form, Grid):
+        return t
+    at_end = 0
+    low, high = form.codes.ends
+    for start, stop in block_ranges(form.num_elements, form.cols):
+        codes = form.codes_of(stored.stored(t.name, start, stop), start, stop)
+        at_end += int(((codes <= low) | (codes >= high)).sum())
+    return dataclasses.replace(t, saturated_share=at_end / form.num_elements)

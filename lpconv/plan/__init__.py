@@ -1,0 +1,12 @@
+"""The plan of a conversion: what is asked for, and every tensor, file and byte of the output, from headers alone."""
+
+from typing import TYPE_CHECKING
+
+from lpconv.lazy import lazily
+
+if TYPE_CHECKING:
+    from lpconv.plan.options import ConvertOptions as ConvertOptions
+    from lpconv.plan.patterns import FormatRule as FormatRule, parse_rule as parse_rule
+    from lpconv.plan.settings import ConvertSettings as ConvertSettings, settings_of as settings_of
+
+__all__ = lazily(__name__)

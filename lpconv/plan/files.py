@@ -1,0 +1,180 @@
+"""The small files of an output: config, index, loader module, residual index, side files, provenance, checksums."""
+
+import importlib.resources
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lpconv.forms.facts import Converted
+from lpconv.plan.plan import Plan
+from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import QUANTIZATION_FILES
+from lpconv.storage.header import TensorInfo
+from lpconv.storage.partfile import sha256_of, write_small, writing
+from lpconv.storage.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
+from lpconv.storage.staging import MARKER, SUMS, read_marker
+
+LOADER = "lpconv_loader.py"
+CARD = "README.md"
+INDEX = "model.safetensors.index.json"
+# These describe one run, with its times; all other files depend only on source and options.
+_NOT_SUMMED = {SUMS, "report.json", "report.html"}
+
+
+def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of the values of a checkpoint: without what says how they are stored.
+
+    What a conversion of ours replaced in it comes back from its record.
+    """
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    replaced = read_marker(checkpoint.directory).get("source_config")
+    for key, value in replaced.items() if isinstance(replaced, dict) else ():
+        if value is None:
+            config.pop(key, None)
+        else:
+            config[key] = value
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        del config["auto_map"]
+    return config
+
+
+def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """config.json of the output: the source's, and what the form needs in order to be opened.
+
+    Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
+    """
+    settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
+    formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
+    ignored, calibrated = _kept_modules(plan, formats), plan.options.calibrate is not None
+    experts = () if plan.linears is None else plan.linears.experts
+    made = Converted(
+        config=checkpoint.config,
+        settings=settings,
+        formats=formats,
+        ignored=ignored,
+        experts=experts,
+        calibrated=calibrated,
+    )
+    config = checkpoint.config | plan.form.configured(made)
+    if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
+        config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
+    return config
+
+
+def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
+    """The modules whose weights are not among `formats`, those of converted tensors, by the names that files have.
+
+    Where the layout converts `Linear` modules only, these as the model names them, too, and all else with a weight but
+    what looks ids up: readers may build it as such, also what the model of transformers lacks.
+    """
+    kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1]
+    if plan.linears is None:
+        return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
+    modules = (i.name.rpartition(".")[0] for i in kept if _is_weight(i) or ".experts." in i.name)
+    return [*dict.fromkeys([*plan.linears.without(formats), *(m for m in modules if m not in plan.linears.tables)])]
+
+
+def _is_weight(info: TensorInfo) -> bool:
+    return info.name.endswith(".weight")
+
+
+def replaced_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+    """The values of the source's config.json that `output_config` replaces, None for those it adds."""
+    config = output_config(checkpoint, plan)
+    return {k: checkpoint.config.get(k) for k in config if config[k] != checkpoint.config.get(k)}
+
+
+def write_metadata(directory: Path, checkpoint: Checkpoint, plan: Plan, files: Sequence[FileRecord]) -> None:
+    """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
+    config = output_config(checkpoint, plan)
+    write_small(directory / "config.json", ordered_json_text(config))
+    if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
+        write_small(directory / LOADER, _loader_source(str(config["model_type"])))
+    if len(plan.shards) > 1:
+        write_small(directory / INDEX, ordered_json_text(_index(plan)))
+    hashes = {f.name: f.sha256 or "" for f in files}
+    pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
+    if pairs:
+        write_small(directory / RESIDUAL_INDEX, ordered_json_text(residual_index(str(plan.options.residual), pairs)))
+
+
+def _index(plan: Plan) -> dict[str, Any]:
+    tensors = [(t, s.root.name) for s in plan.shards for t in s.root.tensors]
+    return weight_index({t.name: file for t, file in tensors}, sum(t.num_bytes for t, _ in tensors))
+
+
+def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
+    """The index of a sharded checkpoint, from a table of tensor names to files."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+
+
+def _loader_source(model_type: str) -> str:
+    # Found from the top: importing the module itself would import transformers, for seconds.
+    plugin = importlib.resources.files("lpconv").joinpath("models", "plugin.py").read_text(encoding="utf-8")
+    return f'''{plugin}
+
+register()
+
+
+class Config:
+    """What `auto_map` in config.json points to: it makes the stock config, now that the quantizer is known."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[{model_type!r}].from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, *args: Any) -> None:
+        """Nothing to register: saving must not take the stock config for code of this checkpoint."""
+'''
+
+
+def model_side_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
+
+    What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
+    and is never copied on; nor is the card, which describes one checkpoint.
+    """
+    of_the_form = {CARD, SUMS, LOADER, *QUANTIZATION_FILES}
+    return tuple(n for n in checkpoint.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
+
+
+def copy_side_files(
+    directory: Path, checkpoint: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Copy side files, some under another name. Returns the names in `directory`."""
+    copied = []
+    for name in names:
+        target = renamed.get(name, name)
+        with writing(directory / target):
+            (directory / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.directory / name, directory / target)
+        copied.append(target)
+    return tuple(copied)
+
+
+def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
+    """lpconv.json: everything about the output that does not change from run to run or place to place."""
+    document: Mapping[str, Any] = to_json(result)
+    left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
+    changed = replaced_config(checkpoint, plan)
+    left_out |= {"calibration"} if result.calibration is None else set()
+    kept = {k: v for k, v in document.items() if k not in left_out}
+    kept["verify"].pop("files")  # of `lpconv verify`; a conversion copies them
+    write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
+
+
+def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[str, str] | None = None) -> None:
+    """SHA256SUMS of every file of the output but the run's own reports; hashes that are known are not taken again.
+
+    Files that are about to be `renamed` stand under their new names.
+    """
+    hashes = {f.name: f.sha256 for f in known}
+    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
+    named = sorted(((renamed or {}).get(name, name), p) for name, p in files.items())
+    kept = [(name, p) for name, p in named if name not in _NOT_SUMMED and not name.startswith("journal.")]
+    write_small(directory / SUMS, "".join(f"{hashes.get(name) or sha256_of(p)}  {name}\n" for name, p in kept))

@@ -1,0 +1,218 @@
+"""A conversion that is understood but not begun: source, plan, and what it needs of the machine."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lpconv.data import check_text, text_at
+from lpconv.errors import InputError, ResourceError
+from lpconv.extras import working_folder
+from lpconv.forms import Headers
+from lpconv.forms.decoded import is_coded, open_values
+from lpconv.forms.foreign import check_readable
+from lpconv.forms.reader import open_readable
+from lpconv.gates import CONVERT_GATES, Gate
+from lpconv.models.known import known_linears
+from lpconv.models.whole import check_whole
+from lpconv.plan.files import output_config, plain_config
+from lpconv.plan.memory import Memory, plan_memory
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan, make_plan
+from lpconv.plan.settings import settings_of
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.compressed import LinearModules
+from lpconv.storage.partfile import sha256_of
+from lpconv.storage.residual import residual_files
+from lpconv.storage.source import Source
+from lpconv.storage.staging import check_apart, folder_next_to
+from lpconv.storage.ties import tie_candidates
+from lpconv.storage.unchanged import Watch, watch, watched_files
+from lpconv.storage.urls import is_url
+from lpconv.version import __version__
+
+# Seconds that no size changes, of two cores: torch, pages and records; transformers and two small models.
+_REPORTING_S, _RUNNING_S = 0.8, 4.0
+_PIECE = 2**22  # bytes of two tensors that are compared at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it. `missing` are
+    weights of the model that it lacks.
+
+    `checkpoint` is the source as it lies, `plain` the same with the config of the values that its codes stand for;
+    `promised` has the hashes that its files were promised to have, and have.
+
+    `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
+    """
+
+    output: Path
+    url: str | None
+    checkpoint: Checkpoint
+    plain: Checkpoint
+    promised: Mapping[str, str]
+    watch: Watch
+    source: Source
+    plan: Plan
+    gates: tuple[Gate, ...]
+    missing: tuple[str, ...]
+    memory: Memory
+
+
+def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
+    """Open the source of a conversion; what names, options and headers can refuse is refused here, without torch."""
+    settings_of(options)
+    if options.calibrate is not None:
+        check_text(text_at(options.calibrate))
+    checkpoint = open_readable(model, revision=options.revision)
+    if not is_url(str(output)):
+        check_apart(checkpoint.directory, Path(output))
+    return checkpoint
+
+
+def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
+    """Plan the conversion of a checkpoint from `open_model`, and open its tensors.
+
+    With `headers_only` the weights are not compared with the hashes that a hub promised. Raises everything that can be
+    refused without reading them.
+    """
+    settings = settings_of(options)
+    options, method = settings.options, settings.method
+    gates = tuple(map(CONVERT_GATES.parse, options.gates))
+    checkpoint = checkpoint.copied() if options.cache else checkpoint
+    promised = {} if headers_only else checkpoint.check_promised()
+    directory = checkpoint.directory
+    watched = watch(directory, [*watched_files(checkpoint), *residual_files(directory)])
+    url = output if isinstance(output, str) and is_url(output) else None
+    output = working_folder(url) if url is not None else Path(output)
+    source, plain = open_values(checkpoint), checkpoint
+    if is_coded(checkpoint):
+        plain = dataclasses.replace(checkpoint, config=plain_config(checkpoint))
+    try:
+        infos = {n: e.info for n, e in source.entries.items()}
+        check_readable(Headers.of(plain.config, infos))
+        linears = _linears(plain, source) if method.form(options.layout).of_linears else None
+        made = make_plan(
+            {n: (e.info, e.file) for n, e in source.entries.items()},
+            method,
+            options,
+            ties=_find_ties(source, plain.config),
+            metadata={"lpconv": __version__, "method": method.name},
+            linears=linears,
+        )
+        output_config(plain, made)  # what it refuses, it refuses now
+        memory = plan_memory(made, plain, gates, output=output, uploads=url is not None)
+        shapes = {n: info.shape for n, info in infos.items()}
+        missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
+    except BaseException:
+        source.close()
+        raise
+    return Job(
+        output=output,
+        url=url,
+        checkpoint=checkpoint,
+        plain=plain,
+        promised=promised,
+        watch=watched,
+        source=source,
+        plan=made,
+        gates=gates,
+        missing=missing,
+        memory=memory,
+    )
+
+
+def _find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
+    """Names that need no storage of their own, each with the name that keeps the weight.
+
+    Tensors that share storage in a `.bin` file are tied; embedding and head are where their bytes are equal and the
+    config does not say otherwise. Raises InputError where the config declares a tie and the bytes differ.
+    """
+    ties = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
+    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items() if n not in ties}
+    for candidate in tie_candidates(shapes, config):
+        if _equal_bytes(source, candidate.name, candidate.keep):
+            ties[candidate.name] = candidate.keep
+        elif candidate.declared:
+            raise InputError(
+                f"the config ties `{candidate.name}` to `{candidate.keep}`, but their values differ",
+                hint="set tie_word_embeddings to false in config.json if both are meant to be used",
+            )
+    return ties
+
+
+def _equal_bytes(source: Source, a: str, b: str) -> bool:
+    size = source.entries[a].info.num_bytes
+    left, right = bytearray(_PIECE), bytearray(_PIECE)
+    for start in range(0, size, _PIECE):
+        count = min(_PIECE, size - start)
+        for name, piece in ((a, left), (b, right)):
+            source.read_bytes(name, start, memoryview(piece)[:count])
+        if left[:count] != right[:count]:
+            return False
+    return True
+
+
+def _linears(checkpoint: Checkpoint, source: Source) -> LinearModules:
+    """What the layouts of others have to know of the model."""
+    known = known_linears(checkpoint.config, {n: e.info.shape for n, e in source.entries.items()})
+    if known is not None:
+        return known
+    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
+
+    return linear_modules(checkpoint, source.entries)
+
+
+def disk_bytes(job: Job) -> int:
+    """Bytes that the output will take."""
+    side = sum((job.checkpoint.directory / n).stat().st_size for n in job.checkpoint.side_files)
+    return job.plan.bytes_out + side + 4 * 2**20  # reports, card and provenance
+
+
+def free_bytes(output: Path) -> int:
+    """Bytes that the file system of `output` has left."""
+    folder = output.absolute().parent
+    while not os.path.exists(folder):  # Path.exists raises for names that are too long
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def check_disk(output: Path, needed: int) -> None:
+    """Raise ResourceError unless so many bytes fit, of which an interrupted run may have written some."""
+    partial = folder_next_to(output, ".partial")
+    reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
+    free = free_bytes(output) + reusable
+    if needed > free:
+        raise ResourceError(
+            f"the output needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free",
+            hint="free some space or choose another --output",
+            details={"needed_bytes": needed, "free_bytes": free},
+        )
+
+
+def identity(job: Job) -> dict[str, Any]:
+    """What must be unchanged for a resume."""
+    directory = job.checkpoint.directory
+    stats = [(f, (directory / f).stat()) for f in job.checkpoint.weight_files]
+    text = job.plan.options.calibrate
+    return {
+        **({} if text is None else {"calibration text": sha256_of(text_at(text))}),
+        "lpconv version": __version__,
+        "torch version": importlib.metadata.version("torch"),
+        "options": job.plan.fingerprint,
+        "source files": [[f, s.st_size, s.st_mtime_ns] for f, s in stats],
+        "source config": hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
+    }
+
+
+def estimate_seconds(job: Job) -> float:
+    """What the run will take after lpconv's own start, where nothing waits for a disk, on a machine like the one that
+    `Form.encoded_per_second` was measured on."""
+    running = _RUNNING_S if job.memory.no_logits is None else 0.0
+    encoding = sum(t.info.num_elements / t.form.encoded_per_second for t in job.plan.tensors if t.action != "tie")
+    return _REPORTING_S + running + encoding / job.memory.workers

@@ -1,0 +1,177 @@
+"""What a conversion takes of memory, known before it begins: blocks in work, then two models that run one by one.
+
+The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 1 to
+15 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lpconv.errors import ResourceError
+from lpconv.extras import WINDOW_BYTES, upload_bytes
+from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
+from lpconv.gates import Gate, needs_logits
+from lpconv.machine import available_memory
+from lpconv.models.known import known_shapes
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.place import any_pointer
+
+# Up to this many weight bytes `--verify auto` also runs both models.
+_AUTO_LOGITS_BYTES = 2 * 10**9
+SPARE = 2  # blocks that wait for the writer while every worker is busy
+_MAX_WORKERS = 8
+_MIB = 2**20
+_TORCH_BYTES = 200 * _MIB
+_CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
+_OVERHEAD_BYTES = 8 * _MIB  # Python's own growth
+_TENSOR_BYTES = 8 * 2**10  # a header's entry, a record, a row of a report
+_WORK_BYTES = 12  # an element of a worker's fp32 scratch: its value, its code, its error
+# The tables of scales in e4m3fn, codes and references: two spans of 64 each, and one of each under way in two threads.
+_TABLES_BYTES = (2 + 2 + 4) * 64 * 2**18
+_FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
+# An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
+_DECODING_BYTES, _CHECKING_BYTES = 32, 96
+_TRANSFORMERS_BYTES = 160 * _MIB  # its code and that of one architecture, and what the heap keeps of blocks
+_BUILDING_BYTES = 120 * _MIB  # transformers and a model without memory, to compare names and shapes with
+_COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
+_ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
+_COPIES_IN_MEMORY = 2  # the model, and the values that it is given
+CALIBRATING_BYTES = 256 * _MIB  # activations of the windows that a calibration runs together, one at least
+# 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
+_LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`needed_bytes` of the whole run with so many `workers`; `no_logits` says why both models would not fit.
+
+    `in_files` says that they run all the same, because that was asked for, with their matrices left in the files.
+    """
+
+    workers: int
+    needed_bytes: int
+    no_logits: str | None = None
+    in_files: bool = False
+
+
+def plan_memory(
+    plan: Plan, checkpoint: Checkpoint, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
+) -> Memory:
+    """As many workers as the options and memory allow, and what the run takes with them.
+
+    With `uploads` the output goes to a store. What is verified lies at `output` already, with pointers if it is in one.
+
+    Raises ResourceError where one worker is too much, or where the options demand outputs and two models are, even with
+    matrices that stay in their files.
+    """
+    options = plan.options
+    taken = psutil.Process().memory_info().rss
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, checkpoint, output, uploads=uploads)
+    available = taken + available_memory()
+    budget = min(options.max_memory or available, available)
+    is_light = "model_type" not in checkpoint.config or known_shapes(checkpoint.config) is not None
+    loaded = now + (0 if is_light or "transformers" in sys.modules else _BUILDING_BYTES)
+    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    while workers > 1 and loaded + _converting(plan, workers) > budget:
+        workers -= 1
+    needed = loaded + _converting(plan, workers)
+    if needed > budget:
+        raise _too_much("the conversion", needed, budget, options)
+    if options.calibrate is not None:
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + CALIBRATING_BYTES)
+        if needed > budget:
+            raise _too_much("running the model for the scales of its inputs", needed, budget, options)
+    running = now + _running(plan, checkpoint)
+    if options.verify == "logits" or needs_logits(gates):
+        if running <= budget:
+            return Memory(workers=workers, needed_bytes=max(needed, running))
+        running = now + _running_in_files(plan, checkpoint)
+        if running > budget:
+            raise _too_much("running both models for their outputs", running, budget, options)
+        return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
+    why = _why_no_logits(plan, checkpoint)
+    if why is None and running > budget:
+        why = _too_much("running both models", running, budget, options).message
+    return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
+
+
+def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
+    """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
+    options = plan.options
+    if options.verify != "auto":
+        return f"--verify {options.verify} does not run the models"
+    if plan.bytes_in > _AUTO_LOGITS_BYTES:
+        return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than are run unasked; ask for the level logits"
+    if "auto_map" in checkpoint.config and not options.trust_remote_code:
+        return "the checkpoint brings its own code, which needs --trust-remote-code"
+    if "model_type" not in checkpoint.config:
+        return "config.json names no model_type"
+    return None
+
+
+def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
+    """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
+    written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
+    downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
+    if not downloads and not uploads:
+        return 0
+    sent = max((sum(upload_bytes(f.size_bytes) for f in s.files) for s in plan.shards), default=0) if uploads else 0
+    return _CLIENT_BYTES + (WINDOW_BYTES + sent if downloads else max(WINDOW_BYTES, sent))
+
+
+def _converting(plan: Plan, workers: int) -> int:
+    largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
+    fitting = _FITTING_BYTES * largest if plan.options.budget_bits is not None else 0
+    stored = max((-(-(t.info.num_bytes + t.bytes_out) // max(t.info.num_elements, 1)) for t in plan.tensors), default=0)
+    buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # as much of them as is touched
+    checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
+    temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
+    sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
+    tables = _TABLES_BYTES if any(t.form.shares and t.form.late for t in plan.tensors) else 0
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
+
+
+def _running(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Both models, one at a time; then their outputs."""
+    parameters = sum(t.info.num_elements for t in plan.tensors)
+    models = 4 * parameters * _COPIES_IN_MEMORY
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(checkpoint))
+
+
+def _running_in_files(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Activations, rows of matrices and vectors of both models, one at a time; then their outputs.
+
+    Only the models that bring no code of their own, which may use a weight in any way, are known to run so.
+    """
+    if "auto_map" in checkpoint.config:
+        return _running(plan, checkpoint)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _outputs(checkpoint)
+
+
+def _in_files(plan: Plan) -> int:
+    """What a model takes whose matrices stay in its files: vectors, and a few rows."""
+    return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
+
+
+def _outputs(checkpoint: Checkpoint) -> int:
+    """What a head makes as wide as the vocabulary."""
+    has_head = any("LM" in name or "For" in name for name in checkpoint.config.get("architectures") or ())
+    inner = checkpoint.config.get("text_config")
+    words = (inner if isinstance(inner, dict) else checkpoint.config).get("vocab_size")
+    return words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
+
+
+def _too_much(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:
+    is_asked = options.max_memory is not None and budget == options.max_memory
+    return ResourceError(
+        f"{what} needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
+        hint=("raise --max-memory" if is_asked else "free some memory")
+        + (", or use --verify weights" if "models" in what else ""),
+        details={"needed_bytes": needed, "budget_bytes": budget},
+    )

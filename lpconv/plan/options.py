@@ -1,0 +1,212 @@
+"""What a conversion and a verification are asked for. Plain Python; nothing here reads a file."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from lpconv.errors import UsageError
+from lpconv.formats.grains import GRAINS, TENSOR, grain_of
+from lpconv.formats.spec import FORMATS
+from lpconv.methods import LPCONV, METHODS
+from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
+from lpconv.plan.patterns import FormatRule, parse_rule
+from lpconv.plan.schemes import SCHEMES
+
+LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
+VERIFY_LEVELS = ("none", "weights", "logits", "auto")
+POINTS_MAX = 3
+CALIBRATION_TOKENS = 4096  # of a text, at most
+_RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
+_METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
+
+
+# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
+_WHAT, _HOW = "What to write", "How to run"
+_what = functools.partial(Option, panel=_WHAT, shapes_output=True)
+_check = functools.partial(Option, panel="Checks")
+_how = functools.partial(Option, panel=_HOW, of_run=True)
+
+
+def _gate(text: str) -> str:
+    from lpconv.gates import CONVERT_GATES  # with the records of all results, which `--help` does without
+
+    return CONVERT_GATES.parse(text).expression
+
+
+def _granularity(name: str) -> str:
+    grain_of(name)
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Settings of one conversion, as asked. `settings_of` (`settings.py`) decides what is None.
+
+    Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
+    """
+
+    scheme: Annotated[
+        str | None,
+        Option(
+            "Layout, format, granularity and method under one name (see --list-schemes)",
+            default="the options below",
+            choices=SCHEMES,
+            short=("-s",),
+        ),  # it shapes the output through the options that it stands for
+    ] = None
+    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",), panel=None)] = (
+        "unit"
+    )
+    format: Annotated[
+        str | None,
+        _what(
+            "Number format on disk",
+            default="fp16; bf16 for collage, int4 for multipoint",
+            choices=_METHOD_FORMATS,
+            short=("-f", "--element"),
+            panel=None,
+        ),
+    ] = None
+    residual: Annotated[
+        str | None, _what("Form in which collage keeps lost bits", default="bf16, fp16 for fp16", choices=_RESIDUALS)
+    ] = None
+    layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
+    scale: Annotated[
+        str | None,
+        _what(
+            "Scales rounded to powers of two, or exact", default="pow2; exact for integers", choices=("pow2", "exact")
+        ),
+    ] = None
+    granularity: Annotated[
+        str,
+        _what(
+            f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
+            parse=_granularity,
+            example="group:128",
+        ),
+    ] = TENSOR
+    calibrate: Annotated[
+        str | None,
+        _what(
+            f"Text file on whose first {CALIBRATION_TOKENS} tokens to find scales of inputs, for NVFP4 and e4m3fn with "
+            "one scale; demo: the plays that ship with lpconv",
+            default="inputs stay as they are",
+            metavar="FILE",
+            is_path=True,
+        ),
+    ] = None
+    budget_bits: Annotated[
+        float | None,
+        Gt(0),
+        _what(
+            "Stored bits per element, scales and counts included, for multipoint",
+            default="half a bit above the format's",
+            example="4.5",
+        ),
+    ] = None
+    points_max: Annotated[
+        int | None, Ge(1), _what("Largest number of points of a row, for multipoint", default=str(POINTS_MAX))
+    ] = None
+    include: Annotated[
+        tuple[str, ...],
+        _what("Pattern of the tensors to convert, a glob or re:EXPRESSION", default="all", metavar="PATTERN"),
+    ] = ()
+    exclude: Annotated[
+        tuple[str, ...], _what("Pattern of tensors that are kept as they are", default="none", metavar="PATTERN")
+    ] = ()
+    rules: Annotated[
+        tuple[FormatRule, ...],
+        _what(
+            "Format, or keep, for the tensors that match a pattern; the first match decides",
+            flag="rule",
+            metavar="PATTERN=FORMAT",
+            parse=parse_rule,
+        ),
+    ] = ()
+    max_shard_size: Annotated[
+        int | None,
+        size_option(
+            "Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT, shapes_output=True
+        ),
+    ] = None
+    verify: Annotated[
+        str,
+        _check(
+            "Depth of the verification; auto runs both models where they are small",
+            what="verification level",
+            choices=VERIFY_LEVELS,
+        ),
+    ] = "auto"
+    gates: Annotated[
+        tuple[str, ...],
+        _check(
+            "Publish only if this holds, such as 'sqnr>=25'",
+            judges=True,
+            flag="gate",
+            metavar="CONDITION",
+            parse=_gate,
+            panel=None,
+        ),
+    ] = ()
+    revision: Revision = None
+    allow_missing: AllowMissing = False
+    max_memory: Annotated[
+        int | None, size_option("Memory limit, such as 4GB", default="what is free", panel=_HOW, of_run=True)
+    ] = None
+    cache: Annotated[bool, _how("Copy a remote checkpoint into a cache, and read that")] = False
+    workers: Annotated[int | None, Ge(1), _how("Number of encoder threads", default="cores, at most 8")] = None
+    resume: Resume = False
+    force: Force = False
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What is checked of an output that is there."""
+
+    against: Annotated[
+        str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")
+    ] = None
+    level: Annotated[
+        str | None,
+        Option(
+            "Depth of the check: hashes, every element of the weights, or what both models compute; or `values`, which "
+            "compares the weights of any two checkpoints, whatever layouts they are in",
+            default="hash; with --against weights, and logits where the models are small; values of what is no output",
+            choices=("hash", "weights", "logits", "values"),
+        ),
+    ] = None
+    gates: Annotated[
+        tuple[str, ...],
+        Option("Condition to pass, such as 'top1>=0.99'", flag="gate", metavar="CONDITION", parse=_gate),
+    ] = ()
+    data: Annotated[
+        Path | None,
+        Option(
+            "Text file on which to compare what both models say of every token, read from their files layer by layer",
+            metavar="FILE",
+            parse=Path,
+            is_path=True,
+        ),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        Ge(2),
+        Option(
+            "Number of tokens in a window of the text",
+            default="128, or the longest of the model where that is less",
+        ),
+    ] = None
+    max_tokens: Annotated[int, Ge(1), Option("Number of tokens of the text to read at most")] = 4096
+    trust_remote_code: TrustRemoteCode = False
+
+
+def check_verify(options: VerifyOptions) -> None:
+    """Raise UsageError for options out of range, and for a comparison without a checkpoint to compare with."""
+    check(options)
+    if options.against is None and (options.data is not None or options.level == "values"):
+        what = "a text" if options.data is not None else "--level values"
+        raise UsageError(f"{what} needs a checkpoint to compare with", hint="name it with --against")

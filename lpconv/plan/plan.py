@@ -1,0 +1,315 @@
+"""The plan of a conversion: every output tensor, file, offset and byte count, from headers alone.
+
+A pure function of the source's headers and the options. Dry runs, the disk check, resuming and byte-deterministic
+output all come from this one object.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.spec import Format
+from lpconv.forms import Component, Form, Kept
+from lpconv.inspect.defects import fused_groups
+from lpconv.methods import Method
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import check_matches
+from lpconv.plan.policy import decide
+from lpconv.plan.settings import shaping_options
+from lpconv.storage.compressed import LinearModules
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.storage.residual import RESIDUAL_FOLDER
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """One source tensor and the form that it gets. `tied_to` is the weight that it shares, where it is not stored.
+
+    `fused` are the weights that readers put into one matrix with it, where its form shares a scale with them.
+    """
+
+    info: TensorInfo
+    form: Form
+    reason: str
+    tied_to: str | None = None
+    fused: tuple["PlannedTensor", ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def module(self) -> str:
+        """The module whose weight it is."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def format(self) -> Format | None:
+        """The number format that it is converted to, None where it is kept."""
+        return self.form.format
+
+    @property
+    def action(self) -> str:
+        return "tie" if self.tied_to else "keep" if self.format is None else "convert"
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that it takes in the output: codes, scale and residual."""
+        return 0 if self.tied_to else self.form.num_bytes
+
+    @property
+    def root(self) -> tuple[Component, ...]:
+        """What it stores in the root file."""
+        return tuple(c for c in self.form.components if not c.in_residual)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that encoding reads of the source: twice the tensor where a scale has to be known first, and once those
+        that share one with it, unless what is known of them is kept."""
+        shared = () if self.form.late else self.fused
+        return self.info.num_bytes * self.form.num_readings + sum(t.info.num_bytes for t in shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """One file to write: `name` relative to the output directory, its header bytes, its tensors in file order."""
+
+    name: str
+    header: bytes
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.header) + (self.tensors[-1].end if self.tensors else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShard:
+    """Tensors that are written together: one root file, and a residual file for pairs that have one.
+
+    `tensors` stand in the order of their data in the files. Side tensors come first in the root file, or right behind
+    the data that says what they are.
+    """
+
+    root: OutputFile
+    residual: OutputFile | None
+    tensors: tuple[PlannedTensor, ...]
+
+    @property
+    def files(self) -> tuple[OutputFile, ...]:
+        return (self.root,) if self.residual is None else (self.root, self.residual)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that encoding reads of the source."""
+        return sum(t.bytes_read for t in self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that will be written. `tensors` covers every source tensor exactly once, in source order.
+
+    `linears` are the model's `Linear` modules, where the layout needs to know them.
+    """
+
+    method: Method
+    options: ConvertOptions
+    tensors: tuple[PlannedTensor, ...]
+    shards: tuple[PlannedShard, ...]
+    linears: LinearModules | None = None
+
+    @property
+    def format_name(self) -> str:
+        """The format that no rule changes, which `settings_of` has filled in."""
+        assert self.options.format is not None
+        return self.options.format
+
+    @property
+    def files(self) -> tuple[OutputFile, ...]:
+        return tuple(f for s in self.shards for f in s.files)
+
+    @property
+    def bytes_in(self) -> int:
+        return sum(t.info.num_bytes for t in self.tensors if t.action != "tie")
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(f.size_bytes for f in self.files)
+
+    @property
+    def num_calibrated(self) -> int:
+        """How many tensors have a scale of their inputs beside them."""
+        return sum(t.form.has_input_scale for t in self.tensors)
+
+    def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
+        """The plan with the largest input of every module that has a scale of its inputs, as calibration found it."""
+
+        def given(t: PlannedTensor) -> PlannedTensor:
+            return replace(t, form=t.form.with_inputs(absmax[t.module])) if t.form.has_input_scale else t
+
+        shards = tuple(replace(s, tensors=tuple(map(given, s.tensors))) for s in self.shards)
+        return replace(self, tensors=tuple(map(given, self.tensors)), shards=shards)
+
+    @property
+    def form(self) -> type[Form]:
+        """The form that converted tensors have, or that decides which other one they get."""
+        return self.method.form(self.options.layout)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all headers and decisions: runs that share it write the same bytes from the same source."""
+        digest = hashlib.sha256()
+        for f in self.files:
+            digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
+        digest.update(
+            json.dumps([shaping_options(self.options), [(t.name, t.action, t.reason) for t in self.tensors]]).encode()
+        )
+        return digest.hexdigest()
+
+
+def make_plan(
+    entries: Mapping[str, tuple[TensorInfo, str]],
+    method: Method,
+    options: ConvertOptions,
+    *,
+    ties: Mapping[str, str],
+    metadata: Mapping[str, str],
+    linears: LinearModules | None = None,
+) -> Plan:
+    """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
+    `linears` are the model's `Linear` modules, for a layout that converts nothing else.
+
+    Raises UnsupportedError where a scale would take the name of a tensor that the source has, and where no reader opens
+    what would be written; UsageError for a pattern that matches no tensor.
+    """
+    suffixes = method.form(options.layout).suffixes
+    taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
+    _check_free_names(taken)
+    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+        check_matches(pattern, entries)
+    planned = {n: _planned(info, method, options, ties.get(n), linears) for n, (info, _) in entries.items()}
+    if linears is not None:
+        _check_readable(planned, linears, options)
+    _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
+    planned |= {t.name: t for t in _fused(planned)}
+    stored = [t for t in planned.values() if t.action != "tie"]
+    groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
+    names = shard_names(len(groups))
+    shards = tuple(_shard(n, g, options, metadata) for n, g in zip(names, groups, strict=True))
+    return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
+
+
+def _check_free_names(taken: Sequence[str]) -> None:
+    if taken:
+        raise UnsupportedError(
+            f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
+        )
+
+
+def _planned(
+    info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
+) -> PlannedTensor:
+    if tied_to is not None:
+        kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
+        return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
+    form, reason = decide(info, options, method, linears=linears)
+    return PlannedTensor(info=info, form=form, reason=reason)
+
+
+def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: ConvertOptions) -> None:
+    """Raise UnsupportedError unless a weight is converted, and all experts of a layer in the same format."""
+    if all(t.format is None for t in planned.values()):
+        reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
+        raise UnsupportedError(
+            f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
+            hint="use --layout lpconv, or another --granularity; does config.json name the class of these weights?",
+        )
+    formats: dict[str, set[Format | None]] = {}
+    for name, module in linears.experts.items():
+        formats.setdefault(module, set()).add(planned[name].format)
+        if planned[name].form.has_input_scale or len(formats[module]) > 1:
+            raise UnsupportedError(
+                f"`{name}`: "
+                + ("readers take all experts of a layer in one format" if len(formats[module]) > 1
+                   else "--calibrate does not reach the inputs of experts"),
+                hint="--exclude '*.experts.*' keeps all of them; do sizes fit the --granularity?",
+            )  # fmt: skip
+
+
+def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
+    """The tensors that share a scale, each with the others."""
+    sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares}
+    for _, names in fused_groups(sharing):
+        for name in names:
+            yield replace(sharing[name], fused=tuple(sharing[n] for n in names if n != name))
+
+
+def _groups(
+    tensors: Sequence[PlannedTensor], files: Mapping[str, str], max_bytes: int | None
+) -> list[list[PlannedTensor]]:
+    """Tensors by output shard: as the source's files, or filled in source order up to `max_bytes`."""
+    if max_bytes is None:
+        by_file: dict[str, list[PlannedTensor]] = {}
+        for t in tensors:
+            by_file.setdefault(files[t.name], []).append(t)
+        return [by_file[f] for f in sorted(by_file)] or [[]]
+    groups: list[list[PlannedTensor]] = [[]]
+    filled = 0
+    for t in tensors:
+        size = sum(c.num_bytes for c in t.root)
+        if groups[-1] and filled + size > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(t)
+        filled += size
+    return groups
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of so many weight files."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def _shard(
+    name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions, metadata: Mapping[str, str]
+) -> PlannedShard:
+    stored = [(c, t) for t in tensors for c in t.root]
+    stored.sort(key=lambda it: (*_order(*it), it[0].name))
+    ordered = tuple(t for c, t in stored if c in t.form.data)
+    root = _output_file(name, [c for c, _ in stored], {"format": "pt", **metadata})
+    residual = None
+    lows = [c for t in ordered for c in t.form.components if c.in_residual]
+    if lows:
+        residual = _output_file(
+            f"{RESIDUAL_FOLDER}/{name.replace('model', 'residual', 1)}",
+            lows,
+            {"format": "lpconv-residual", "residual": str(options.residual), **metadata},
+        )
+    return PlannedShard(root=root, residual=residual, tensors=ordered)
+
+
+def _order(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
+    """Where a component stands among the others of a file, those of one place by name.
+
+    Widest dtype first, scales and counts before the other tensors of their width, and those that data tell behind it,
+    with it among those of their width: everything is aligned, and a sequential hash can be taken while the codes are
+    written.
+    """
+    late, is_data = tensor.form.late, component in tensor.form.data
+    if component in late or (late and is_data):
+        return -max(DTYPE_BITS[c.dtype] for c in (component, *late)), 2 if is_data else 3
+    return -DTYPE_BITS[component.dtype], int(is_data)
+
+
+def _output_file(name: str, stored: Iterable[Component], metadata: Mapping[str, str]) -> OutputFile:
+    position, placed = 0, []
+    for c in stored:
+        end = position + c.num_bytes
+        placed.append(TensorInfo(name=c.name, dtype=c.dtype, shape=c.shape, begin=position, end=end))
+        position = end
+    return OutputFile(name=name, header=encode_header(placed, metadata), tensors=tuple(placed))

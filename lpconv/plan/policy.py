@@ -1,0 +1,132 @@
+"""Which tensor is converted to what, and why. Decided from names, shapes and dtypes alone.
+
+In order: what is not floating point is kept; `--exclude` keeps; `--rule` decides; `--include` keeps what it does not
+name; then the default of the method's form. For codes it converts matrices, and formats of at most 8 bits leave in 16
+what is small and decides much: embeddings, output heads, routers, filters, the states of state space models. A form
+that holds anything, Collage's pair, takes every tensor wider than 16 bits: nothing is lost, because the residual holds
+what rounding took.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lpconv.errors import UnsupportedError
+from lpconv.formats.grains import grain_of
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms import Form, Kept, Settings
+from lpconv.methods import Method
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import matches
+from lpconv.storage.compressed import LinearModules
+from lpconv.storage.header import DTYPE_BITS, TensorInfo
+
+# What is left in 16 bits, by the parts of names that architectures give it; those of unknown ones fall back to the rule
+# for matrices. Who serves such models quantises the same: NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
+_WIDE = {
+    what: re.compile(rf"(^|\.)({parts})(\.|$)")
+    for what, parts in {
+        "embedding": r"embeddings?|shared|embed_\w+|\w+_embeddings?|\w+_embed|wte|wpe|embed|relative_attention_bias",
+        "output head": r"lm_head|\w*_lm_head|embed_out|predictions|classifier|score|qa_outputs|vocab_projector",
+        "router": r"gate|shared_expert_gate|\w*router",
+        "state": r"A_log|dt_proj(_weight)?|in_proj_(a|b|ba)",  # how long a state space model remembers, and what
+        "bias": r"\w*bias",  # of experts, a row each
+    }.items()
+}
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NARROW = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decision:
+    """`format` is None where the tensor is kept as it is. `reason` is for people."""
+
+    format: Format | None
+    reason: str
+
+
+def decide(
+    info: TensorInfo, options: ConvertOptions, method: Method, *, linears: LinearModules | None = None
+) -> tuple[Form, str]:
+    """The form that one tensor gets, and why. `options` have their defaults filled in.
+
+    `linears` are the modules whose weights the layout has a form for, None where it has one for all. Raises
+    UnsupportedError for several experts in one tensor, unless the options keep it.
+    """
+    decision = _decide(info, options, method)
+    fmt, reason = decision.format, decision.reason
+    kind, settings = method.form(options.layout), settings_for(options, linears, info.name)
+    if linears is not None and info.name in linears.fused and fmt is not None:
+        block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
+        raise UnsupportedError(
+            f"`{info.name}` holds all experts of a layer, of which plain transformers decodes no codes in this layout",
+            hint=f"--exclude '*{block}*' keeps them; --layout lpconv converts them",
+        )
+    if linears is not None and info.name not in linears.weights:
+        fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
+    elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
+        fmt = None  # 16 bits, of which the layout has no codes
+    refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
+    if fmt is None or refused is not None:
+        return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason
+    return kind.of(info.name, info.shape, fmt, settings), reason
+
+
+def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> Settings:
+    """What the form of a tensor needs to know of the options; None is what the method's form does not ask for."""
+    named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    is_calibrated = options.calibrate is not None
+    return Settings(
+        scale=options.scale or "pow2",
+        grain=grain_of(options.granularity),
+        calibrated=is_calibrated,
+        is_expert=linears is not None and name in linears.experts,
+        **given,
+    )
+
+
+def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decision:
+    if info.dtype not in _FLOATS:
+        return _Decision(format=None, reason="not floating point" if info.dtype[0] != "F" else f"already {info.dtype}")
+    if info.num_elements == 0:
+        return _Decision(format=None, reason="empty")
+    for pattern in options.exclude:
+        if matches(pattern, info.name):
+            return _Decision(format=None, reason=f"excluded by `{pattern}`")
+    wanted = FORMATS[options.format or method.default_format]
+    for rule in options.rules:
+        if matches(rule.pattern, info.name):
+            return _by_rule(rule.pattern, rule.format)
+    if options.include and not any(matches(p, info.name) for p in options.include):
+        return _Decision(format=None, reason="not included")
+    holds_anything = method.form(options.layout).holds_anything
+    return _any_default(info, wanted) if holds_anything else _codes_default(info, wanted)
+
+
+def _by_rule(pattern: str, name: str) -> _Decision:
+    return _Decision(format=None if name == "keep" else FORMATS[name], reason=f"rule `{pattern}`")
+
+
+def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
+    if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
+        return _Decision(format=None, reason=f"already {wanted.name}: the residual is zero")
+    return _Decision(format=wanted, reason="pair")
+
+
+def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
+    if len(info.shape) < 2:
+        return _Decision(format=None, reason="norm, bias or other vector")
+    what = _left_wide(info)
+    if wanted.storage_bits >= _NARROW or what is None:
+        return _Decision(format=wanted, reason=what or "matrix")
+    if DTYPE_BITS[info.dtype] <= _NARROW:
+        return _Decision(format=None, reason=f"{what}: 16 bits by default")
+    return _Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")
+
+
+def _left_wide(info: TensorInfo) -> str | None:
+    """What a tensor is that 8 bits are too few for, None where it is none of these."""
+    named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
+    is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere
+    return named or ("filter of one channel" if is_filter else None)

@@ -1,0 +1,121 @@
+"""What a result says of itself: source, options, versions, warnings."""
+
+import dataclasses
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lpconv.formats.grains import TENSOR
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.decoded import DecodedSource
+from lpconv.plan.job import Job
+from lpconv.plan.plan import Plan
+from lpconv.report.numbers import code_list, plural, size_text
+from lpconv.report.printable import printable
+from lpconv.results import FileRecord, SourceRecord, TensorRecord
+from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.version import __version__
+
+
+def source_record(job: Job) -> SourceRecord:
+    """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
+    files = tuple(
+        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.promised.get(f))
+        for f in job.checkpoint.weight_files
+    )
+    origin = job.checkpoint.origin
+    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
+
+
+def public_source(source: SourceRecord) -> SourceRecord:
+    """The source as a published file may name it: hub ids stay, local directories lose their path."""
+    if source.revision is not None:
+        return source
+    directory = Path(source.resolved).name
+    name = source.name if Path(source.name).name == source.name else directory
+    # File names may hold bytes that no text file can.
+    return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
+
+
+def versions() -> dict[str, str]:
+    """Of lpconv, Python and the libraries that touch the weights."""
+    names = ("torch", "transformers", "safetensors", "numpy")
+    return {
+        "lpconv": __version__,
+        "python": platform.python_version(),
+        **{n: importlib.metadata.version(n) for n in names},
+    }
+
+
+def plan_warnings(job: Job) -> tuple[str, ...]:
+    """What is odd about the plan of a job."""
+    plan, warnings = job.plan, []
+    if isinstance(job.source, DecodedSource):
+        held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
+        decoded = size_text(plan.bytes_in)
+        warnings.append(
+            f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
+        )
+    if job.missing:
+        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
+        warnings.append(f"{lacks}; so does the output")
+    written = {t.format.name for t in plan.tensors if t.format}
+    if not written:
+        warnings.append("no tensor is converted: the output is a copy")
+    elif plan.options.format not in written:
+        warnings.append(f"no tensor is in {plan.options.format}")
+    wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
+    if wide:
+        warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
+    is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
+    if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
+        warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
+    warnings += _of_joined(plan)
+    if plan.options.residual is not None and not any(s.residual for s in plan.shards):
+        warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
+    return tuple(warnings)
+
+
+def _of_joined(plan: Plan) -> Iterator[str]:
+    """What plain transformers does not do with weights that it joins, in the layouts of compressed-tensors."""
+    if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
+        return
+    joined = {t.format and t.format.name for t in plan.tensors if t.name in plan.linears.joined}
+    is_packed = any(t.format is not None and t.format.name != "e4m3fn" for t in plan.tensors)
+    granularity = plan.options.granularity
+    if (None in joined and is_packed) or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
+        yield "plain transformers 5.23 stops at experts that are stored so; lpconv opens them, and vLLM by its source"
+    if "e2m1" in joined and granularity == "nvfp4":
+        is_one = plan.options.scale == "pow2"
+        costs = (
+            "it is 1, which costs up to 3 dB" if is_one else "it computes with wrong weights, vLLM and lpconv do not"
+        )
+        yield (
+            "plain transformers leaves the second scale of experts out (huggingface/transformers#48371): "
+            f"{costs}; --scale {'exact keeps it, for vLLM and lpconv' if is_one else 'pow2 makes it 1'}"
+        )
+
+
+def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """Tensors that are not finite, or did not stay so."""
+    found = []
+    for t in tensors:
+        if t.num_nan or t.num_inf:
+            kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
+            found.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
+        if t.num_saturated:
+            found.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
+    return (*found, *_lost_grids(tensors))
+
+
+def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
+    """Weights that seem to be codes times scales already, and are rounded to few bits a second time."""
+    rounded = [t for t in tensors if t.grid and not t.on_grid and t.max_rel_error]
+    rounded = [t for t in rounded if FORMATS[t.format].storage_bits <= 8]
+    for grid in dict.fromkeys(t.grid for t in rounded):
+        names = [t.name for t in rounded if t.grid == grid]
+        yield (
+            f"{code_list(names)}: {grid} codes with scales already, it seems, and rounded a second time: with --format "
+            f"{grid}, --scale exact and the --granularity that they were made with they would be kept exactly"
+        )

@@ -1,0 +1,230 @@
+"""What the options of a conversion come to: what they leave open is decided, and what does not fit is refused."""
+
+import dataclasses
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lpconv.errors import UsageError
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.lookup import find
+from lpconv.mcf.point_layout import MAX_POINTS
+from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.options import check, options_of, words_for
+from lpconv.plan.options import POINTS_MAX, ConvertOptions
+from lpconv.plan.patterns import FormatRule, check_pattern
+from lpconv.plan.schemes import SCHEMES
+from lpconv.results import to_json
+from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
+
+_SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointBudget:
+    """What the points of a matrix may take: `bits` stored per element, scales and counts included; `most` a row."""
+
+    bits: float
+    most: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """What a conversion does: `options` with everything decided that they may leave open.
+
+    `options` have the names of what was decided filled in, so that records and locks can be made of them. `residual` is
+    there for pairs only, `budget` for points only.
+    """
+
+    options: ConvertOptions
+    method: Method
+    format: Format
+    residual: str | None
+    budget: PointBudget | None
+
+
+def with_scheme(options: ConvertOptions) -> ConvertOptions:
+    """The options with those that their scheme stands for filled in, and no scheme.
+
+    Raises UsageError for an unknown scheme, for an option that contradicts it, and if it needs a text to calibrate on.
+    """
+    if options.scheme is None:
+        return options
+    scheme = find("scheme", options.scheme, SCHEMES)
+    for field in dataclasses.fields(options):
+        given, meant = getattr(options, field.name), scheme.options.get(field.name)
+        if meant is not None and given not in (field.default, meant):
+            raise UsageError(
+                f"--scheme {options.scheme} means --{field.name} {meant}, not {given}",
+                hint=f"leave --{field.name} out, or write all options instead of --scheme",
+            )
+    if scheme.calibrated and options.calibrate is None:
+        raise UsageError(
+            f"--scheme {options.scheme} needs a text to find scales of inputs on",
+            hint="add --calibrate FILE, or --calibrate demo for the sample text",
+        )
+    return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
+
+
+def settings_of(options: ConvertOptions) -> ConvertSettings:
+    """What `options` come to with their scheme and the method's defaults.
+
+    Raises UsageError for options that do not fit together.
+    """
+    options = with_scheme(options)
+    method = find("method", options.method, METHODS)
+    grain = _grain(options, method)
+    fmt = method.format(options.format, grain)
+    residual = _residual(method, fmt.name, options.residual)
+    budget = _budget(method, fmt, options.budget_bits, options.points_max)
+    check(options)
+    for rule in options.rules:
+        if rule.format != "keep":
+            _check_rule(rule, method, grain)
+        if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
+            raise UsageError(
+                f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
+                hint="use =keep, or another --format",
+            )
+    _check_layout(options, method, fmt.name, grain)
+    if options.calibrate is not None:
+        _check_calibration(options, fmt.name, grain)
+    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+        check_pattern(pattern)
+    filled = dataclasses.replace(
+        options,
+        format=fmt.name,
+        residual=residual,
+        scale=options.scale or _usual_scale(fmt, grain),
+        budget_bits=budget.bits if budget else None,
+        points_max=budget.most if budget else None,
+    )
+    return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
+
+
+def shaping_options(options: ConvertOptions) -> dict[str, Any]:
+    """The options that decide which bytes are written, as JSON. Of the text to calibrate on, only its name."""
+    names = [d.field for d in options_of(ConvertOptions).values() if d.option.shapes_output]
+    shaping = {n: to_json(getattr(options, n)) for n in names}
+    text = shaping.pop("calibrate")
+    return shaping if text is None else shaping | {"calibrate": Path(text).name}
+
+
+def command_line(model: str, options: ConvertOptions) -> str:
+    """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
+    usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
+    unsaid = {"method": None, "scale": usual}  # other values than the field's default go without saying, or none does
+    said = {}
+    for name, d in options_of(ConvertOptions).items():
+        value = getattr(options, d.field)
+        if not d.option.of_run and value != unsaid.get(d.field, d.default):
+            said[name] = Path(value).name if d.option.is_path and value is not None else value
+    return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, said)])
+
+
+def _residual(method: Method, format_name: str, residual: str | None) -> str | None:
+    if not method.residuals:
+        if residual is not None:
+            raise UsageError(f"method `{method.name}` has no residual", hint="--residual belongs to collage")
+        return None
+    allowed, other = (("fp16",), "bf16") if format_name == "fp16" else (method.residuals, "fp16")
+    found = find("residual", residual or allowed[0], {r: r for r in (*method.residuals, "fp16")})
+    if found not in allowed:
+        hint = f"--format {other}, or --residual {' or '.join(allowed)}"
+        raise UsageError(f"residual `{found}` needs format {other}; the format is {format_name}", hint=hint)
+    return found
+
+
+def _usual_scale(fmt: Format, grain: Grain | None) -> str:
+    """Powers of two, which keep products and casts exact; integers, whose codes are spread evenly, lose up to 6 dB by
+    them."""
+    return "exact" if grain is not None and fmt.twos_complement else "pow2"
+
+
+def _grain(options: ConvertOptions, method: Method) -> Grain | None:
+    """What has a scale of its own."""
+    grain = grain_of(options.granularity)
+    if grain is not None and not method.has_granularity:
+        raise UsageError(f"method `{method.name}` has no {grain.words[2:]}", hint="use --method unit or scalify")
+    if grain is not None and grain.scale_dtype == "U8" and options.scale == "exact":
+        raise UsageError(f"scales of `{grain.name}` are powers of two", hint="leave --scale out")
+    return grain
+
+
+def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
+    """Formats that a granularity is not for are stored with one scale each."""
+    if grain is None or rule.format not in grain.formats:
+        method.format(rule.format)
+
+
+def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
+    if not _holds(method, options.layout, FORMATS[format_name], grain):
+        words = "" if grain is None else f" with {grain.words}"
+        hint = _layout_hint(options.layout, method, FORMATS[format_name], grain)
+        raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
+    form = method.form(options.layout)
+    for rule in options.rules if options.layout != LPCONV else ():
+        if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):
+            one = "e4m3fn" if form.holds(FORMATS["e4m3fn"], grain) else format_name
+            raise UsageError(
+                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
+                hint="use =keep, " + " or ".join(f"={n}" for n in dict.fromkeys((format_name, one))),
+            )
+
+
+def _holds(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
+    formats = grain.formats if grain is not None and grain.formats else method.formats
+    return layout in method.forms and fmt.name in formats and method.form(layout).holds(fmt, grain)
+
+
+def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:
+    """The layouts that hold what was asked, and what this one holds."""
+    others = [name for name in method.forms if _holds(method, name, fmt, grain)]
+    grains_of: dict[str, list[str]] = {}
+    for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # ours holds nearly everything
+        formats = [f for f in FORMATS.values() if _is_held(layout, f, grain_of(name.replace("N", "32")))]
+        if formats:
+            grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
+    held = "; ".join(f"--format {f} with --granularity {' or '.join(grains)}" for f, grains in grains_of.items())
+    parts = [f"use --layout {' or '.join(others)}"] if others else []
+    return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
+
+
+def _is_held(layout: str, fmt: Format, grain: Grain | None) -> bool:
+    return any(_holds(method, layout, fmt, grain) for method in METHODS.values())
+
+
+def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:
+    """Inputs have scales in the files of two layouts only."""
+    if options.layout == COMPRESSED_TENSORS and preset_of(format_name, grain, calibrated=True) is not None:
+        return
+    known = preset_of(format_name, grain) if options.layout == COMPRESSED_TENSORS else None
+    if known is not None and known.inputs is not None:
+        words = f"readers of {known.name} scale inputs as they come: there is nothing to calibrate"
+        hint = "leave --calibrate out"
+    else:
+        words = "only NVFP4, and e4m3fn with one scale, have scales of inputs, in the layout compressed-tensors"
+        hint = f"use --layout {COMPRESSED_TENSORS} with --granularity nvfp4 or --format e4m3fn, or leave it out"
+    raise UsageError(f"--calibrate: {words}", hint=hint)
+
+
+def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:
+    if not method.has_budget:
+        if budget_bits is not None or points_max is not None:
+            raise UsageError(
+                f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
+            )
+        return None
+    budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
+    points_max = POINTS_MAX if points_max is None else points_max
+    if not fmt.storage_bits < budget_bits < math.inf:
+        raise UsageError(
+            f"a budget of {budget_bits:g} bits is too small for {fmt.name} codes plus scales",
+            hint=f"use more than {fmt.storage_bits}, such as --budget-bits {fmt.storage_bits + _SPARE_BITS}",
+        )
+    if not 1 <= points_max <= MAX_POINTS:
+        raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
+    return PointBudget(bits=budget_bits, most=points_max)

@@ -1,0 +1,165 @@
+"""Threads that work on the blocks of a source's tensors, each with buffers of its own.
+
+Blocks are the unit of parallelism, not elements: a worker's torch operators run on one thread. As many blocks are under
+way as there are workspaces, so memory is bounded whatever the tensors' sizes are.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from queue import LifoQueue
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lpconv.forms.blocks import Scratch, Workspace
+from lpconv.forms.facts import Looked, Measured
+from lpconv.forms.form import Over
+from lpconv.forms.ranges import block_ranges
+from lpconv.plan.memory import SPARE
+from lpconv.plan.plan import PlannedTensor
+from lpconv.storage.dtypes import TORCH_DTYPES
+from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.source import Source, read_range
+
+T = TypeVar("T")
+_PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
+_LEAST_GUESSED = 2**19
+_SMALL = 2**13  # elements of a block that a thread would wait for longer than it works
+_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly in [0, 1), in step with no row
+
+
+class SingleThreadedTorch:
+    """Torch operators run on one thread inside."""
+
+    def __enter__(self) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Elements `start` to `stop` of a tensor."""
+
+    tensor: PlannedTensor
+    start: int
+    stop: int
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.start) * DTYPE_BITS[self.tensor.info.dtype] // 8
+
+
+def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
+    """The blocks of some tensors in order, as large as their forms want them."""
+    for t in tensors:
+        for start, stop in block_ranges(t.info.num_elements, t.form.cols):
+            yield Block(tensor=t, start=start, stop=stop)
+
+
+class Workers:
+    """`count` threads that read one source, and the workspaces that they share with whoever takes their results."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self._source = source
+        # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
+        self._pool = ThreadPoolExecutor(
+            count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._free: LifoQueue[Workspace] = LifoQueue()  # the one used last is still in the cache
+        self._window = count + SPARE
+        scratch = Scratch()
+        for _ in range(self._window):
+            self._free.put(Workspace(scratch))
+
+    def close(self) -> None:
+        """Stop the threads; blocks in flight are finished and dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def take(self) -> Workspace:
+        """A free workspace, to be given back; waits until there is one."""
+        return self._free.get()
+
+    def give(self, work: Workspace) -> None:
+        """Let others use a workspace again."""
+        self._free.put(work)
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[Workspace]:
+        """A workspace for the length of a `with` block."""
+        work = self.take()
+        try:
+            yield work
+        finally:
+            self.give(work)
+
+    def read(self, block: Block, work: Workspace) -> Tensor:
+        """The elements of a block in the source's dtype, 1-D, in the workspace."""
+        return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
+
+    def over(self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]) -> Generator[tuple[Block, T]]:
+        """What `job` makes of the elements of each block of a tensor and where they start, in order; they lie in the
+        workspace."""
+
+        def read_and_do(block: Block) -> T:
+            with self.borrowed() as work:
+                return job(self.read(block, work), block.start, work)
+
+        return self.in_order(blocks_of([tensor]), read_and_do)
+
+    def measured(self, tensor: PlannedTensor) -> Measured:
+        """What the first pass over a tensor finds; nothing where its form needs none."""
+        return tensor.form.measure(self._reading(tensor), [self._reading(t) for t in tensor.fused])
+
+    def guessed(self, tensor: PlannedTensor) -> Measured | None:
+        """What the first pass over a tensor will most likely find, by a sample; None where it had better be taken."""
+        if tensor.info.num_elements < _LEAST_GUESSED:
+            return None
+        return tensor.form.guess(lambda: self._sample(tensor))
+
+    def _sample(self, tensor: PlannedTensor) -> Tensor:
+        """Pieces from all over a tensor, each a row."""
+        size = DTYPE_BITS[tensor.info.dtype] // 8
+        raw = torch.empty((_PIECES, _PIECE * size), dtype=torch.uint8)
+        for i, row in enumerate(raw.numpy()):
+            start = int(i * _GOLDEN % 1 * (tensor.info.num_elements - _PIECE))
+            self._source.read_bytes(tensor.name, start * size, row.data)
+        return raw.view(TORCH_DTYPES[tensor.info.dtype])
+
+    def concluded(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
+        """What the first pass would have found, of what was seen of all blocks."""
+        return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
+
+    def _reading(self, tensor: PlannedTensor) -> Over:
+        return lambda job, /: (found for _, found in self.over(tensor, job))
+
+    def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
+        """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces.
+
+        The calling thread does small blocks itself, when it is their turn: handing one over takes longer.
+        """
+        pending: deque[tuple[Block, Future[T] | None]] = deque()
+        iterator = iter(blocks)
+
+        def begin(count: int) -> None:
+            for block in itertools.islice(iterator, count):
+                is_small = block.stop - block.start < _SMALL
+                pending.append((block, None if is_small else self._pool.submit(job, block)))
+
+        try:
+            begin(self._window)
+            while pending:
+                block, future = pending.popleft()
+                yield block, job(block) if future is None else future.result()
+                begin(1)
+        finally:
+            # Jobs write to files that the caller is about to close: none may still run.
+            wait([future for _, future in pending if future is not None and not future.cancel()])

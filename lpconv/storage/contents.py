@@ -1,0 +1,228 @@
+"""What lies in a checkpoint directory: weight files, index, config, and everything else. Plain Python, no torch."""
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from lpconv.errors import InputError
+from lpconv.lookup import no_directory
+from lpconv.report.numbers import name_list
+from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
+from lpconv.storage.partfile import read_error
+
+_INDEX_SUFFIX = ".index.json"
+_LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
+# Without a number in these, transformers makes as many as the class is used to, with random weights.
+_NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
+_ADAPTER = "adapter_config.json"
+# Weight files of any framework, and what training leaves behind: never copied as side files.
+_WEIGHT_FILE = re.compile(
+    r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
+    | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
+    | .*\.(bin|safetensors)\.index\.json """
+)
+# Where some tools keep what others put into config.json under ``quantization_config``, and the method that it is of.
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
+_IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config of a checkpoint directory. Raises InputError where there is none, or one that is damaged."""
+    if not directory.is_dir():
+        raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
+    path = directory / "config.json"
+    if not path.exists():
+        raise _no_checkpoint(directory)
+    check_inside(directory, path.name)
+    config = _with_quantization(read_json(path), directory)
+    check_config(config, path)
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises InputError for anything else, UnreadError if the disk fails."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
+    except OSError as e:
+        raise read_error(e, path) from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"`{path}` is not JSON: {e}", hint="fetch the file again") from e
+    if not isinstance(document, dict):
+        raise InputError(f"`{path}` is not a JSON object", hint="fetch the file again")
+    return document
+
+
+def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Add `quantization_config` to the config if an older tool wrote it to a file of its own."""
+    if config.get("quantization_config") is not None:
+        return config
+    for name, method in QUANTIZATION_FILES.items():
+        if os.path.isfile(directory / name):
+            check_inside(directory, name)
+            found = read_json(directory / name)
+            inner = found.get("quantization")
+            settings = inner if isinstance(inner, dict) else found
+            return {**config, "quantization_config": {"quant_method": method, **settings}}
+    return config
+
+
+def check_config(config: dict[str, Any], path: Path) -> None:
+    """Check the keys of a config that lpconv reads: their types, and a sane number of layers.
+
+    Raises InputError for what is damaged.
+    """
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+        raise InputError(f"`{path}`: architectures is no list of names", hint="fetch the file again")
+    if not isinstance(config.get("model_type", ""), str):
+        raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
+    nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
+    for key, value in (item for part in (config, *nested) for item in part.items()):
+        if key in _NUM_LAYERS and value is None:
+            raise InputError(f"`{path}`: {key} is null", hint="write the number of layers into it")
+        if _LAYERS.search(key) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="fetch the file again")
+
+
+def _no_checkpoint(directory: Path) -> InputError:
+    """Error for a directory without config.json; says what it holds instead, if that is known."""
+    if (directory / _ADAPTER).is_file():
+        base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
+        return InputError(
+            f"`{directory}` holds an adapter of peft for `{base}`, not a model",
+            hint="merge the two first, with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",
+        )
+    folders = sorted(p.parent for p in directory.glob("*/config.json"))
+    inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
+    if inner:
+        hint = "pass one of those below it: " + name_list(inner)
+    else:
+        hint = "is it a Hugging Face checkpoint directory?"
+    return InputError(f"`{directory}` has no config.json", hint=hint)
+
+
+def find_weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    """The kind of the weights in a directory, their files in index order, and the index's table, if there is one.
+
+    An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
+    where the index is not sound, and for links that lead out of the directory.
+    """
+    kind, files, weight_map = _weights(directory)
+    for name in files if kind != GGUF else ():  # a view links to its file
+        check_inside(directory, name)
+    return kind, files, weight_map
+
+
+def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    if is_view(directory):
+        return GGUF, (WEIGHTS,), None
+    for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
+        index = directory / (stem + _INDEX_SUFFIX)
+        if index.exists():
+            check_inside(directory, index.name)
+            weight_map = _weight_map(index)
+            files = tuple(sorted(set(weight_map.values())))
+            missing = [f for f in files if not (directory / f).exists()]
+            if not missing:
+                return kind, files, weight_map
+            if not (directory / stem).exists():
+                raise InputError(
+                    f"`{index}` names {len(missing)} files that are not there, first `{missing[0]}`",
+                    hint="fetch the missing files, or remove a stale index",
+                    details={"missing": missing},
+                )
+        if (directory / stem).exists():
+            return kind, (stem,), None
+    loose = sorted(p.name for p in directory.glob("*.safetensors"))
+    if len(loose) == 1:
+        return "safetensors", (loose[0],), None
+    what = "no weights that lpconv reads" if not loose else f"{len(loose)} safetensors files and no index"
+    raise InputError(
+        f"`{directory}` has {what}",
+        hint="lpconv reads model.safetensors, pytorch_model.bin and their sharded forms with an index",
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"`{index}` has no weight_map", hint="fetch the index again, or remove it")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not is_plain(file):
+            raise InputError(
+                f"`{index}` puts tensor `{tensor}` into {file!r}, which is not a file of this directory",
+                hint="do not convert checkpoints from this source",
+            )
+    return weight_map
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is a relative path that stays below its directory."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
+
+
+def check_inside(directory: Path, name: str) -> None:
+    """Raise InputError for a name that is not a regular file, or that leads out of `directory`.
+
+    The Hugging Face cache is an exception: its snapshots link to its blobs.
+    """
+    target = Path(os.path.realpath(directory / name))  # Path.resolve raises RuntimeError for a link to itself
+    root = directory.resolve()
+    blobs = root.parent.parent / "blobs"
+    inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
+    if not target.is_relative_to(root) and not inside_cache:
+        raise InputError(
+            f"`{directory / name}` leads out of the checkpoint", hint="replace a link by the file if you trust it"
+        )
+    if not target.is_file():
+        raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")
+
+
+def _check_file_name(directory: Path, name: str) -> None:
+    """Raise InputError for a file name that SHA256SUMS cannot hold: line breaks, or bytes that are not UTF-8."""
+    if not name.isprintable():
+        raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
+
+
+def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str, ...]:
+    """All files besides weights and config, sorted. Raises InputError for names that cannot be copied."""
+    found = tuple(sorted(_side_files(directory, set(weight_files))))
+    for name in found:
+        _check_file_name(directory, name)
+        check_inside(directory, name)
+    return found
+
+
+def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
+    modules = set(_modules(directory))
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if name in weights or name in _OURS or name == "config.json":
+            continue
+        if _WEIGHT_FILE.fullmatch(name) and path.parent not in modules:
+            continue
+        if _IGNORED_FOLDERS.isdisjoint(path.relative_to(directory).parts[:-1]):
+            yield name
+
+
+def _modules(directory: Path) -> Iterator[Path]:
+    """The folders of the modules that sentence-transformers runs after the model, whose weights belong to it."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # another program's file, which is copied as it is
+        return
+    for module in modules if isinstance(modules, list) else ():
+        name = module.get("path") if isinstance(module, dict) else None
+        if isinstance(name, str) and is_plain(name):
+            yield directory / name

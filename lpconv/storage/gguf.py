@@ -1,0 +1,84 @@
+"""A GGUF file seen as a checkpoint directory, and what its tensors are.
+
+All that reads checkpoints reads such a directory: what the file's metadata says as config.json and tokenizer files, and
+a link to the file. The config's ``quantization_config`` has where every tensor lies, under the name that transformers
+gives it; nothing is copied. The directory of a file is made once, in a cache, by `lpconv.extras.gguf`.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lpconv import extras
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.storage.header import Header, TensorInfo, read_header
+from lpconv.storage.place import cache_folder
+from lpconv.version import __version__
+
+GGUF = "gguf"
+WEIGHTS = "model.gguf"  # in a view, a link to the file
+# The types that are read: numbers of a block along a row, and its bytes.
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
+    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+
+
+def is_view(directory: Path) -> bool:
+    """Whether a directory is one that `as_directory` made."""
+    return directory.parent == cache_folder(GGUF)
+
+
+def header_of(path: Path, config: Mapping[str, Any]) -> Header:
+    """What one weight file of a checkpoint holds; of a GGUF file, as the config of its view has it.
+
+    Raw blocks are U8, with the bytes of a row for its numbers; plain numbers that need no processing are what they are.
+    """
+    if path.name != WEIGHTS or not is_view(path.parent):
+        return read_header(path)
+    tensors = {}
+    for name, t in config["quantization_config"]["tensors"].items():
+        size, num_bytes = BLOCKS[t["type"]]
+        is_plain = size == 1 and not t["processed"]
+        *lead, cols = t["shape"] if is_plain else t["stored"]
+        shape = (*lead, cols) if is_plain else (*lead, cols // size * num_bytes)
+        tensors[name] = TensorInfo(
+            name=name, dtype=t["type"] if is_plain else "U8", shape=shape, begin=t["begin"], end=t["end"]
+        )
+    return Header(tensors=tensors, metadata={}, data_start=0, file_size=path.stat().st_size)
+
+
+def as_directory(path: Path) -> Path:
+    """The view of a GGUF file, or of the only one in a directory without config.json; any other path as it is.
+
+    Raises InputError for a file that is not sound, UnsupportedError for types and architectures that are not read.
+    """
+    file = file_at(path)
+    return path if file is None else _view(file)
+
+
+def file_at(path: Path) -> Path | None:
+    """The GGUF file that a path names, or the only one in a directory without config.json; None where there is none."""
+    found = [path]
+    if path.is_dir() and not (path / "config.json").exists():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) > 1:
+            raise InputError(f"`{path}` has {len(found)} GGUF files", hint="name one of them")
+    return next((f for f in found if f.suffix == ".gguf" and f.is_file()), None)
+
+
+def _view(file: Path) -> Path:
+    stat, release = file.stat(), importlib.metadata.version("transformers")
+    known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
+    view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
+    if not (view / "config.json").exists():
+        if importlib.util.find_spec("gguf") is None:
+            raise UnsupportedError(
+                "reading GGUF needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`"
+            )
+        extras.make_view(file.absolute(), view)
+    return view

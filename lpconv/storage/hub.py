@@ -1,0 +1,248 @@
+"""The Hugging Face hub: snapshots in the cache, downloads, and what its errors mean for the user.
+
+`huggingface_hub` is imported inside the functions, so that the command line starts without it.
+"""
+
+import errno
+import glob
+import json
+import re
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from lpconv.errors import InputError, LpconvError, ResourceError
+from lpconv.lookup import nearest
+from lpconv.storage.aliases import ALIASES
+
+_SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+_PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
+MODULE_WEIGHTS = re.compile(r"\d+_\w+/(model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
+_TIMEOUT_S = 20.0  # for an answer
+_CONNECT_S = 2.0  # for a connection; without a network, a name server may take half a minute to say so
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
+_OTHER_WEIGHTS = (
+    ".safetensors", ".bin", ".h5", ".pb", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ggml", ".pt", ".pth", ".ckpt",
+    ".tflite", ".ot", ".nemo", ".mlmodel", ".xml", ".npz", ".pkl", ".engine", ".params", ".data", ".parquet",
+)  # fmt: skip
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
+    """The complete snapshot of `repo_id` in the cache, or None. Asks nobody; a partial snapshot counts as none."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(repo_id, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    if not isinstance(config, str):
+        return None
+    snapshot = Path(config).parent
+    return snapshot if has_weights(snapshot) else None
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has weights that lpconv reads: one file, or every shard that an index there names."""
+    if any((directory / name).exists() for name in ("model.safetensors", "pytorch_model.bin")):
+        return True
+    return any(_shards_exist(directory / name) for name in _INDEXES if (directory / name).exists())
+
+
+def wanted_files(files: Iterable[str]) -> list[str]:
+    """Of a repository's files, those that a conversion needs: one set of weights and every small side file.
+
+    Safetensors are preferred over pickles, and only the names `transformers` loads count: repositories often hold the
+    same weights twice (``consolidated.safetensors``, ``original/*.pth``) or in precisions nobody asked for.
+    """
+    names = sorted(files)
+    is_chosen = _SAFETENSORS if any(_SAFETENSORS.fullmatch(n) for n in names) else _PICKLES
+    unwanted_index = _INDEXES[1] if is_chosen is _SAFETENSORS else _INDEXES[0]
+    side = [n for n in names if Path(n).suffix.lower() not in _OTHER_WEIGHTS and n != unwanted_index]
+    # What lpconv's own collage method keeps beside the root checkpoint, and what sentence-transformers runs after it.
+    others = [n for n in names if re.fullmatch(r"collage/residual.*\.safetensors", n)]
+    others += [n for n in names if MODULE_WEIGHTS.fullmatch(n) and "modules.json" in names]
+    return [n for n in names if is_chosen.fullmatch(n)] + others + side
+
+
+def download(repo_id: str, revision: str | None) -> Path:
+    """Fetch a model into the cache and return its snapshot; a progress bar appears on stderr if that is a terminal.
+
+    Raises InputError where the hub cannot be reached or refuses, and ResourceError where the disk is full.
+    """
+    from huggingface_hub import snapshot_download
+
+    wanted = wanted_files(f.rfilename for f in _asked(repo_id, revision).siblings or ())
+    if not any(_is_weights(name) for name in wanted):
+        raise InputError(
+            f"`{repo_id}` has no weights that lpconv reads",
+            hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
+        )
+    with _explained(repo_id, revision, wanted), _bars_on_terminals_only():
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in wanted]))
+
+
+def commit_of(repo_id: str, revision: str | None) -> str:
+    """The commit that a branch, a tag or None is now. Raises as `download`."""
+    return str(_asked(repo_id, revision).sha)
+
+
+def files_at(repo_id: str, commit: str) -> dict[str, int]:
+    """The files of a commit with their sizes. Raises as `download`."""
+    found = _asked(repo_id, commit, with_sizes=True).siblings or ()
+    return {f.rfilename: f.size or 0 for f in found}
+
+
+def files_url(repo_id: str, commit: str) -> tuple[str, dict[str, str]]:
+    """What the files of a commit lie below, and the headers that ask for them."""
+    from huggingface_hub import constants, get_token
+
+    token = get_token()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return f"{constants.ENDPOINT}/{repo_id}/resolve/{commit}", headers
+
+
+def _asked(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> Any:
+    """What the hub says of a repository, or an error of ours."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
+    if (why := why_unreachable(constants.ENDPOINT)) is not None:
+        raise _not_here(repo_id, revision, why)
+    with _explained(repo_id, revision):
+        # Not `list_repo_files`, which tries for half a minute where there is no network.
+        return HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S, files_metadata=with_sizes)
+
+
+def why_unreachable(endpoint: str) -> str | None:
+    """Why the server of a URL, or the proxy before it, takes no connection within two seconds; None where it does."""
+    url = urlsplit(endpoint)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    proxies = {} if urllib.request.proxy_bypass(host) else urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy:
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    found: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            found.append(None)
+        except (OSError, UnicodeError) as e:
+            found.append(f"{host} cannot be reached ({e})")
+
+    # A thread, because looking up a name takes no time limit.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_CONNECT_S + 0.2)
+    return found[0] if found else f"{host} cannot be reached (no answer within {_CONNECT_S:g} s)"
+
+
+def _is_weights(name: str) -> bool:
+    return bool(_SAFETENSORS.fullmatch(name) or _PICKLES.fullmatch(name))
+
+
+def _shards_exist(index: Path) -> bool:
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        return all((index.parent / shard).exists() for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True  # a broken index is there; reading the checkpoint will say what is wrong with it
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Inside, the hub's client shows progress on a terminal only."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextmanager
+def _explained(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
+    try:
+        yield
+    except Exception as e:  # the client lets those of its HTTP and transfer libraries through, which vary by version
+        raise _explain(repo_id, revision, e, files) from e
+
+
+def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequence[str]) -> LpconvError:
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{repo_id}"
+    name = _file_of(error, repo_id, revision, files)
+    file = f"`{name}` of `{repo_id}`" if name else f"`{repo_id}`"
+    if isinstance(error, errors.GatedRepoError):
+        return InputError(
+            f"{file} is gated and your account has no access (401/403)",
+            hint=f"ask for access at {page}, then run `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return InputError(
+            f"`{repo_id}` has no revision `{revision}` (404)", hint=f"see {page}/commits for those it has"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError) and not files:
+        near = nearest(repo_id, {a.repo_id for a in ALIASES.values()})
+        meant = f"did you mean `{near}`? " if near else ""
+        return InputError(
+            f"no directory and no hub model `{repo_id}`, or it is private (401/404)",
+            hint=f"{meant}check the spelling; for a private model run `hf auth login` or set HF_TOKEN",
+        )
+    if isinstance(error, errors.HFValidationError):
+        return InputError(
+            f"`{repo_id}` is no hub id: {_first_line(error)}", hint="write it as OWNER/NAME, or pass a directory"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return InputError(f"the hub refused {file}: {_first_line(error)}", hint="try again later, or pass a directory")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ResourceError(f"disk full while downloading {file}", hint="free space, or set HF_HOME elsewhere")
+    if files:
+        return InputError(
+            f"downloading {file} failed: {type(error).__name__}: {_first_line(error)}",
+            hint="run again, which goes on with the files that are missing; or pass a local directory",
+        )
+    return _not_here(repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})")
+
+
+def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Sequence[str]) -> str | None:
+    """Which of `files` an error is about, by the address in what it says; else the first that did not arrive."""
+    from huggingface_hub import try_to_load_from_cache
+
+    said = []
+    cause: BaseException | None = error
+    while cause is not None:
+        said.append(f"{cause} {getattr(cause, '_request', None)} ")
+        cause = cause.__cause__ or cause.__context__
+    named = [n for n in files if any(re.search(rf"/{re.escape(quote(n))}[\s')\].>]", text) for text in said)]
+    late = (n for n in files if not isinstance(try_to_load_from_cache(repo_id, n, revision=revision), str))
+    return max(named, key=len) if named else next(late, None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _not_here(repo_id: str, revision: str | None, why: str) -> InputError:
+    at = f" at revision `{revision}`" if revision else ""
+    option = f" --revision {revision}" if revision else ""
+    return InputError(
+        f"`{repo_id}`{at} is not complete in the cache, and {why}",
+        hint=f"on a machine with network run `hf download {repo_id}{option}` and copy its cache here (HF_HOME names "
+        "the folder), or pass a local directory",
+    )

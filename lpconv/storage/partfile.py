@@ -1,0 +1,244 @@
+"""Write a file once: hashed front to back while the bytes are hot, complete or not there.
+
+Bytes go to `NAME.part`, which becomes NAME by a rename after `fsync`. Another thread writes them back to the disk as
+they come, so that the final `fsync` has little left to wait for, and then drops them from the page cache: an output
+would push its own source out of it, and pages just dropped are cheaper to fill again than fresh ones, several times so
+in virtual machines that get their memory from the host on first touch.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+from lpconv.errors import (
+    InputError,
+    LpconvError,
+    OutputExistsError,
+    ResourceError,
+    UnreadError,
+    UnsupportedError,
+    os_error,
+)
+from lpconv.results import FileRecord
+from lpconv.storage.place import open_file
+
+# Failed reads that no disk is to blame for.
+NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FLUSH_BYTES = 64 * 2**20
+_READ_BYTES = 4 * 2**20
+
+
+class PartFile:
+    """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it.
+
+    Where several threads make the bytes, each may `write` its own, and one thread calls `digest` on them in order.
+    """
+
+    def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
+        self._name, self._size = name, size_bytes
+        self._path = root / name
+        self._part = self._path.with_name(self._path.name + ".part")
+        self._flusher, self._flushes = flusher, list[Future[None]]()
+        self._hash = hashlib.sha256()
+        self._hashed = self._flushed = 0
+        self._fd: int | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            if size_bytes:
+                _reserve(self._fd, size_bytes)
+        except OSError as e:
+            self._close()
+            raise write_error(e, self._part) from e
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write and hash the next bytes. Raises ResourceError when the disk is full."""
+        self.write(self._hashed, data)
+        self.digest(data)
+
+    def write(self, position: int, data: bytes | memoryview) -> None:
+        """Write bytes to their place, from any thread. Raises ResourceError when the disk is full."""
+        assert self._fd is not None
+        view = memoryview(data).cast("B")
+        while view:
+            try:
+                count = os.pwrite(self._fd, view, position)
+            except OSError as e:
+                raise write_error(e, self._part) from e
+            position += count
+            view = view[count:]
+
+    def digest(self, data: bytes | memoryview) -> None:
+        """Hash the next bytes of the file, which have been written."""
+        assert self._fd is not None
+        self._hash.update(data)
+        self._hashed += memoryview(data).nbytes
+        if self._hashed - self._flushed >= _FLUSH_BYTES:
+            self._flushes.append(self._flusher.submit(_write_back, self._fd, self._flushed, self._hashed))
+            self._flushed = self._hashed
+
+    def finish(self) -> FileRecord:
+        """Wait until the bytes are on the disk, and give the file its name."""
+        assert self._fd is not None
+        assert self._hashed == self._size, (self._name, self._hashed, self._size)
+        with writing(self._part):
+            for flush in self._flushes:
+                flush.result()
+            os.fsync(self._fd)
+            self._close()
+            os.rename(self._part, self._path)
+            fsync_directory(self._path.parent)
+        return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Stop writing, if it is not finished; the part file stays, and the next run overwrites it."""
+        for flush in self._flushes:
+            flush.cancel() or flush.exception()
+        self._close()
+
+    def _close(self) -> None:
+        """Close the file once: its number may belong to another file by the second time."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Take the disk space now, so that a full disk is found before the work. Not every file system can."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+
+
+def _write_back(fd: int, start: int, stop: int) -> None:
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a write that fails inside, in whatever library, into `write_error` of `path` or of a file below it."""
+    try:
+        yield
+    except LpconvError:
+        raise
+    except Exception as e:
+        refused = os_error(e)
+        if refused is None:
+            raise
+        names = [Path(n) for n in (refused.filename2, refused.filename) if isinstance(n, str)]
+        raise write_error(refused, next((n for n in names if n.is_relative_to(path)), path)) from e
+
+
+def write_error(e: OSError, path: Path) -> LpconvError:
+    """A failed write as an error of ours: exit code 7, with what to do about it."""
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            f"no space left while writing `{path}`",
+            hint="free some space and run again, with --resume where the command has it",
+        )
+    return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
+
+
+def write_small(path: Path, text: str) -> FileRecord:
+    """Write a small text file in one go, durably. A device or a pipe, such as /dev/stdout, is written to as it is."""
+    data = text.encode()
+    with writing(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            path.write_bytes(data)
+        else:
+            _replace(path, data)
+    return FileRecord(name=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _replace(path: Path, data: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def check_file(path: Path) -> None:
+    """Refuse, before the work, a file that cannot be written. Raises OutputExistsError for a folder, ResourceError."""
+    check_writable(path)
+    if path.is_dir():
+        raise OutputExistsError(f"`{path}` is a directory", hint="name a file in it")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before the work, a place where nothing can be written, there or not. Raises ResourceError.
+
+    A file without a name is made beside it: permissions do not say what a file system lets root do. A disk that is full
+    is not looked for. Raises UnsupportedError for a URL.
+    """
+    if re.match("[a-z][a-z0-9]*:/", str(path)):  # of whose slashes a Path keeps one
+        raise UnsupportedError(f"`{path}` is no folder of this machine", hint="write to one, and copy it")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = 0  # as it should be
+    except OSError as e:  # a name too long, a link to itself, a file where a folder should be
+        raise write_error(e, path) from e
+    if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return  # a device or a pipe, which `write_small` writes to as it is
+    folder = path.absolute().parent
+    while not os.path.exists(folder):
+        folder = folder.parent
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        text = f"cannot write below `{folder}`: {e.strerror or e}"
+        raise ResourceError(text, hint="check the folder and its permissions") from e
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    return hash_of(path, hashlib.sha256())
+
+
+def hash_of(path: Path, digest: "hashlib._Hash") -> str:
+    """What `digest` becomes with the bytes of a file, in hexadecimal. Raises InputError where it cannot be read."""
+    try:
+        with closing(open_file(path)) as f:
+            block = memoryview(bytearray(_READ_BYTES))
+            for start in range(0, f.size_bytes, _READ_BYTES):
+                read = block[: min(_READ_BYTES, f.size_bytes - start)]
+                f.read_into(start, read)
+                digest.update(read)
+    except OSError as e:
+        raise read_error(e, path) from e
+    return digest.hexdigest()
+
+
+def read_error(e: OSError, path: Path) -> InputError:
+    """A failed read as an error of ours: exit code 3, with what to do about it."""
+    hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
+    kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
+    return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

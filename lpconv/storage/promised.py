@@ -1,0 +1,89 @@
+"""Are the files of a snapshot those that the hub promised?
+
+The hub's cache names a file's bytes after the hash that the hub gave for them when they were fetched, and never looks
+whether they have it: SHA-256 for weights, Git's SHA-1 for small files. So everything is hashed here once. What was
+found good is remembered in the repository's own folder of the cache, by size, time and inode, and goes with that.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from lpconv.errors import InputError, LpconvError
+from lpconv.storage.hub import wanted_files
+from lpconv.storage.partfile import hash_of, sha256_of, write_small
+
+STATE = "lpconv-checked.json"
+_SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
+
+
+def check_promises(snapshot: Path) -> dict[str, str]:
+    """The SHA-256 of those files of a snapshot that the hub promised one for, each found to have that.
+
+    A file that is no link into the cache's blobs, or whose blob is named otherwise, was promised nothing. Raises
+    InputError for the first file whose bytes are others.
+    """
+    state = snapshot.parent.parent / STATE
+    known, found = _read(state), dict[str, str]()
+    before = dict(known)
+    files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
+    for name in wanted_files(files):
+        blob = _blob(snapshot / name)
+        if blob is None:
+            continue
+        seen = _stamp(blob)
+        if known.get(blob.name) != seen:
+            _check(snapshot / name, name, blob)
+            known[blob.name] = seen
+        if _SHA256.fullmatch(blob.name):
+            found[name] = blob.name
+    if known != before:
+        with contextlib.suppress(LpconvError):  # a cache that cannot be written is checked again next time
+            write_small(state, json.dumps({"format_version": 1, "blobs": known}))
+    return found
+
+
+def _blob(path: Path) -> Path | None:
+    """The blob that a file of a snapshot links to, if its name is a hash."""
+    if not path.is_symlink():
+        return None
+    target = path.resolve()
+    is_hash = _SHA256.fullmatch(target.name) or _SHA1.fullmatch(target.name)
+    return target if target.parent.name == "blobs" and is_hash else None
+
+
+def _check(path: Path, name: str, blob: Path) -> None:
+    if blob.name in _hashes(blob):
+        return
+    repository = path.parents[len(Path(name).parts) + 1].name.removeprefix("models--").replace("--", "/")
+    raise InputError(
+        f"`{name}` of `{repository}` is not the file that the hub promised: its bytes have another hash than "
+        f"{blob.name[:12]}…",
+        hint=f"delete `{blob}` and run again, which fetches it anew",
+        details={"file": name, "promised": blob.name, "blob": str(blob)},
+    )
+
+
+def _hashes(blob: Path) -> tuple[str, ...]:
+    """What a blob of these bytes may be called."""
+    if _SHA256.fullmatch(blob.name):
+        return (sha256_of(blob),)
+    # Git hashes a header too; some mirrors give the plain SHA-1.
+    git = hash_of(blob, hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False))
+    return git, hash_of(blob, hashlib.sha1(usedforsecurity=False))
+
+
+def _stamp(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def _read(state: Path) -> dict[str, Any]:
+    try:
+        blobs = json.loads(state.read_bytes())["blobs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return blobs if isinstance(blobs, dict) else {}

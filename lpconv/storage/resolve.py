@@ -1,0 +1,154 @@
+"""What the user calls a model, turned into a directory that holds a checkpoint.
+
+A name is, in this order: ``demo``, a URL, a local directory, an alias or a hub id. Of the hub, the cache is asked first
+and a complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision`
+picks another.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, UsageError
+from lpconv.extras import view_of
+from lpconv.lookup import nearest, nearest_beside, no_directory
+from lpconv.storage.aliases import ALIASES, find_alias
+from lpconv.storage.gguf import as_directory
+from lpconv.storage.hub import cached_snapshot, commit_of, download
+from lpconv.storage.promised import check_promises
+from lpconv.storage.urls import check_url, hub_names, is_url
+
+DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
+
+_NAME = r"[A-Za-z0-9_][\w.-]*"
+_HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A model found: what was typed, what it meant, and where its files lie.
+
+    `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
+    snapshot, None for the others.
+    """
+
+    name: str
+    resolved: str
+    revision: str | None = None
+    directory: Path
+
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the hub; None for what lies elsewhere."""
+        return self.resolved if self.revision is not None else None
+
+
+def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> Resolved:
+    """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
+
+    Looks at the disk first and downloads only what no cache has; downloaded files are compared with the hashes that the
+    hub promised. What lies at a URL stays there; with `whole` it is copied, as is what opens as a file only, and a copy
+    that is there is used. Raises InputError if nothing is found, with what to do next, or if a download is not what was
+    promised; UsageError for a revision of what has none; UnsupportedError for a URL that is not read here.
+    """
+    if name == DEMO:
+        return _demo(revision)
+    if is_url(name):
+        return _from_url(check_url(name), revision, whole=whole)
+    # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path) and path.suffix != ".gguf":
+        raise InputError(
+            f"`{name}` is a file, not a checkpoint directory", hint=f"pass the directory that holds it: {path.parent}"
+        )
+    if name and (os.path.isdir(path) or os.path.isfile(path)):
+        return _local(name, path, revision)
+    if looks_like_path(name):
+        raise no_directory(name, hint="pass a directory that exists, a hub id or an alias")
+    return _from_hub(name, revision)
+
+
+def base_name(name: str) -> str:
+    """The last part of a model's name: what an output is called after."""
+    return Path(name).name if name not in (".", "..") else Path(name).resolve().name
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether `name` can only be a path: it is neither ``name`` nor ``owner/name`` as the hub spells them."""
+    return _HUB_NAME.fullmatch(name) is None
+
+
+def _demo(revision: str | None) -> Resolved:
+    if revision is not None:
+        raise UsageError(f"the embedded model has no revision `{revision}`", hint="leave --revision out")
+    return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
+
+
+def _local(name: str, path: Path, revision: str | None) -> Resolved:
+    if revision is not None:
+        raise UsageError(
+            f"`{name}` is a local directory and has no revision `{revision}`",
+            hint="leave --revision out; if a hub model is meant, give its full id from a folder without that name",
+        )
+    directory = path.resolve()
+    return Resolved(name=name, resolved=str(directory), directory=as_directory(directory))
+
+
+def directory_of(path: str | Path) -> Path:
+    """The directory that a path or the URL of a checkpoint means; raises as `resolve` for a URL."""
+    return resolve(path).directory if isinstance(path, str) and is_url(path) else Path(path)
+
+
+def _from_url(url: str, revision: str | None, *, whole: bool) -> Resolved:
+    if not url.startswith("hf://"):
+        if revision is not None:
+            raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
+        return Resolved(name=url, resolved=url, directory=view_of(url, whole=whole))
+    repo_id, named = hub_names(url)
+    asked = named or revision
+    snapshot = cached_snapshot(repo_id, asked)
+    if snapshot is None and whole:
+        snapshot = download(repo_id, asked)
+        check_promises(snapshot)
+    if snapshot is not None:
+        return _snapshot(url, repo_id, snapshot)
+    commit = commit_of(repo_id, asked)
+    view = view_of(f"hf://{repo_id}@{commit}", whole=False)
+    return Resolved(name=url, resolved=repo_id, revision=commit, directory=view)
+
+
+def _from_hub(name: str, revision: str | None) -> Resolved:
+    alias = find_alias(name)
+    repo_id = alias.repo_id if alias else name
+    # A model that moved under an owner may lie in the cache under the bare name it was fetched by.
+    for cached_id in dict.fromkeys((repo_id, name)):
+        snapshot = cached_snapshot(cached_id, revision)
+        if snapshot is not None:
+            return _snapshot(name, cached_id, snapshot)
+    if "/" not in repo_id:
+        raise _unknown_name(name)
+    try:
+        snapshot = download(repo_id, revision)
+        check_promises(snapshot)
+        return _snapshot(name, repo_id, snapshot)
+    except InputError as e:
+        near = nearest_beside(Path(name))
+        if near is None:
+            raise
+        raise InputError(e.message, hint=f"did you mean the directory `{near}`? {e.hint}") from e
+
+
+def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:
+    return Resolved(name=name, resolved=repo_id, revision=directory.name, directory=directory)
+
+
+def _unknown_name(name: str) -> InputError:
+    near, beside = nearest(name, ALIASES), nearest_beside(Path(name))
+    meant = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
+    meant += f"did you mean the directory `{beside}`? " if beside else ""
+    return InputError(
+        f"no directory and no model called `{name}`",
+        hint=f"{meant}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",
+    )

@@ -1,0 +1,295 @@
+"""The folder an output grows in, and the one rename that publishes it.
+
+While a run works, everything lies in `OUT.partial` beside OUT, with a journal of the files that are complete. A run
+that fails or is killed leaves that folder and nothing called OUT; `--resume` goes on from its journal, if source and
+options are still the same. A lock on the journal keeps two runs apart.
+
+Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; a probe's is
+`probe.json`), `OUT.partial` by its journal, and both go last when a folder is removed. An empty folder is free.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
+from lpconv.lookup import no_directory
+from lpconv.storage.contents import read_json
+from lpconv.storage.gguf import file_at
+from lpconv.storage.holding import held_by_another, hold, is_held
+from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
+
+JOURNAL = "journal.jsonl"
+MARKER = "lpconv.json"  # what says that a directory is an output of ours
+TUNED = "finetune.json"  # what says that its weights were trained, by a fine-tuning of ours
+SUMS = "SHA256SUMS"
+PARTS = ".parts"  # of the folder beside an output where several workers leave what they wrote of it
+_SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders beside an output
+
+
+class Staging:
+    """The working folder of one output. Use as a context manager: leaving it releases the lock, whatever happened.
+
+    `identity` is what must be the same for a resume: plan, source files, library versions that shape the bytes. The
+    file `marker` of a published folder says that it is ours.
+    """
+
+    def __init__(
+        self, output: Path, identity: dict[str, Any], *, resume: bool | None = None, force: bool, marker: str = MARKER
+    ) -> None:
+        self.output = output
+        self.directory = folder_next_to(output, ".partial")
+        self.done: list[dict[str, Any]] = []
+        self._force, self._marker = force, marker
+        check_free(output, resume=resume, force=force, marker=marker)
+        with writing(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._journal = (self.directory / JOURNAL).open("a+b")
+        self._lock()
+        try:
+            with writing(self.directory):
+                self._begin(identity, resume=bool(resume))
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _lock(self) -> None:
+        if not hold(self._journal.fileno()):
+            self._journal.close()
+            raise held_by_another(self.directory)
+        # The other run may have published between our opening of the journal and our lock.
+        if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
+            self._journal.close()
+            raise OutputExistsError(f"another run has just finished `{self.output}`", hint="choose another --output")
+
+    def _begin(self, identity: dict[str, Any], *, resume: bool) -> None:
+        lines, size = _read_journal(self.directory / JOURNAL)
+        if resume and lines:
+            check_same_run(self.directory, identity, lines[0])
+            os.ftruncate(self._journal.fileno(), size)  # a line cut short would swallow the next one
+            self.done = [line for line in lines[1:] if self._is_intact(line)]
+            _clear(self.directory, {JOURNAL, *(f["name"] for line in self.done for f in line["files"])})
+            return
+        _clear(self.directory, {JOURNAL})
+        os.ftruncate(self._journal.fileno(), 0)
+        self.append(identity)
+
+    def _is_intact(self, line: dict[str, Any]) -> bool:
+        for f in line.get("files", ()):
+            path = self.directory / f["name"]
+            if not path.is_file() or path.stat().st_size != f["size_bytes"] or sha256_of(path) != f["sha256"]:
+                return False
+        return True
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line to the journal, durably."""
+        with writing(self.directory / JOURNAL):
+            self._journal.write(json.dumps(line).encode() + b"\n")
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+
+    def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> PartFile:
+        """Begin a file of the folder."""
+        return PartFile(self.directory, name, size_bytes, flusher)
+
+    def publish(self) -> None:
+        """Make the folder the output, by one rename. A replaced output is deleted only after that.
+
+        The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
+        """
+        _check_output(self.output, self._marker, force=self._force)
+        old = folder_next_to(self.output, ".replaced")
+        with writing(self.output):
+            if self.output.exists():
+                _remove(old, self._marker)
+                os.rename(self.output, old)
+            os.rename(self.directory, self.output)
+            fsync_directory(self.output.parent)
+            (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
+            _remove(old, self._marker)
+
+    @contextlib.contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """`discard` where the block fails: for work that nothing resumes."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Delete the folder."""
+        with contextlib.suppress(OSError):
+            _remove(self.directory, JOURNAL)
+
+    def set_aside(self) -> Path | str:
+        """Keep a failed output for inspection as `OUT.failed`, never as OUT."""
+        failed = folder_next_to(self.output, ".failed")
+        with writing(failed):
+            _remove(failed, self._marker)
+            os.rename(self.directory, failed)
+            (failed / JOURNAL).unlink()
+        return failed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self._journal.close()
+
+
+def check_free(output: Path, *, resume: bool | None = None, force: bool, marker: str = MARKER) -> None:
+    """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError.
+
+    `resume` is None for a command that cannot resume. Raises ResourceError for a place that cannot be written.
+    """
+    check_writable(output)
+    _check_output(output, marker, force=force)
+    _check_working_folders(output, marker)
+    partial = folder_next_to(output, ".partial")
+    if not os.path.lexists(partial) or resume or force:
+        return  # and whoever goes on meets the lock of a run that is alive
+    if is_held(partial / JOURNAL):
+        raise held_by_another(partial)
+    hint = "--force starts anew" if resume is None else "--resume continues it, --force starts anew"
+    raise OutputExistsError(f"`{partial}` is left from an interrupted run", hint=hint)
+
+
+def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    """Refuse to go on in a place with another run than was begun there. Raises OutputExistsError."""
+    changed = differing(asked, begun)
+    if changed:
+        raise OutputExistsError(
+            f"`{place}` was begun with other {', '.join(changed)}",
+            hint="repeat the command of that run with --resume, or start anew with --force",
+            details={"changed": changed},
+        )
+
+
+def differing(asked: Mapping[str, Any], begun: Mapping[str, Any]) -> list[str]:
+    """In what two runs are not the same, of all that identifies them."""
+    return sorted(k for k in {*asked, *begun} if asked.get(k) != begun.get(k))
+
+
+def is_unused(directory: Path) -> bool:
+    """Whether nothing lies at a path, or an empty directory."""
+    return not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir()))
+
+
+def folder_next_to(output: Path, suffix: str) -> Path:
+    """The path of a working folder next to an output, such as `OUT.partial`."""
+    named = output if output.name not in ("", "..") else Path(os.path.abspath(output))
+    return Path(f"{named}{suffix}")
+
+
+def read_marker(directory: Path) -> dict[str, Any]:
+    """What an output of ours says of itself; empty for any other directory."""
+    path = directory / MARKER
+    return read_json(path) if path.exists() else {}
+
+
+def is_output(directory: Path) -> bool:
+    """Whether a conversion or a fine-tuning wrote a directory, by the files that these leave; damaged ones count."""
+    if not (directory / MARKER).exists():
+        return (directory / SUMS).exists()
+    return read_marker(directory).get("kind") not in ("restore", "repair")
+
+
+def check_marked(directory: Path) -> None:
+    """Raise UnsupportedError for a checkpoint that is no output, InputError for what is none, or lost its marker."""
+    if (directory / MARKER).exists():
+        return
+    if not os.path.exists(directory):
+        raise no_directory(directory, hint="pass an output of `lpconv convert`")
+    if (directory / SUMS).exists() or not ((directory / "config.json").exists() or file_at(directory)):
+        raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
+    raise UnsupportedError(
+        f"`{directory}` is a checkpoint without {MARKER}: there is nothing to verify or restore",
+        hint="pass an output of `lpconv convert`, or compare its weights with those of a MODEL by `verify --against`",
+    )
+
+
+def check_apart(source: Path, output: Path) -> None:
+    """Refuse an output that would add to its own source, or replace it."""
+    inner = Path(os.path.realpath(source))
+    for folder in (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS))):
+        outer = Path(os.path.realpath(folder))
+        if inner == outer:
+            raise OutputExistsError("source and output are the same directory", hint="choose another --output")
+        if inner.is_relative_to(outer):
+            raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
+        if outer.is_relative_to(inner):
+            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside of the checkpoint")
+
+
+def _check_output(output: Path, marker: str, *, force: bool) -> None:
+    if is_unused(output) and not output.is_symlink():
+        return
+    if not force:
+        raise OutputExistsError(f"`{output}` exists", hint="choose another --output, or replace it with --force")
+    if not _is_ours(output, marker):
+        raise OutputExistsError(
+            f"`{output}` is not an output of this command, and --force does not delete it",
+            hint="choose another --output",
+        )
+
+
+def _check_working_folders(output: Path, marker: str) -> None:
+    for suffix in _SUFFIXES:
+        folder = folder_next_to(output, suffix)
+        if os.path.lexists(folder) and not _is_ours(folder, JOURNAL if suffix == ".partial" else marker):
+            raise OutputExistsError(
+                f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"
+            )
+
+
+def _is_ours(directory: Path, proof: str) -> bool:
+    """Whether a directory may be deleted: it is empty, or holds the file that says what it is."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (directory / proof).is_file() or not any(directory.iterdir())
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The journal's lines up to the first one that was cut short, and the bytes they take."""
+    lines, size = [], 0
+    for raw in path.read_bytes().splitlines(keepends=True):
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            break
+        if not raw.endswith(b"\n") or not isinstance(line, dict):
+            break
+        lines.append(line)
+        size += len(raw)
+    return lines, size
+
+
+def _clear(directory: Path, kept: set[str]) -> None:
+    """Delete everything below `directory` but the files `kept`, named relative to it."""
+    for path in sorted(directory.rglob("*"), reverse=True):  # what a folder holds comes before the folder
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):  # not empty: it holds a file that is kept
+                path.rmdir()
+        elif path.relative_to(directory).as_posix() not in kept:
+            path.unlink()
+
+
+def _remove(directory: Path, proof: str) -> None:
+    """Delete a folder of ours; the file that says so goes last, so that the rest of a killed deletion is ours still."""
+    if directory.exists() and _is_ours(directory, proof):
+        _clear(directory, {proof})
+        shutil.rmtree(directory)

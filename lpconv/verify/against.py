@@ -1,0 +1,188 @@
+"""A published output beside the source that it came from: its weights, its documents, what both models compute."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lpconv.errors import InputError, UnsupportedError, UsageError, finding
+from lpconv.formats.spec import FORMATS
+from lpconv.forms import Kept
+from lpconv.forms.reader import open_readable
+from lpconv.gates import CONVERT_GATES, Gate
+from lpconv.lookup import find
+from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
+from lpconv.plan.job import Job, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan, PlannedTensor
+from lpconv.plan.policy import settings_for
+from lpconv.plan.settings import settings_of
+from lpconv.progress import Progress
+from lpconv.results import CalibrationRecord, ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
+from lpconv.storage.contents import read_json
+from lpconv.storage.staging import MARKER
+from lpconv.storage.urls import is_url
+from lpconv.verify.reader import OutputReader
+from lpconv.verify.written import check_outputs, check_stored, output_problems, weights_problems
+
+_ABSENT = object()
+
+
+def prepare_again(
+    provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
+) -> Job:
+    """The conversion that made an output, to be verified to the depth `verify`; its source is open.
+
+    Which tensors it converts is said by the records. Raises InputError where no source is found.
+    """
+    recorded = from_json(SourceRecord, provenance["source"])
+    if against is None and is_url(recorded.name):
+        raise InputError(
+            f"the source is `{recorded.name}`, by {MARKER}", hint="if you trust that, name it by --against"
+        )
+    options = dataclasses.replace(
+        from_json(ConvertOptions, provenance["options"]),
+        include=(),
+        exclude=(),
+        rules=(),
+        max_shard_size=None,
+        revision=None if against else recorded.revision,
+        verify=verify,
+        allow_missing=True,  # of what is published already
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        settings_of(options)
+    except UsageError as e:
+        raise InputError(f"the options in {MARKER}: {e.message}", hint="fetch the output again") from e
+    return prepare(open_readable(against or recorded.name, revision=options.revision), directory, options)
+
+
+def check_source(
+    job: Job,
+    directory: Path,
+    provenance: Mapping[str, Any],
+    result: VerifyResult,
+    *,
+    gates: Sequence[Gate],
+    progress: Progress,
+) -> VerifyResult:
+    """`result`, of the hashes of an output, with what the source of `job` says, and gates.
+
+    Raises InputError where the source is not the one that was converted, UnreadError where disk or network fail.
+    """
+    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
+    _check_same_tensors(job, records)
+    try:
+        found = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
+    except (InputError, UnsupportedError) as e:  # the files cannot even be read as what they should be
+        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, finding(e)))
+    depth = job.plan.options.verify
+    if depth != "weights":
+        progress.start("running both models", 0)
+        logits = check_outputs(job, directory, automatic=depth == "auto")
+        level = found.level if logits.skipped else "logits"
+        problems = (*found.problems, *output_problems(logits, records))
+        found = dataclasses.replace(found, level=level, logits=logits, problems=problems)
+    met = CONVERT_GATES.check(gates, found)
+    return dataclasses.replace(found, gates=met, passed=not found.problems and all(g.passed for g in met))
+
+
+def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
+    wanted, there = {r.name for r in records}, set(job.source.entries)
+    for name in sorted(wanted ^ there)[:1]:
+        raise InputError(
+            f"the {'source' if name in wanted else 'output'} has no tensor `{name}`: it is not the checkpoint that was "
+            "converted",
+            hint="name the right one with --against",
+        )
+
+
+def _check_weights(
+    job: Job,
+    directory: Path,
+    provenance: Mapping[str, Any],
+    records: Mapping[str, TensorRecord],
+    result: VerifyResult,
+    progress: Progress,
+) -> VerifyResult:
+    """`result` with what the weights, the config and the index are found to be."""
+    plan = _as_recorded(job.plan, records)
+    if plan.num_calibrated:
+        plan = _calibrated(plan, provenance)
+    with OutputReader.from_directory(directory) as output:
+        planned = {t.name: t for t in plan.tensors if t.action != "tie"}
+        weights = check_stored(job, output, planned, progress)
+        names = {c.name for t in planned.values() for c in t.root}
+        stray = [f"tensor `{n}` is not the source's" for n in sorted(output.entries.keys() - names)]
+        files = {n: e.file for n, e in output.entries.items()}
+        index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
+    ties = {t.name: t.tied_to for t in job.plan.tensors}
+    untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
+    problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
+    problems = (*result.problems, *weights_problems(weights), *problems)
+    tensors = _compared(planned, records, set(weights.mismatched))
+    return dataclasses.replace(
+        result, level="weights", passed=not problems, weights=weights, problems=problems, tensors=tensors
+    )
+
+
+def _compared(
+    planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
+) -> tuple[ComparedTensor, ...]:
+    """The figures of the records, the worst first; those of tensors that are not `wrong` were met."""
+    found = [
+        ComparedTensor(
+            name=name,
+            stored_as=t.form.words,
+            reference=t.info.dtype,
+            sqnr_db=math.inf if (noise := records[name].sqnr_db) is None else noise,
+            max_rel_error=records[name].max_rel_error or 0.0,
+            problem="not what the source says" if name in wrong else None,
+        )
+        for name, t in planned.items()
+    ]
+    return tuple(sorted(found, key=lambda c: (c.problem is None, c.sqnr_db)))
+
+
+def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
+    """A plan with the decisions that the records name: another release of lpconv may decide otherwise."""
+    tensors = []
+    for t in plan.tensors:
+        settings = settings_for(plan.options, plan.linears, t.name)
+        record = records[t.name]
+        form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
+        if record.action == "convert":
+            fmt = find("format", record.format, FORMATS, error=InputError)
+            refused = plan.form.refusal(t.info.shape, fmt, settings)
+            if refused is not None:
+                raise InputError(f"tensor `{t.name}` is not stored as {MARKER} says: {refused}", hint="fetch it again")
+            form = plan.form.of(t.name, t.info.shape, fmt, settings)
+        tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
+    return dataclasses.replace(plan, tensors=tuple(tensors))
+
+
+def _calibrated(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
+    """A plan with what calibration found: the text is not read again."""
+    found = from_json(CalibrationRecord, provenance.get("calibration")).absmax
+    missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in found]
+    if missing:
+        raise InputError(f"{MARKER} has no largest input of `{missing[0]}`", hint="fetch the output again")
+    return plan.with_inputs(found)
+
+
+def _document_problems(
+    job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
+) -> list[str]:
+    """What config.json, the index and lpconv.json say otherwise than source and conversion do."""
+    wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
+    keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
+    problems = [f"config.json: `{k}` is not what the source and the conversion make it" for k in keys]
+    if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
+        problems.append(f"{INDEX} is not the index of these files")
+    if provenance["source_config"] != replaced_config(job.plain, plan):
+        problems.append(f"{MARKER}: `source_config` is not what the conversion replaced")
+    options = plan.options
+    said = {"method": options.method, "format": options.format, "residual": options.residual}
+    return problems + [f"{MARKER}: `{k}` is not that of the options" for k, v in said.items() if provenance.get(k) != v]

@@ -1,0 +1,192 @@
+"""Two checkpoints by their weights, whatever layouts they are in: signal to noise of each tensor, the worst first.
+
+The second one is the reference. Beside the noise, each group of weights is asked by which factor it is larger than the
+reference's: rounding leaves that near 1, a wrong scale does not, and drowns in the noise of a tensor of many groups.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lpconv.forms import Kept, Stored
+from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.foreign.gguf import Blocks
+from lpconv.forms.pair import Pair
+from lpconv.forms.ranges import block_ranges
+from lpconv.forms.reader import StoredTensors
+from lpconv.gates import CONVERT_GATES
+from lpconv.plan.tensor_records import sqnr_db
+from lpconv.progress import Progress
+from lpconv.report.numbers import code_list
+from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck
+from lpconv.storage.checkpoint import Openable
+from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.source import Source, read_range
+from lpconv.storage.ties import tie_candidates
+
+# Factors of a group that no rounding to 4 bits or more explains: a largest weight of nearly 8 may be cut to 6 (0.75).
+_LOW, _HIGH = 0.6, 1.6
+_GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less of the mean energy are not asked
+_NARROWEST = 4  # bits from which that is so
+# The share of noise that may be a shift, where codes have at most so many bits, and a weight so many elements.
+_ONE_SIDED, _WIDEST, _FEW = 0.1, 8, 1024
+# dB that storing a weight in so many bits leaves at least, whatever its distribution; rounding to nearest leaves more.
+_LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """Of some blocks: Σx², Σ(y - x)², the largest |y - x| / |x|, Σ(y - x), the count of numbers and of groups, groups
+    that are off by a factor, and lost numbers."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    relative: float = 0.0
+    lean: float = 0.0
+    num: int = 0
+    groups: int = 0
+    off: int = 0
+    lost: int = 0
+
+    @property
+    def one_sided(self) -> float:
+        """The share of the noise that is the mean error: nearly 0 for rounding, 1 where all are shifted alike."""
+        return self.lean**2 / (self.num * self.noise) if self.noise else 0.0
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        return _Sums(
+            signal=self.signal + other.signal,
+            noise=self.noise + other.noise,
+            relative=max(self.relative, other.relative),
+            lean=self.lean + other.lean,
+            num=self.num + other.num,
+            groups=self.groups + other.groups,
+            off=self.off + other.off,
+            lost=self.lost + other.lost,
+        )
+
+
+def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
+    """What the weights of one checkpoint are beside those of `reference`.
+
+    It passes where every tensor is there in its shape, no number was lost, no group is off by a factor, and the noise
+    is no more than the bits of the layout explain; and by the `gates`. Raises what opening a checkpoint raises.
+    """
+    parsed = [CONVERT_GATES.parse(g) for g in gates]
+    with StoredTensors.open(model) as ours, StoredTensors.open(reference) as theirs:
+        a, b = DecodedSource(ours), DecodedSource(theirs)
+        both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
+        progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
+        found = []
+        for name in both:
+            found.append(_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
+            progress.advance(a.entries[name].info.num_bytes)
+        problems = [*_missing(ours, theirs, "the reference"), *_missing(theirs, ours, "it")]
+        num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
+    found.sort(key=lambda r: r.sqnr_db)
+    worst = next((r for r in found if r.sqnr_db < math.inf), None)
+    result = VerifyResult(
+        level="values",
+        passed=True,
+        weights=WeightsCheck(
+            max_rel_error=max((r.max_rel_error for r in found), default=0.0),
+            min_sqnr_db=worst.sqnr_db if worst else math.inf,
+            worst=worst.name if worst else None,
+            num_tensors=len(found),
+            num_elements_checked=checked,
+            num_elements=num,
+            mismatched=tuple(r.name for r in found if r.problem),
+        ),
+        problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in found if r.problem)),
+        tensors=tuple(found),
+    )
+    met = CONVERT_GATES.check(parsed, result)
+    return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+
+
+def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
+    """What one checkpoint has and the other has not, unless that ties it to another weight."""
+    shapes = {n: (form.shape, "") for n, form in one.forms.items()}
+    tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
+    absent = [n for n in one.forms if n not in other.forms and n not in tied]
+    if absent:
+        yield f"{code_list(absent)}: {who} does not have that"
+    reshaped = [n for n, form in one.forms.items() if n in other.forms and other.forms[n].shape != form.shape]
+    if reshaped and who != "it":  # once is enough
+        yield f"{code_list(reshaped)}: {who} has it in another shape"
+
+
+def _compare(a: Source, b: Source, name: str) -> _Sums:
+    info = b.entries[name].info
+    cols = info.shape[-1] if info.shape else 1
+    total = _Sums()
+    for start, stop in block_ranges(info.num_elements, cols):
+        y, x = (read_range(source, name, start, stop).float().view(-1, cols) for source in (a, b))
+        total = total + _sums(x, y)
+    return total
+
+
+def _sums(x: Tensor, y: Tensor) -> _Sums:
+    """Of rows `y` beside the reference's `x`; what is not finite there is not asked."""
+    known = torch.isfinite(x)
+    lost = int((known & ~torch.isfinite(y)).sum())
+    x, y = torch.where(known, x, 0.0), torch.where(known, y, 0.0).nan_to_num(0.0, 0.0, 0.0)
+    error = (y - x).double()
+    groups = [torch.nn.functional.pad(z, (0, -z.shape[1] % _GROUP)).view(-1, _GROUP) for z in (x, y)]
+    energy, shared = (groups[0] * groups[0]).sum(1), (groups[0] * groups[1]).sum(1)
+    asked = energy > _FAINT * energy.mean()
+    factor = shared[asked] / energy[asked]
+    return _Sums(
+        signal=float(x.double().square().sum()),
+        noise=math.inf if lost else float(error.square().sum()),
+        relative=float((error.abs() / x.abs()).nan_to_num(0.0, math.inf).max()) if x.numel() else 0.0,
+        lean=float(error.sum()),
+        num=x.numel(),
+        groups=int(asked.sum()),
+        off=int((~((factor > _LOW) & (factor < _HIGH))).sum()),
+        lost=lost,
+    )
+
+
+def _record(ours: Stored, theirs: Stored, found: _Sums) -> ComparedTensor:
+    bits = min(_bits(ours), _bits(theirs))
+    noise = sqnr_db(found.signal, found.noise)
+    return ComparedTensor(
+        name=ours.name,
+        stored_as=ours.words,
+        reference=theirs.words,
+        sqnr_db=noise,
+        max_rel_error=found.relative,
+        num_groups=found.groups,
+        num_off=found.off,
+        problem=_problem(found, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs)),
+    )
+
+
+def _bits(form: Stored) -> int:
+    return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
+
+
+def _has_codes(form: Stored) -> bool:
+    """Whether numbers are stored that mean nothing without their packing and scales."""
+    if isinstance(form, Blocks):
+        return form.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 are those of safetensors
+    return not isinstance(form, (Kept, Pair))
+
+
+def _problem(found: _Sums, noise: float, bits: int, *, has_codes: bool) -> str | None:
+    least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
+    told = []
+    if found.lost:
+        return f"{found.lost} numbers are NaN or Inf, and the reference's are not"
+    if noise < least:
+        why = "wrong packing, zero points or scales" if has_codes else "neither has codes; these are other numbers"
+        told.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: {why}")
+    if has_codes and found.one_sided > _ONE_SIDED and bits <= _WIDEST and found.num >= _FEW:
+        told.append(f"{found.one_sided:.0%} of the noise is one shift of all: zero points are off")
+    if found.off and bits >= _NARROWEST:
+        told.append(f"{found.off} of {found.groups} groups of {_GROUP} are off by a factor that no rounding makes")
+    return "; ".join(told) or None

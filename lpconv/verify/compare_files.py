@@ -1,0 +1,143 @@
+"""Two checkpoints by the files beside their weights: config, generation config, tokenizer, chat template and others.
+
+A value that both files hold must be the same. Tools leave defaults out or write them down, so a key that only one file
+holds is judged by what transformers makes of both files; if it does not open them, the key counts as a difference.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from lpconv.plan.files import CARD, LOADER, model_side_files, plain_config
+from lpconv.results import FilesCheck
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.gguf import GGUF
+
+_TOKENIZER = re.compile(
+    r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|normalizer)[^/]*\.(json|txt|jinja)"
+    r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"
+)
+_VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
+# Keys that say who wrote a file and which class opens it: reported if they differ, judged by what opens.
+_BOOKKEEPING = re.compile(
+    r"(.*\.)?(_name_or_path|name_or_path|transformers_version|_?commit_hash|dtype|torch_dtype|auto_map|tokenizer_class"
+    r"|backend|is_local|local_files_only|processor_class|special_tokens_map_file|tokenizer_file)"
+)
+_SHOWN, _WIDTH = 3, 60  # differences of a document, and characters of a value, that a message shows
+_ABSENT = object()
+
+
+def compare_files(model: Openable, reference: Openable, *, config: bool = True) -> FilesCheck:
+    """Compare the small files of a checkpoint with those of `reference`; config.json only if `config` is set.
+
+    Raises what reading a checkpoint raises.
+    """
+    pair = [Checkpoint.open(model), Checkpoint.open(reference)]
+    if config and GGUF in {c.kind for c in pair}:
+        return FilesCheck(not_compared=("config and tokenizer, which GGUF files hold in another form",))
+    names = sorted({n for c in pair for n in model_side_files(c)})
+    tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
+    found = _Found()
+    if config:
+        found.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
+        found.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
+    if tokenizer:
+        parts = [{n: _read(c, n) for n in tokenizer if n in c.side_files} for c in pair]
+        has = [any(map(_VOCABULARY.fullmatch, part)) for part in parts]
+        if all(has):
+            found.compare("tokenizer", parts, lambda: _tokenizers(pair, parts))
+        else:
+            found.not_compared.append(f"tokenizer (only {'this one' if has[0] else 'the reference'} has one)")
+    for name in (n for n in names if n not in tokenizer):
+        if all(name in c.side_files for c in pair):
+            read = [_read(c, name) for c in pair]
+            is_json = all(isinstance(document, dict) for document in read)
+            opened = functools.partial(map, _generation, read) if name == "generation_config.json" else None
+            found.compare(name, read if is_json else [{"text": document} for document in read], opened)
+        else:
+            found.not_compared.append(f"{name} (only {'this one' if name in pair[0].side_files else 'the reference'})")
+    found.not_compared += [n for n in (CARD, LOADER) if (pair[0].directory / n).is_file()]
+    return FilesCheck(
+        compared=tuple(found.compared), different=tuple(found.different), not_compared=tuple(found.not_compared)
+    )
+
+
+class _Found:
+    """What has been compared so far, what differs, and what nobody judged."""
+
+    def __init__(self) -> None:
+        self.compared, self.different, self.not_compared = list[str](), list[str](), list[str]()
+
+    def compare(self, name: str, pair: Sequence[Any], opened: Callable[[], Iterable[Any]] | None = None) -> None:
+        """Compare two documents; `opened` gives what transformers makes of them, asked if one lacks a key."""
+        self.compared.append(name)
+        found = list(_differences(*pair))
+        told = [d for d in found if _ABSENT not in d[1:]]
+        if len(told) < len(found):
+            try:
+                effects = list(_differences(*opened())) if opened else found
+            except Exception:  # transformers and tokenizers raise anything at all for files that they do not know
+                effects = found
+            if not effects and name != "config.json":  # which keeps every key as it opens; a tokenizer may drop some
+                self.not_compared += [
+                    f"{name}: {d[0]} (only in one, and opens the same)" for d in found if d not in told
+                ]
+            told += [d for d in effects if d[0] not in {key for key, *_ in told}]
+        self.not_compared += [f"{name}: {key}" for key, *_ in told if _BOOKKEEPING.fullmatch(key)]
+        told = [d for d in told if not _BOOKKEEPING.fullmatch(d[0])]
+        self.different += [f"{name}: {_words(*d)}" for d in told[:_SHOWN]]
+        if len(told) > _SHOWN:
+            self.different.append(f"{name}: {len(told) - _SHOWN} more values differ")
+
+
+def _differences(ours: Any, theirs: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys at which two documents differ, with both values; null counts as absent."""
+    for key in sorted({*ours, *theirs}):
+        a, b = (_ABSENT if d.get(key) is None else d[key] for d in (ours, theirs))
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{place}{key}.")
+        elif a != b:
+            yield f"{place}{key}", a, b
+
+
+def _words(key: str, ours: Any, theirs: Any) -> str:
+    a, b = ("absent" if v is _ABSENT else f"{v!r:.{_WIDTH}}" for v in (ours, theirs))
+    return f"`{key}` is {a}, and {b} in the reference"
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Any:
+    """A file as JSON if it is that, else as text."""
+    data = (checkpoint.directory / name).read_bytes()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return data.decode(errors="surrogateescape").replace("\r\n", "\n")
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    import transformers  # takes seconds
+
+    return transformers.CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(plain_config(checkpoint))
+
+
+def _generation(settings: dict[str, Any]) -> Any:
+    import transformers
+
+    return transformers.GenerationConfig.from_dict(settings).to_dict()
+
+
+def _tokenizers(pair: Sequence[Checkpoint], files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the tokenizers are once opened: their parts, special tokens, template and every setting of either."""
+    from lpconv.models.tokenizer import read_tokenizer
+
+    keys = {k for both in files for k in both.get("tokenizer_config.json", {})} | {"chat_template"}
+    found = []
+    for checkpoint in pair:
+        opened = read_tokenizer(checkpoint.directory)
+        settings = {k: getattr(opened, k, opened.init_kwargs.get(k)) for k in keys}
+        engine = opened.backend_tokenizer.to_str() if hasattr(opened, "backend_tokenizer") else opened.get_vocab()
+        parts = json.loads(engine) if isinstance(engine, str) else engine
+        found.append({"special tokens": opened.special_tokens_map, "parts": parts, **settings})
+    return found

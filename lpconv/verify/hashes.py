@@ -1,0 +1,45 @@
+"""The files of an output against the hashes that it lists."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lpconv.errors import InputError
+from lpconv.progress import Progress
+from lpconv.results import HashCheck
+from lpconv.storage.contents import is_plain
+from lpconv.storage.partfile import sha256_of
+from lpconv.storage.staging import MARKER, SUMS
+
+
+def check_hashes(directory: Path, progress: Progress) -> HashCheck:
+    """Every file that SHA256SUMS lists; the weights, the config and the record must be among them.
+
+    Raises InputError where there is no such list.
+    """
+    digests = _listed_files(directory)
+    there = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(there.values()))
+    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
+    mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing lets other threads run
+        found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, digests)
+        for (name, digest), hashed in zip(digests.items(), found, strict=True):
+            mismatched += [] if hashed == digest else [name]
+            progress.advance(there.get(name, 0))
+    return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
+
+
+def _listed_files(directory: Path) -> dict[str, str]:
+    """The names and digests of the list that `sha256sum` writes. Raises InputError where there is none."""
+    path, digests = directory / SUMS, {}
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
+    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+        digest, separator, name = line.partition("  ")
+        if not separator or not is_plain(name):
+            raise InputError(
+                f"`{path}` has the line {line[:80]!r}, not a hash and a name in the folder", hint="fetch the file again"
+            )
+        digests[name] = digest
+    return digests

@@ -1,0 +1,77 @@
+"""Read a converted checkpoint back: records from `lpconv.json`, values decoded block by block."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
+from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.results import TensorRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import read_json
+from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.residual import Residuals, read_residual
+from lpconv.storage.staging import MARKER, check_marked
+
+_FORMAT_VERSION = 1
+# What else may have a lpconv.json.
+_OTHER_KINDS = {
+    "onnx": "a checkpoint exported to ONNX",
+    "part": "one part of a conversion",
+    "repair": "a repaired checkpoint",
+    "restore": "a restored checkpoint",
+}
+# What is read from lpconv.json, and the JSON type it has.
+_PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": dict, "tensors": list}
+
+
+def read_provenance(directory: Path) -> dict[str, Any]:
+    """The document `lpconv.json` of an output. Raises InputError where there is none, a broken one or a newer one."""
+    check_marked(directory)
+    document = read_json(directory / MARKER)
+    kind = _OTHER_KINDS.get(str(document.get("kind")))
+    if kind is not None:
+        raise UnsupportedError(
+            f"`{directory}` is {kind}, not a converted one", hint="pass the output of `lpconv convert` it was made from"
+        )
+    if document.get("format_version") != _FORMAT_VERSION:
+        raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
+    wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
+    if wrong:
+        raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="fetch the output again")
+    return document
+
+
+class OutputReader(StoredTensors):
+    """The tensors of a converted checkpoint under their source names.
+
+    `records` says how each was converted; `from_directory` takes them from the output itself, and checks that the
+    residual belongs to the weights. Raises InputError where the files do not hold what the records say.
+    """
+
+    def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
+        super().__init__(Checkpoint.open(directory), residuals)
+        self.records = {r.name: r for r in records if r.action != "tie"}
+        wrong = next((r for r in self.records.values() if not self._fits(r)), None)
+        if wrong is None:
+            return
+        self.close()
+        if wrong.scale is not None and wrong.name + SCALE_SUFFIX not in self.entries:
+            raise InputError(f"the codes of `{wrong.name}` have no scale", hint=FETCH_AGAIN)
+        raise InputError(f"tensor `{wrong.name}` is not stored as {MARKER} says", hint=FETCH_AGAIN)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Self:
+        document = read_provenance(directory)
+        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
+
+    def _fits(self, record: TensorRecord) -> bool:
+        form = self.forms.get(record.name)
+        if form is None or form.shape != record.shape or record.action not in ("keep", "convert"):
+            return False
+        if form.format is None:
+            return record.action == "keep" and form.data[0].dtype == record.source_dtype
+        named = (form.format.name, form.num_points, form.scale(self.side(record.name)))
+        wanted = (record.format, record.points, record.scale)
+        return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS

@@ -1,0 +1,108 @@
+"""`lpconv verify`: an output against its own hashes, and against the source it came from.
+
+What each level sees is told, and shown by planted damage, in docs/verify.md.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from lpconv.data import check_text
+from lpconv.errors import UsageError
+from lpconv.forms.reader import open_readable
+from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.plan.options import VerifyOptions, check_verify
+from lpconv.progress import Progress
+from lpconv.results import FilesCheck, VerifyResult
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.staging import TUNED, is_output
+from lpconv.verify.hashes import check_hashes
+from lpconv.verify.reader import read_provenance
+
+
+def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
+    """Check a published output up to a level; deeper levels include the shallower ones.
+
+    None is ``hash``; but with `against` ``weights``, and ``logits`` where the models are small. ``weights`` and
+    ``logits`` need the source, `against` or else the one that lpconv.json names. Raises InputError where a source is
+    needed and not found, or is another one.
+
+    ``values`` compares the weights of any two checkpoints by what they stand for; it is the level of a `directory` that
+    is no output of a conversion, or was trained.
+
+    With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
+    windows of `seq_len`.
+    """
+    check_verify(options)
+    against, level = options.against, options.level
+    is_tuned = (directory / TUNED).exists()
+    if options.data is not None:
+        check_text(options.data)
+        assert against is not None  # check_verify asks for it
+        shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
+        before = dataclasses.replace(options, level=shallow, gates=(), data=None)
+        found = verify_output(directory, before, progress=progress)
+        return _with_text(found, directory, _reference(against), options.data, options, progress)
+    if is_tuned and level in ("weights", "logits"):
+        raise UsageError(
+            f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
+            hint="--level values with --against MODEL says how far it is from another one",
+        )
+    if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
+        assert against is not None
+        ours, reference = open_readable(directory), _reference(against)
+        from lpconv.verify.compare import compare  # torch takes seconds to import
+
+        return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
+    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
+    provenance = read_provenance(directory)
+    hashes = check_hashes(directory, progress)
+    problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
+    files = FilesCheck(not_compared=("weights, config and other files, at --level hash",)) if against else None
+    result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
+    asked = level == "logits" or needs_logits(parsed)
+    automatic = level is None and not asked and against is not None
+    if not (asked or automatic or level == "weights" or parsed):
+        return result
+    from lpconv.verify.against import check_source, prepare_again  # torch takes seconds to import
+
+    depth = "logits" if asked else "auto" if automatic else "weights"
+    job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
+    try:
+        found = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        # The config is not compared: it was made again, and is equal.
+        return _with_files(found, Checkpoint.open(directory), job.checkpoint, config=False)
+    finally:
+        job.source.close()
+
+
+def _reference(name: str) -> Checkpoint:
+    """The checkpoint to compare with, its files those that the hub promised."""
+    found = open_readable(name)
+    found.check_promised()
+    return found
+
+
+def _with_files(found: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
+    """`found` with what the files beside the weights say."""
+    from lpconv.verify.compare_files import compare_files
+
+    files = compare_files(ours, reference, config=config)
+    passed = found.passed and not files.different
+    return dataclasses.replace(found, files=files, problems=(*found.problems, *files.different), passed=passed)
+
+
+def _with_text(
+    found: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
+) -> VerifyResult:
+    """`found` with what both models say of a text; gates ask for that."""
+    from lpconv.verify.text import compare_on_text  # transformers takes seconds to import
+    from lpconv.verify.written import output_problems
+
+    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
+    logits = compare_on_text(
+        directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
+    )
+    unknown = dataclasses.replace(logits, bit_equal=None)  # nothing is said here of whether they should be equal
+    result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
+    met = CONVERT_GATES.check(parsed, result)
+    return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))

@@ -1,0 +1,228 @@
+"""Two checkpoints on a text, by what their models say of every token: KL both ways, first choices, perplexities.
+
+One model at a time runs, in fp32, its matrices read from its files as they are multiplied by (`models/load.py`,
+`open_in_files`), so that memory is that of activations. Bodies come first, on as many windows at once as memory allows,
+and leave the last hidden state of every token; heads then say the outputs of both for a few tokens at a time, because
+those of a whole text would take the size of a model.
+
+Letters in shapes: N windows, L tokens of each, T tokens of a few, H hidden size, V words.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lpconv.errors import InputError, ResourceError, UnsupportedError
+from lpconv.machine import available_memory
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.load import open_in_files
+from lpconv.models.opening import model_errors, reads_text
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import CLM, task_of
+from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
+from lpconv.progress import Progress
+from lpconv.results import LogitsCheck
+from lpconv.storage.checkpoint import Checkpoint, Openable
+
+_HINT = "verify by weights: leave --data out"
+AT_ONCE = 1024  # tokens that bodies run on together
+_HEAD_BYTES, _EXACT = 2**26, 16  # what the outputs of a head may take; tokens whose outputs are compared in fp64
+_FIXED_BYTES = 150_000_000  # rows of weights, and what libraries take as they run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """Over tokens: count, KL of the source to the result and back, equal first choices, Σ(y - ŷ)², Σy², the largest
+    |y - ŷ|, whether all bits agree; and the losses of the next token, of the result and of the source."""
+
+    num: int = 0
+    kl: float = 0.0
+    back: float = 0.0
+    same: int = 0
+    error: float = 0.0
+    signal: float = 0.0
+    largest: float = 0.0
+    equal: bool = True
+    num_next: int = 0
+    loss: float = 0.0
+    source_loss: float = 0.0
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        return _Sums(
+            num=self.num + other.num,
+            kl=self.kl + other.kl,
+            back=self.back + other.back,
+            same=self.same + other.same,
+            error=self.error + other.error,
+            signal=self.signal + other.signal,
+            largest=max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x),
+            equal=self.equal and other.equal,
+            num_next=self.num_next + other.num_next,
+            loss=self.loss + other.loss,
+            source_loss=self.source_loss + other.source_loss,
+        )
+
+
+def compare_on_text(
+    model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
+) -> LogitsCheck:
+    """What the models of two checkpoints say of a text, in windows of `seq_len` tokens, `max_tokens` at most.
+
+    The tokenizer is the reference's. Raises InputError where neither has one, UnsupportedError for models without a
+    head over tokens, ResourceError where memory does not hold the activations of one window.
+    """
+    ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
+    config = reads_text(ours, hint=_HINT)
+    tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
+    at_once = _at_once(config, length)
+    progress.start("running both models on the text", 3 * tokens.windows.numel())
+    with (
+        model_errors("the model does not run on the text", hint=_HINT),
+        _opened(ours) as converted,
+        _opened(theirs) as source,
+        torch.no_grad(),
+    ):
+        bodies = [_hidden(m, tokens.windows, at_once, progress) for m in (source, converted)]
+        has_next = task_of(type(converted).__name__) is CLM
+        total = _Sums()
+        for ids, hidden, following in _pieces(bodies, tokens.windows, vocabulary_size(config)):
+            said = [_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True)]
+            for i in range(0, len(following), _EXACT):
+                part = slice(i, i + _EXACT)
+                total = total + _compared(said[0][part], said[1][part], following[part] if has_next else None)
+            progress.advance(ids.numel())
+        words = f"{data.name}, {total.num} tokens in windows of {length}"
+        return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
+
+
+def _check(total: _Sums, model: str, inputs: str) -> LogitsCheck:
+    return LogitsCheck(
+        max_abs_diff=total.largest,
+        rel_error=math.sqrt(total.error / (total.signal or 1.0)),
+        bit_equal=total.equal,
+        top1_agreement=total.same / total.num,
+        mean_kl=total.kl / total.num,
+        reverse_kl=total.back / total.num,
+        perplexity=_exp(total.loss / total.num_next) if total.num_next else None,
+        source_perplexity=_exp(total.source_loss / total.num_next) if total.num_next else None,
+        model_class=model,
+        inputs=inputs,
+    )
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def windows_of(
+    where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
+) -> tuple[Tokens, int]:
+    """A text in windows, and their length. Raises InputError where no checkpoint has a tokenizer."""
+    length = sequence_length(config, seq_len)
+    found = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
+    tokenizer = next(found, None)
+    if tokenizer is None:
+        who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
+        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files beside the weights")
+    with quiet_transformers():
+        tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
+    kept = tokens.windows[: max(max_tokens // length, 1)]
+    return replace(tokens, windows=kept), length
+
+
+@contextmanager
+def _opened(checkpoint: Checkpoint) -> Iterator[Any]:
+    with open_in_files(checkpoint) as (model, missing):
+        if missing or model.base_model is model:
+            what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` is a bare model"
+            raise UnsupportedError(f"{what}: there are no outputs over tokens to compare", hint=_HINT)
+        yield model
+
+
+def window_bytes(config: Any, length: int) -> int:
+    """What the activations of a body take for a window of so many tokens."""
+    text = config.get_text_config()
+    hidden: int = text.hidden_size
+    inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
+    # In fp32: the residual, its norm, queries, keys, values, a sum or two; three of the inner size.
+    return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
+
+
+def _at_once(config: Any, length: int) -> int:
+    """Windows that bodies run on together, by the memory that is free."""
+    needed = window_bytes(config, length)
+    free = available_memory() - _FIXED_BYTES - 3 * _HEAD_BYTES
+    if needed > free:
+        raise ResourceError(
+            f"a window of {length} tokens needs {needed / 1e6:.0f} MB, {max(free, 0) / 1e6:.0f} MB are free",
+            hint="free some memory, or pass a smaller --seq-len",
+            details={"needed_bytes": needed, "available_bytes": max(free, 0)},
+        )
+    return max(min(AT_ONCE // length, free // 2 // needed), 1)
+
+
+def _hidden(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) -> Tensor:
+    """The last hidden states of a body, [N, L, H]."""
+    found = []
+    for ids_NL in torch.split(windows_NL, at_once):
+        out = model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL), return_dict=True)
+        if getattr(out, "last_hidden_state", None) is None:
+            raise UnsupportedError(f"the body of {type(model).__name__} returns no hidden states", hint=_HINT)
+        model.lpconv_body = type(out)
+        found.append(out.last_hidden_state)
+        progress.advance(ids_NL.numel())
+    return torch.cat(found)
+
+
+def _pieces(bodies: list[Tensor], windows_NL: Tensor, words: int) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+    """A few tokens at a time: ids [1, T], the hidden states of both [1, T, H], and the ids that follow [T].
+
+    The last token of a window has none, -1.
+    """
+    following_NL = functional.pad(windows_NL[:, 1:], (0, 1), value=-1)
+    step = max(_HEAD_BYTES // (4 * words), 1)
+    for start in range(0, windows_NL.numel(), step):
+        part = slice(start, start + step)
+        hidden = [x.flatten(0, 1)[part].unsqueeze(0) for x in bodies]
+        yield windows_NL.flatten()[part].unsqueeze(0), hidden, following_NL.flatten()[part]
+
+
+def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
+    """What all after the body says, [T, V]: the model runs with a body that has said its part already."""
+    body = model.base_model
+    body.forward = lambda *args, **kwargs: model.lpconv_body(last_hidden_state=hidden_1TH)
+    try:
+        out: Tensor = model(input_ids=ids_1T, return_dict=True).logits[0]
+    finally:
+        del body.forward
+    return out
+
+
+def _compared(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _Sums:
+    x, y = wanted_TV.double(), got_TV.double()
+    log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
+    finite = torch.isfinite(x)
+    difference = (x - y)[finite]
+    sums = _Sums(
+        num=len(x),
+        kl=float((log_p.exp() * (log_p - log_q)).sum()),
+        back=float((log_q.exp() * (log_q - log_p)).sum()),
+        same=int((x.argmax(-1) == y.argmax(-1)).sum()),
+        error=float(difference.square().sum()),
+        signal=float(x[finite].square().sum()),
+        largest=float(difference.abs().max()) if difference.numel() else 0.0,
+        equal=bool(((x == y) | (x.isnan() & y.isnan())).all()),
+    )
+    known = None if following_T is None else following_T >= 0
+    if following_T is None or known is None or not known.any():
+        return sums
+    at = following_T[known].unsqueeze(1)
+    losses = [-float(p[known].gather(1, at).sum()) for p in (log_q, log_p)]
+    return sums + _Sums(num_next=int(known.sum()), loss=losses[0], source_loss=losses[1])

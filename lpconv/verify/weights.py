@@ -1,0 +1,275 @@
+"""Is what lies in the files what the source implies? The weights, converted again and compared.
+
+Three things have to agree for every tensor. Its side tensors (scales, counts) are those that the first pass over the
+source finds now. Every stored block is, byte for byte, what encoding the source's block gives. And decoded, it is what
+the slow reference of the form says, an implementation that the encoder does not share. The figures measured on the way
+(scale, RMS, SQNR, largest error) must be those that the record of the conversion names.
+
+*Another machine.* Sums are taken in another order where vectors have another width, so RMS, exact scales and fitted
+points may differ in their last bits. Then the recorded figures do too, which tells such a machine from this one: only
+where they are not equal to the last bit, though close, may side tensors differ, as long as no block is worse for it.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
+from lpconv.forms.codes import are_right_together
+from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
+from lpconv.forms.form import Form
+from lpconv.forms.stored import Side
+from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.tensor_records import planned_record, tensor_record
+from lpconv.plan.workers import Block, Workers, blocks_of
+from lpconv.progress import Progress
+from lpconv.results import TensorRecord, WeightsCheck
+from lpconv.verify.reader import OutputReader
+
+_PIECE = 2**14  # elements of a sample
+_SMALL, _TOGETHER = 2**11, 512  # elements of a tensor that is confirmed with others, and how many of those
+# What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
+_DB, _SHARE = 0.01, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """Blocks beside the source's: whether they are right for the stored side tensors, and no worse than for the implied
+    ones; the error of what is stored, and that which encoding the source now has. `left` is what the reference has not
+    confirmed yet."""
+
+    right: bool = True
+    stats: BlockStats = field(default_factory=BlockStats)
+    error: BlockError = field(default_factory=BlockError)
+    implied: BlockError = field(default_factory=BlockError)
+    left: "_Small | None" = None
+
+    def __add__(self, other: "_Compared") -> "_Compared":
+        return _Compared(
+            right=self.right and other.right,
+            stats=self.stats + other.stats,
+            error=self.error + other.error,
+            implied=self.implied + other.implied,
+            left=self.left or other.left,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Small:
+    """A whole small tensor that waits for the slow reference: its numbers in fp32, and what is stored of them."""
+
+    form: Form
+    value: Tensor
+    got: Tensor
+    side: Side
+
+
+def _wrong_of(waiting: Iterable[_Small]) -> Iterator[str]:
+    """The tensors that are not what the reference says: one call takes hardly longer for hundreds than for one."""
+    alike = defaultdict[tuple[Any, ...], list[tuple[_Small, Tensor]]](list)
+    for s in waiting:
+        scales = s.form.rows_of_scales(s.side)
+        assert scales is not None, "others are confirmed at once"
+        alike[s.form.format, scales.shape[1:], s.value.numel() // len(scales)].append((s, scales))
+    for (fmt, *_), several in alike.items():
+        if not are_right_together([(s.value, s.got, scales) for s, scales in several], fmt):
+            yield from (s.form.name for s, _ in several if not s.form.is_right(s.value, s.got, 0, s.side))
+
+
+def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:
+    """The tensors that can be compared whole in about so many seconds of one core, the smallest first.
+
+    The times are those of `Form.checked_per_second`, not measured now: a conversion says the same wherever it runs.
+    """
+    chosen, left = set(), seconds
+    for t in sorted(tensors, key=lambda t: (t.info.num_elements, t.name)):
+        left -= t.info.num_elements / t.form.checked_per_second
+        if left < 0:
+            break
+        chosen.add(t.name)
+    return frozenset(chosen)
+
+
+def check_weights(
+    tensors: Mapping[str, PlannedTensor],
+    output: OutputReader,
+    workers: Workers,
+    progress: Progress,
+    *,
+    whole: frozenset[str] | None = None,
+) -> WeightsCheck:
+    """Compare what is stored of `tensors`, by name, with the source that `workers` read, and measure errors again.
+
+    Of tensors that are not in `whole` (None: all are) three pieces are compared, their side tensors only with the
+    records.
+    """
+    names = [n for n in output.records if n in tensors]
+    progress.start("comparing weights", sum(tensors[n].info.num_bytes for n in names))
+    records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
+    waiting: list[_Small] = []
+    for name in names:
+        t, record = tensors[name], output.records[name]
+        if not output.holds(t.form):
+            wrong.append(name)
+            continue
+        if whole is None or name in whole:
+            found, right, left = _compare_whole(t, output, workers, progress)
+            waiting += [] if left is None else [left]
+            checked += t.info.num_elements
+        else:
+            found, count = record, 0
+            count, right = _compare_pieces(t, output, workers)
+            checked += count
+            progress.advance(t.info.num_bytes)
+        records.append(found)
+        wrong += [] if right else [name]
+        if len(waiting) == _TOGETHER:
+            wrong += _wrong_of(waiting)
+            waiting.clear()
+    total = sum(t.info.num_elements for t in tensors.values())
+    return _summary(records, total, checked, [*dict.fromkeys([*wrong, *_wrong_of(waiting)])])
+
+
+def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[str]) -> WeightsCheck:
+    converted = {r.name: math.inf if r.sqnr_db is None else r.sqnr_db for r in records if r.action == "convert"}
+    worst = min(converted, key=lambda n: converted[n], default=None)
+    sqnr = math.inf if worst is None else converted[worst]
+    return WeightsCheck(
+        max_rel_error=max((r.max_rel_error or 0.0 for r in records), default=0.0),
+        min_sqnr_db=sqnr,
+        worst=worst if sqnr < math.inf else None,
+        num_tensors=len(converted),
+        num_elements_checked=checked,
+        num_elements=total,
+        miss_probability=1 - checked / total if total else 0.0,
+        mismatched=tuple(wrong),
+    )
+
+
+def _compare_whole(
+    t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
+) -> tuple[TensorRecord, bool, _Small | None]:
+    """The record of a tensor as the files have it, and whether all of it is right; what is left to be confirmed.
+
+    Its side tensors are taken for those that the source implies, until all blocks have been looked at; if they are not,
+    the blocks are compared again.
+    """
+    side = _side(t, output)
+
+    def look(block: Block) -> tuple[Looked | None, _Compared]:
+        with workers.borrowed() as work:
+            x = workers.read(block, work)
+            seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
+            found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
+            return seen, _compare(block, x, output, found, None, work)
+
+    total, looked = _Compared(), list[Looked]()
+    for block, (seen, found) in workers.in_order(blocks_of([t]), look):
+        total = total + found
+        looked += [] if seen is None else [seen]
+        progress.advance(block.source_bytes)
+    implied = workers.concluded(t, looked) if t.form.needs_first_pass else Measured()
+    same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
+
+    def compare(block: Block) -> _Compared:
+        with workers.borrowed() as work:
+            x = workers.read(block, work)
+            return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
+
+    if not (same_side and implied.stats.is_finite):
+        total = sum((found for _, found in workers.in_order(blocks_of([t]), compare)), _Compared())
+    record = output.records[t.name]
+    if t.format is None:
+        return record, total.right and planned_record(t) == record, None
+    stats = implied.stats if t.form.needs_first_pass else total.stats
+    measured = tensor_record(t, t.form.scale(side), stats, total.error, implied)
+    right = total.right and (measured == record or _is_close(measured, record))
+    if right and not same_side:
+        right = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied) != record
+    return measured, right, total.left
+
+
+def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
+    """The first, a middle and the last piece of a tensor: how many elements, and whether they are right."""
+    side = _side(t, output)
+    count, right = 0, t.format is None or t.form.scale(side) == output.records[t.name].scale
+    for start, stop in _sample_ranges(t.info.num_elements):
+        first, last = t.form.widened(start, stop)
+        with workers.borrowed() as work:
+            block = Block(tensor=t, start=first, stop=last)
+            x = workers.read(block, work)
+            found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
+            compared = _compare(block, x, output, found, None, work)
+            right = right and compared.right and not any(_wrong_of(filter(None, [compared.left])))
+        count += last - first
+    return count, right
+
+
+def _side(t: PlannedTensor, output: OutputReader) -> Side:
+    """The stored side tensors of the planned form: who only reads may know the files by another, which holds fewer."""
+    held = output.side(t.name)
+    return held if held.keys() >= {c.name for c in t.form.side} else output.read_side(t.form)
+
+
+def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
+    """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
+    if num_elements <= 3 * _PIECE:
+        if num_elements:
+            yield 0, num_elements
+        return
+    last = (num_elements - _PIECE) // 8 * 8
+    middle = last // 16 * 8
+    yield from ((0, _PIECE), (middle, middle + _PIECE), (last, num_elements))
+
+
+def _compare(
+    block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
+) -> _Compared:
+    """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
+    source implies others."""
+    form, start, stop = block.tensor.form, block.start, block.stop
+    stored = output.read(form, start, stop, found.side)
+    again = form.encode(x, start, found, work)
+    right = _same_bytes(stored, again.data)
+    if form.format is None:
+        return _Compared(right=right)
+    stats = again.stats or BlockStats()
+    if right and implied is None:  # the codes are those of the encoder, and so is their error
+        error = again.error or BlockError()
+        if stop <= _SMALL and stop == form.num_elements and form.rows_of_scales(found.side) is not None:
+            value, got = x.to(torch.float32, copy=True), form.decode(stored, start, stop, found.side)
+            left = _Small(form=form, value=value, got=got, side=found.side)
+            return _Compared(stats=stats, error=error, implied=error, left=left)
+        right = form.confirms(x, stored, start, found.side, work)
+        return _Compared(right=right, stats=stats, error=error, implied=error)
+    value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
+    right = right and form.is_right(value, got, start, found.side)
+    if torch.isnan(got).any():
+        got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
+    error = block_error(value, got)
+    wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
+    right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
+    return _Compared(right=right, stats=stats, error=error, implied=wanted)
+
+
+def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:
+    """Whether a record differs from what was measured by no more than the order of sums may change."""
+    figures = ("scale", "rms", "absmax", "max_rel_error")
+    pairs = [(getattr(measured, n), getattr(record, n)) for n in figures]
+    alike = all(a == b or (a and b and math.isclose(a, b, rel_tol=_SHARE)) for a, b in pairs)
+    a, b = measured.sqnr_db, record.sqnr_db
+    alike = alike and (a == b or (a is not None and b is not None and abs(a - b) <= _DB))
+    loose = {n: getattr(record, n) for n in (*figures, "sqnr_db", "num_flushed")}
+    return alike and replace(measured, **loose) == record
+
+
+def _same_bytes(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    pairs = zip(a, b, strict=True)
+    raw = ((x.reshape(-1).view(torch.uint8).numpy(), y.reshape(-1).view(torch.uint8).numpy()) for x, y in pairs)
+    return all(np.array_equal(x, y) for x, y in raw)

@@ -1,0 +1,120 @@
+"""Judge the files of a conversion: before anything is published, and again by `lpconv verify`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, finding
+from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.machine import out_of_memory
+from lpconv.plan.job import Job
+from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.workers import SingleThreadedTorch, Workers
+from lpconv.progress import Progress
+from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
+from lpconv.storage.residual import find_residual
+from lpconv.verify.reader import OutputReader
+from lpconv.verify.weights import check_weights, whole_tensors
+
+_WITHOUT = "use --verify weights, with --resume to keep what is written"
+_SECONDS = 5  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
+
+
+def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
+    """Check the files in `directory` as the job's options ask, and its gates.
+
+    Raises UnreadError where disk or network fail meanwhile: what was written is not judged then, and can be resumed.
+    """
+    level = job.plan.options.verify
+    if level == "none" and not job.gates:
+        return VerifyResult(level="none", passed=True)
+    planned = {t.name: t for t in job.plan.tensors if t.action != "tie"}
+    try:
+        with OutputReader(directory, tensors, find_residual(directory)) as output:
+            weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
+    except InputError as e:  # of the source too: it cannot be compared with
+        return VerifyResult(level="weights", passed=False, problems=(finding(e),))
+    problems = weights_problems(weights)
+    logits = None
+    if level in ("logits", "auto") or needs_logits(job.gates):
+        progress.start("running both models", 0)
+        try:
+            logits = check_outputs(job, directory, automatic=level == "auto" and not needs_logits(job.gates))
+        except VerificationError as e:
+            logits, problems = LogitsCheck(skipped=e.message), (*problems, e.message)
+        problems += output_problems(logits, tensors)
+    ran = logits is not None and logits.skipped is None
+    result = VerifyResult(
+        level="logits" if ran else "weights", passed=not problems, weights=weights, logits=logits, problems=problems
+    )
+    gates = CONVERT_GATES.check(job.gates, result)
+    return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))
+
+
+def check_stored(
+    job: Job,
+    output: OutputReader,
+    planned: Mapping[str, PlannedTensor],
+    progress: Progress,
+    *,
+    whole: frozenset[str] | None = None,
+) -> WeightsCheck:
+    """`check_weights` of the job's source on the job's workers."""
+    with SingleThreadedTorch():
+        workers = Workers(job.source, job.memory.workers)
+        try:
+            return check_weights(planned, output, workers, progress, whole=whole)
+        finally:
+            workers.close()
+
+
+def weights_problems(weights: WeightsCheck) -> tuple[str, ...]:
+    """What is wrong with the weights, in words."""
+    return tuple(f"tensor `{n}` is not what the source says" for n in weights.mismatched)
+
+
+def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """What is wrong with what the models compute, in words."""
+    if logits.skipped or logits.max_abs_diff is None:
+        return ()
+    if not math.isfinite(logits.max_abs_diff):
+        return ("outputs are NaN or infinite where the source's are finite",)
+    if logits.bit_equal is False and all(t.max_rel_error == 0 for t in tensors if t.action == "convert"):
+        return (f"the weights are exact, yet outputs differ by {logits.max_abs_diff:g}",)
+    return ()
+
+
+def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
+    """Run both models, or say why not. What was asked for explicitly must run; what is `automatic` may be skipped."""
+    skip = job.memory.no_logits if automatic else None
+    if skip is not None:
+        return LogitsCheck(skipped=skip)
+    from lpconv.models.opening import first_line
+    from lpconv.verify.logits import check_logits, check_model  # transformers takes seconds to import
+
+    try:
+        if not job.memory.in_files:
+            check_model(job.plain)
+    except LpconvError as e:
+        if not automatic:
+            raise
+        return LogitsCheck(skipped=e.message)
+    try:
+        return check_logits(
+            job.checkpoint,
+            directory,
+            trust_remote_code=job.plan.options.trust_remote_code,
+            in_files=job.memory.in_files,
+        )
+    except UnsupportedError as e:
+        if not automatic:
+            raise
+        return LogitsCheck(skipped=e.message)
+    except LpconvError:
+        raise
+    except Exception as e:  # transformers raises anything at all for checkpoints it does not know
+        text = f"the model could not be run: {first_line(e)}"
+        if not automatic:
+            raise out_of_memory(e) or UnsupportedError(text, hint=_WITHOUT) from e
+        return LogitsCheck(skipped=text)

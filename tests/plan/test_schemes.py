@@ -1,0 +1,76 @@
+"""`--scheme`: a name stands for the options that it lists, and its figures are those of what is written."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lpconv.cli.main import app
+from lpconv.errors import UsageError
+from lpconv.formats.grains import grain_of
+from lpconv.models.known import known_linears
+from lpconv.plan import ConvertOptions, settings_of
+from lpconv.plan.plan import make_plan
+from lpconv.plan.schemes import SCHEMES
+from lpconv.plan.settings import with_scheme
+from lpconv.storage.compressed import preset_of
+from lpconv.storage.header import TensorInfo
+
+ROWS, COLUMNS = 2048, 4096
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+
+
+def options_of_scheme(name: str) -> ConvertOptions:
+    return ConvertOptions(scheme=name, calibrate="demo" if SCHEMES[name].calibrated else None)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bits_are_those_of_the_plan(name: str) -> None:
+    settings = settings_of(options_of_scheme(name))
+    info = TensorInfo(name=WEIGHT, dtype="F32", shape=(ROWS, COLUMNS), begin=0, end=ROWS * COLUMNS * 4)
+    linears = known_linears({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {WEIGHT: info.shape})
+    plan = make_plan(
+        {WEIGHT: (info, "model.safetensors")}, settings.method, settings.options, ties={}, metadata={}, linears=linears
+    )
+    (tensor,) = plan.tensors
+    assert tensor.form.num_bytes * 8 / (ROWS * COLUMNS) == pytest.approx(SCHEMES[name].bits, abs=0.006)
+
+
+@pytest.mark.parametrize("name", [n for n, s in SCHEMES.items() if s.options.get("layout") == "compressed-tensors"])
+def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
+    options = options_of_scheme(name)
+    settings = settings_of(options)
+    grain = grain_of(settings.options.granularity)
+    preset = preset_of(settings.format.name, grain, calibrated=options.calibrate is not None)
+    assert preset is not None
+    assert preset.name == name
+
+
+def test_a_scheme_equals_its_options_written_out() -> None:
+    spelled = ConvertOptions(layout="compressed-tensors", format="int4", granularity="group:128", exclude=("*.k*",))
+    assert with_scheme(ConvertOptions(scheme="W4A16", exclude=("*.k*",))) == spelled
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ConvertOptions(scheme="FP8_DYNAMIC", granularity="mx"),
+        ConvertOptions(scheme="FP8_DYNAMIC", method="collage"),
+        ConvertOptions(scheme="COLLAGE", residual="int8"),
+        ConvertOptions(scheme="NVFP4"),
+        ConvertOptions(scheme="NVFP5"),
+    ],
+)
+def test_contradictions_are_refused(options: ConvertOptions) -> None:
+    with pytest.raises(UsageError):
+        settings_of(options)
+
+
+def test_the_command_line_converts_by_scheme_and_lists_schemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["convert", "demo", "--scheme", "FP8_DYNAMIC", "--verify", "weights", "-q"])
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "demo-FP8_DYNAMIC" / "lpconv.json").exists()
+    listed = CliRunner().invoke(app, ["convert", "--list-schemes"], env={"COLUMNS": "200"})
+    assert listed.exit_code == 0
+    assert all(name in listed.stdout for name in SCHEMES)

@@ -1,0 +1,113 @@
+"""One output file: what it holds, what its record says, and what stays when writing fails."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lpconv.errors import LpconvError, ResourceError
+from lpconv.storage.partfile import PartFile, check_file, check_writable, write_small
+
+PIECES = [bytes([i]) * 1000 for i in range(50)]
+WHOLE = b"".join(PIECES)
+
+
+@pytest.fixture
+def flusher() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def test_pieces_in_order_become_the_file_and_its_hash(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "folder/model", len(WHOLE), flusher)
+    for piece in PIECES:
+        part.append(piece)
+    record = part.finish()
+    assert (tmp_path / "folder/model").read_bytes() == WHOLE
+    assert (record.name, record.size_bytes) == ("folder/model", len(WHOLE))
+    assert record.sha256 == hashlib.sha256(WHOLE).hexdigest()
+
+
+def test_threads_may_write_in_any_order_what_is_hashed_in_order(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "model", len(WHOLE), flusher)
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(lambda i: part.write(i * 1000, PIECES[i]), reversed(range(len(PIECES)))))
+    for piece in PIECES:
+        part.digest(piece)
+    assert part.finish().sha256 == hashlib.sha256(WHOLE).hexdigest()
+    assert (tmp_path / "model").read_bytes() == WHOLE
+
+
+def test_a_file_that_was_written_back_on_the_way_is_complete(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    piece = os.urandom(2**20 + 1)
+    part = PartFile(tmp_path, "model", 150 * len(piece), flusher)
+    for _ in range(150):
+        part.append(piece)
+    record = part.finish()
+    assert (tmp_path / "model").read_bytes() == piece * 150
+    assert record.sha256 == hashlib.sha256(piece * 150).hexdigest()
+
+
+def test_before_finish_nothing_has_the_name(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    part = PartFile(tmp_path, "model", len(WHOLE), flusher)
+    part.append(WHOLE)
+    part.abandon()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.part"]
+
+
+def test_a_write_back_that_fails_is_reported_at_the_end(
+    tmp_path: Path, flusher: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    part = PartFile(tmp_path, "model", 80 * 2**20, flusher)
+    for _ in range(80):
+        part.append(bytes(2**20))
+    with pytest.raises(ResourceError, match="cannot write"):
+        part.finish()
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("place", "code"), [("x" * 300, 7), ("file/x", 7), ("loop/x", 7), ("folder", 8), ("loop", 7)])
+def test_a_place_for_no_file_is_found_before_the_work(tmp_path: Path, place: str, code: int) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(LpconvError) as caught:
+        check_file(tmp_path / place)
+    assert caught.value.exit_code == code
+    assert caught.value.hint
+
+
+def test_a_folder_where_nothing_can_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    """Nobody writes below /proc, and yet root has leave to."""
+    check_writable(tmp_path / "new" / "deeper")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ResourceError, match="cannot write below `/proc`") as caught:
+        check_writable(Path("/proc/new/deeper"))
+    assert caught.value.hint
+
+
+def test_a_pipe_may_be_written_to_where_no_file_can_be_made() -> None:
+    """As /dev/fd/3, which a shell gives a command for `>(cat)`."""
+    reader, writer = os.pipe()
+    check_file(Path(f"/proc/self/fd/{writer}"))
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As /dev/stdout: a rename would put a file in the place of a device."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_small(pipe, "words")
+    assert os.read(reader, 10) == b"words"
+    assert pipe.is_fifo()
+    os.close(reader)

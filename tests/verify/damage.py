@@ -1,0 +1,350 @@
+"""Outputs damaged on purpose: every component of every form, in every way that we could think of.
+
+A `Damage` changes files of a sound output in place; `seen` says which checks notice it. Hashes are asked as the damage
+leaves them. Then they are made anew, as somebody would who damaged the tensors before they were hashed or signed them
+again, and the weights are asked.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from checkpoints import rehash
+
+from lpconv.convert.run import convert
+from lpconv.errors import LpconvError
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
+from lpconv.storage.header import TensorInfo, read_header
+from lpconv.verify.hashes import check_hashes
+from lpconv.verify.logits import check_logits
+from lpconv.verify.reader import OutputReader
+from lpconv.verify.run import verify_output
+from lpconv.verify.written import output_problems
+
+__all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
+
+_BLOCKS = {"method": "unit", "format": "e4m3fn", "granularity": "128x128"}
+# The forms by the words of the page, and how to write them; what is kept is a component of all of them.
+FORMS_TRIED: dict[str, dict[str, Any]] = {
+    "scaled (fp16)": {"method": "unit", "format": "fp16"},
+    "scaled (fp32, exact scales)": {"method": "scalify", "format": "fp32", "scale": "exact"},
+    "scaled (e4m3fn)": {"method": "unit", "format": "e4m3fn"},
+    "tiles (e4m3fn, rows)": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
+    "tiles (fp16, rows, exact scales)": {"method": "unit", "format": "fp16", "granularity": "row", "scale": "exact"},
+    "points (int4)": {"method": "multipoint", "format": "int4", "budget_bits": 7.0},
+    "points (e2m1)": {"method": "multipoint", "format": "e2m1", "budget_bits": 8.0, "points_max": 2},
+    "compressed": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "tiles (e2m1, mx)": {"method": "unit", "format": "e2m1", "granularity": "mx"},
+    "tiles (e4m3fn, 128x128)": _BLOCKS,
+    "tiles (int4, groups)": {"method": "scalify", "format": "int4", "granularity": "group:16"},
+    "compressed tiles (rows)": {
+        "method": "unit",
+        "format": "e4m3fn",
+        "layout": "compressed-tensors",
+        "granularity": "row",
+    },
+    "compressed tiles (e2m1, mx)": {
+        "method": "unit",
+        "format": "e2m1",
+        "layout": "compressed-tensors",
+        "granularity": "mx",
+    },
+    "compressed tiles (128x128)": {**_BLOCKS, "layout": "compressed-tensors"},
+    "compressed tiles (e2m1, nvfp4)": {
+        "method": "unit",
+        "format": "e2m1",
+        "layout": "compressed-tensors",
+        "granularity": "nvfp4",
+    },
+    "compressed tiles (int4, groups)": {
+        "method": "unit",
+        "format": "int4",
+        "layout": "compressed-tensors",
+        "granularity": "group:16",
+    },
+    "fine-grained (mx)": {"format": "e4m3fn", "granularity": "mx", "layout": "transformers"},
+    "fine-grained (128x128)": {**_BLOCKS, "layout": "transformers"},
+    "pair (bf16)": {"method": "collage", "residual": "bf16"},
+    "pair (exact16)": {"method": "collage", "residual": "exact16"},
+    "pair (int8)": {"method": "collage", "residual": "int8"},
+    "pair (fp16)": {"method": "collage", "format": "fp16"},
+}
+FIRST_OF_KIND = set({form.split(" (")[0]: form for form in reversed(FORMS_TRIED)}.values())
+WEIGHT, OTHER, VECTOR = (
+    f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "input_layernorm")
+)
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """One change of the files of an output, in place."""
+
+    component: str
+    kind: str
+    do: Callable[[Path], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """An output and what it was made from."""
+
+    source: Path
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Which checks noticed a damage: hashes as it left them, weights after the hashes were made anew."""
+
+    damage: Damage
+    hashes: bool
+    weights: bool
+
+
+def make_source(directory: Path, seed: int, hidden: int) -> Path:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=hidden, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.model.layers[0].input_layernorm.weight.data += torch.randn(hidden) / 8
+    model.save_pretrained(directory)
+    return directory
+
+
+def make_outputs(folder: Path) -> dict[str, Pair]:
+    """Source and output of every form, in some files each; beside each one of another source of these shapes."""
+    outputs = {}
+    for i, (form, options) in enumerate(FORMS_TRIED.items()):
+        hidden = 256 if "128x128" in form else 32  # more than one tile
+        sources = [folder / f"source{hidden}-{seed}" for seed in (0, 1)]
+        for seed, source in enumerate(sources):
+            if not source.exists():
+                make_source(source, seed, hidden)
+        asked = ConvertOptions(**options, max_shard_size=200 * hidden, verify="weights", workers=1)
+        output = folder / f"output{i}"
+        assert convert(str(sources[0]), output, asked).verify.passed
+        convert(str(sources[1]), output.with_name(f"{output.name}-stale"), asked)
+        outputs[form] = Pair(source=sources[0], output=output)
+    return outputs
+
+
+def look(damage: Damage, pair: Pair) -> Seen | None:
+    """What the checks say of an output with a damage, which is undone; None for one that changes nothing."""
+    output = pair.output
+    with _undone(output) as before:
+        damage.do(output)
+        if _files(output) == before:
+            return None
+        hashes = bool(check_hashes(output, Silent()).mismatched)
+        rehash(output, with_residual=True)
+        return Seen(damage=damage, hashes=hashes, weights=_weights_notice(pair))
+
+
+def seen_in_outputs(damage: Damage, pair: Pair) -> bool:
+    """Whether running both models shows a damage, with its hashes made anew."""
+    with _undone(pair.output):
+        damage.do(pair.output)
+        rehash(pair.output, with_residual=True)
+        with OutputReader.from_directory(pair.output) as reader:
+            records = list(reader.records.values())
+        return bool(output_problems(check_logits(pair.source, pair.output, trust_remote_code=False), records))
+
+
+def _weights_notice(pair: Pair) -> bool:
+    try:
+        return not verify_output(
+            pair.output, VerifyOptions(against=str(pair.source), level="weights"), progress=Silent()
+        ).passed
+    except LpconvError:
+        return True
+
+
+@contextlib.contextmanager
+def _undone(output: Path) -> Iterator[dict[Path, bytes]]:
+    before = _files(output)
+    try:
+        yield before
+    finally:
+        for path, data in before.items():
+            path.write_bytes(data)
+
+
+def _files(output: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+
+
+def damages(form: str, output: Path) -> Iterator[Damage]:
+    """Everything that is done to an output of a form; what forms of a kind have in common, to the first of them."""
+    low = {"residual": f"{WEIGHT}"} if (output / "collage").exists() else {}
+    packed = _find(output, f"{WEIGHT}_packed") is not None
+    parts = {
+        "codes": f"{WEIGHT}_packed" if packed else WEIGHT,
+        "scales": f"{WEIGHT}_scale_inv" if _find(output, f"{WEIGHT}_scale_inv") is not None else f"{WEIGHT}_scale",
+        "counts": f"{WEIGHT}_points",
+        **({"kept": VECTOR} if form in FIRST_OF_KIND else {}),
+        **low,
+    }
+    for component, name in parts.items():
+        folder = "collage" if component == "residual" else "."
+        if _find(output / folder, name) is not None:
+            yield from _of_tensor(component, name, folder)
+    yield from _of_files(output)
+    if form in FIRST_OF_KIND:
+        yield from _of_documents(output)
+
+
+def _codes(output: Path) -> str:
+    """What the weight's codes are called."""
+    return WEIGHT if _find(output, WEIGHT) else f"{WEIGHT}_packed"
+
+
+def _of_tensor(component: str, name: str, folder: str) -> Iterator[Damage]:
+    swapped = OTHER + name.removeprefix(WEIGHT) if name.startswith(WEIGHT) else "model.norm.weight"
+
+    def patch(kind: str, change: Callable[[bytearray, TensorInfo], None]) -> Damage:
+        def do(output: Path) -> None:
+            file, info, data, start = _open(output / folder, name)
+            piece = data[start + info.begin : start + info.end]
+            change(piece, info)
+            data[start + info.begin : start + info.end] = piece
+            file.write_bytes(data)
+
+        return Damage(component=component, kind=kind, do=do)
+
+    def fill(byte: int) -> Callable[[bytearray, TensorInfo], None]:
+        def change(piece: bytearray, info: TensorInfo) -> None:
+            piece[:] = bytes([byte]) * len(piece)
+
+        return change
+
+    def flip(share: float, bit: int) -> Callable[[bytearray, TensorInfo], None]:
+        def change(piece: bytearray, info: TensorInfo) -> None:
+            piece[int(share * (len(piece) - 1))] ^= 1 << bit
+
+        return change
+
+    def no_number(value: float) -> Callable[[bytearray, TensorInfo], None]:
+        def change(piece: bytearray, info: TensorInfo) -> None:
+            if info.dtype in _FLOATS:
+                bits = torch.tensor([value]).to(_FLOATS[info.dtype]).view(torch.uint8).numpy().tobytes()
+                piece[: len(bits)] = bits
+
+        return change
+
+    def exchange(output: Path) -> None:
+        a, b = _open(output / folder, name), _open(output / folder, swapped)
+        pieces = [data[start + info.begin : start + info.end] for _, info, data, start in (a, b)]
+        if a[0] == b[0]:
+            b = (b[0], b[1], a[2], b[3])
+        for (file, info, data, start), piece in zip((a, b), reversed(pieces), strict=True):
+            assert len(piece) == info.num_bytes
+            data[start + info.begin : start + info.end] = piece
+            file.write_bytes(data)
+
+    def stale(output: Path) -> None:
+        theirs = _open(output.with_name(output.name + "-stale") / folder, name)
+        piece = theirs[2][theirs[3] + theirs[1].begin : theirs[3] + theirs[1].end]
+        file, info, data, start = _open(output / folder, name)
+        if len(piece) == info.num_bytes:
+            data[start + info.begin : start + info.end] = piece
+            file.write_bytes(data)
+
+    yield patch("zeroed", fill(0))
+    yield patch("0xFF", fill(0xFF))
+    for share, bit in ((0, 0), (0.25, 3), (0.5, 0), (0.75, 6), (1, 7), (1, 0)):
+        yield patch("one bit", flip(share, bit))
+    yield patch("NaN", no_number(float("nan")))
+    yield patch("negative", no_number(-1.0))
+    yield Damage(component=component, kind="swapped", do=exchange)
+    yield Damage(component=component, kind="of another source", do=stale)
+
+
+def _of_files(output: Path) -> Iterator[Damage]:
+    for file in sorted(output.rglob("*.safetensors")):
+        name = file.relative_to(output).as_posix()
+
+        def cut(output: Path, name: str = name) -> None:
+            (output / name).write_bytes((output / name).read_bytes()[:-8])
+
+        def other(output: Path, name: str = name) -> None:
+            (output / name).write_bytes((output.with_name(output.name + "-stale") / name).read_bytes())
+
+        yield Damage(component="files", kind="truncated", do=cut)
+        yield Damage(component="files", kind="of another source", do=other)
+
+
+def _of_documents(output: Path) -> Iterator[Damage]:
+    def edit(component: str, kind: str, name: str, change: Callable[[Any], None]) -> Damage:
+        def do(output: Path) -> None:
+            document = json.loads((output / name).read_text())
+            before = json.dumps(document)
+            change(document)
+            if json.dumps(document) != before:  # other spaces are no damage
+                (output / name).write_text(json.dumps(document))
+
+        return Damage(component=component, kind=kind, do=do)
+
+    def put(*path: Any, value: Any) -> Callable[[Any], None]:
+        def change(document: Any) -> None:
+            for key in path[:-1]:
+                document = document[key]
+            document[path[-1]] = value
+
+        return change
+
+    config = json.loads((output / "config.json").read_text())
+    for key, value in (("hidden_act", "gelu"), ("rms_norm_eps", 1.0), ("vocab_size", 65), ("model_type", "mistral")):
+        yield edit("config", "value", "config.json", put(key, value=value))
+    yield edit("config", "value", "config.json", put("dtype", value="float64"))
+    for key in config.get("quantization_config", {}):
+        yield edit("config", "value", "config.json", put("quantization_config", key, value="e5m2"))
+    for key in ("quantization_config", "model_type", "tie_word_embeddings"):
+        yield edit("config", "key taken away", "config.json", functools.partial(_drop, key))
+    index = "model.safetensors.index.json"
+    files = sorted(set(json.loads((output / index).read_text())["weight_map"].values()))
+    yield edit("index", "value", index, put("weight_map", _codes(output), value=files[-1]))
+    yield edit("index", "value", index, put("metadata", "total_size", value=1))
+    yield edit("index", "key taken away", index, lambda d: d["weight_map"].pop(_codes(output)))
+    yield edit("index", "key added", index, put("weight_map", "more.weight", value=files[0]))
+    tensors = json.loads((output / "lpconv.json").read_text())["tensors"]
+    at = next(i for i, t in enumerate(tensors) if t["name"] == WEIGHT)
+    new: dict[str, Any] = {"scale": 1e6, "sqnr_db": 12.5, "max_rel_error": 0.0123, "rms": 7.0, "absmax": 7.0,
+           "format": "e5m2", "action": "keep", "source_dtype": "BF16", "num_nan": 3}  # fmt: skip
+    for key, changed in new.items():
+        yield edit("record", "value", "lpconv.json", put("tensors", at, key, value=changed))
+    for key in ("method", "format", "residual"):
+        yield edit("record", "value", "lpconv.json", put(key, value="bf17"))
+    yield edit("record", "value", "lpconv.json", put("source_config", value={"vocab_size": 3}))
+    yield edit("record", "value", "lpconv.json", put("options", "scale", value="more"))
+    yield edit("record", "key taken away", "lpconv.json", lambda d: d["tensors"].pop(at))
+
+    def tie(d: Any) -> None:
+        d["tensors"][at] |= {"action": "tie", "tied_to": OTHER}
+
+    yield edit("record", "value", "lpconv.json", tie)
+
+
+def _drop(key: str, document: dict[str, Any]) -> None:
+    document.pop(key, None)
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    return next((f for f in sorted(folder.glob("*.safetensors")) if name in read_header(f).tensors), None)
+
+
+def _open(folder: Path, name: str) -> tuple[Path, TensorInfo, bytearray, int]:
+    """The file of a tensor, its place in the data, all bytes of the file, and where in them the data begin."""
+    file = _find(folder, name)
+    assert file is not None, name
+    header = read_header(file)
+    return file, header.tensors[name], bytearray(file.read_bytes()), header.data_start

@@ -1,0 +1,110 @@
+"""What stands beside the weights, compared: edits are named, what other tools write differently is not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.plan.files import write_sums
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
+from lpconv.results import VerifyResult
+from lpconv.verify.compare_files import compare_files
+from lpconv.verify.run import verify_output
+
+
+def _changed(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _swap(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
+EDITS: dict[str, Callable[[Path], Any]] = {
+    "config.json: `hidden_act`": lambda d: _changed(d / "config.json", hidden_act="gelu"),
+    "config.json: `rope_parameters.rope_theta`": lambda d: _changed(
+        d / "config.json", rope_parameters={"rope_theta": 1e7, "rope_type": "default"}
+    ),
+    "config.json: `attention_multiplier`": lambda d: _changed(d / "config.json", attention_multiplier=2.0),
+    "generation_config.json: `eos_token_id`": lambda d: _changed(d / "generation_config.json", eos_token_id=3),
+    "generation_config.json: `repetition_penalty`": lambda d: _changed(
+        d / "generation_config.json", repetition_penalty=1.5
+    ),
+    "tokenizer: `tokenizer.json.model.vocab.a`": _swap,
+    "tokenizer: `padding_side`": lambda d: _changed(d / "tokenizer_config.json", padding_side="left"),
+    "tokenizer: `chat_template`": lambda d: (d / "chat_template.jinja").write_text("{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize("told", EDITS)
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_edit_is_named(told: str, is_converted: bool, tmp_path: Path, converted_demo: Path) -> None:
+    shutil.copytree(converted_demo if is_converted else demo_checkpoint(), tmp_path / "out")
+    EDITS[told](tmp_path / "out")
+    if is_converted:
+        (tmp_path / "out" / "SHA256SUMS").unlink()
+        write_sums(tmp_path / "out", ())
+    found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
+    assert not found.passed
+    # The config of a conversion is made again and compared key by key.
+    key = told.partition(".rope_theta")[0] if is_converted else told
+    assert any(key in problem for problem in found.problems), found.problems
+
+
+@pytest.fixture(scope="module")
+def converted_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "out"
+    convert("demo", folder, ConvertOptions(verify="none"))
+    return folder
+
+
+def test_what_transformers_writes_anew_is_equal(tmp_path: Path) -> None:
+    transformers.AutoConfig.from_pretrained(demo_checkpoint()).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(demo_checkpoint()).save_pretrained(tmp_path)
+    shutil.copy(demo_checkpoint() / "model.safetensors", tmp_path)
+    found = compare_files(tmp_path, demo_checkpoint())
+    assert found.different == ()
+    assert found.compared == ("config.json", "tokenizer")
+    assert "metrics.json (only the reference)" in found.not_compared
+
+
+def test_a_default_that_one_config_leaves_out_is_equal(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["rms_norm_eps"], config["rope_parameters"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0}))
+    assert compare_files(tmp_path / "out", demo_checkpoint()).different == ()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    assert compare_files(tmp_path / "out", demo_checkpoint()).different
+
+
+def test_a_setting_that_opening_drops_is_reported(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    _changed(tmp_path / "out" / "tokenizer_config.json", add_bos_token=True)
+    found = compare_files(tmp_path / "out", demo_checkpoint())
+    said = "tokenizer: tokenizer_config.json.add_bos_token (only in one, and opens the same)"
+    assert (found.different, found.not_compared[0]) == ((), said)
+
+
+def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "out" / name).unlink()
+    found = _verified(tmp_path / "out")
+    assert found.passed
+    assert found.files is not None
+    assert found.files.not_compared == ("tokenizer (only the reference has one)", "README.md")
+
+
+def _verified(folder: Path) -> VerifyResult:
+    return verify_output(folder, VerifyOptions(against="demo"), progress=Silent())
