@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
-from pydantic import WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import problem, read_bench
@@ -114,6 +114,7 @@ KINDS: dict[str, Kind] = {
 
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TEXT = Annotated[str, Field(pattern=r"\S")]
 _ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.pattern}$"})]
 
 
@@ -124,13 +125,19 @@ def _read_id(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
-    """What a job has beside the settings of its kind."""
+class BatchJob:
+    """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
 
-    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)] = ""
+    `needs` are the ids of earlier jobs without whose outputs it cannot run; `cpus`, `gpus` and `memory` (in bytes) are
+    its share of a machine that runs several jobs, and `split` is the number of workers that share a conversion.
+    """
+
+    id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)]
     kind: Annotated[str, Option("Kind of the job", what="kind of job", choices=KINDS)] = DEFAULT_KIND
-    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")] = ""
-    output: Annotated[str, Option("Folder to write, relative to the manifest", default="out/ID")] = ""
+    model: Annotated[str, Option("Directory, hub id, alias, demo, or job:ID for the output of an earlier job")]
+    output: Annotated[
+        Path, Option("Folder to write, relative to the manifest", default="out/ID", parse=str, given=_TEXT)
+    ]
     needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
     cpus: Annotated[
         int | None, Ge(1), Option("Cores of a job among others", default="its share; of a bench all of a machine")
@@ -140,8 +147,9 @@ class _Common:
         int | None, size_option("Memory kept for a job among others, such as 8GB", default="max_memory, or its share")
     ] = None
     split: Annotated[int, Ge(1), Option("Number of workers that share a conversion out among them")] = 1
+    options: JobOptions
 
 
-COMMON_FIELDS = options_of(_Common)
+COMMON_FIELDS = options_of(BatchJob)
 # Those that `defaults` may give to all kinds of job at once.
 SHARED_FIELDS = {name: COMMON_FIELDS[name] for name in ("model", "cpus", "gpus", "memory")}

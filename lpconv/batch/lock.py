@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.kinds import DEFAULT_KIND, KINDS, JobOptions
-from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.batch.kinds import DEFAULT_KIND, KINDS, BatchJob, JobOptions
+from lpconv.batch.manifest import Manifest
 from lpconv.bench.options import BenchOptions
 from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run

@@ -15,7 +15,7 @@ from lpconv.batch.kinds import (
     MANIFEST_KEYS,
     MANIFEST_VERSION,
     SHARED_FIELDS,
-    JobOptions,
+    BatchJob,
 )
 from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.convert.shares import check_shareable
@@ -27,26 +27,6 @@ from lpconv.storage.resolve import DEMO, looks_like_path
 from lpconv.storage.urls import is_url
 
 _OF_JOB = "job:"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchJob:
-    """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
-
-    `needs` are the ids of earlier jobs without whose outputs it cannot run; `cpus`, `gpus` and `memory` (in bytes) what
-    it takes of a machine beside others, and `split` how many workers share a conversion.
-    """
-
-    id: str
-    kind: str
-    model: str
-    output: Path
-    needs: tuple[str, ...] = ()
-    cpus: int | None = None
-    gpus: int = 0
-    memory: int | None = None
-    split: int = 1
-    options: JobOptions
 
 
 @dataclass(frozen=True, kw_only=True)

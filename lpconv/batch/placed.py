@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from lpconv.batch.manifest import BatchJob
+from lpconv.batch.kinds import BatchJob
 from lpconv.batch.records import (
     JobFailedError,
     failed_job,

@@ -4,8 +4,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lpconv.batch.kinds import KINDS
-from lpconv.batch.manifest import BatchJob
+from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.task import Answer
 from lpconv.errors import InterruptedRunError, LpconvError, from_system
 from lpconv.machine import out_of_memory

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lpconv.batch.kinds import KINDS
+from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.lock import (
     Lock,
     begin_lock,
@@ -18,7 +18,7 @@ from lpconv.batch.lock import (
     read_lock,
     stale_reasons,
 )
-from lpconv.batch.manifest import BatchJob, Manifest
+from lpconv.batch.manifest import Manifest
 from lpconv.batch.placed import Placement
 from lpconv.batch.records import failed_job, fill_outcome, held_back, job_error, job_result, stops
 from lpconv.batch.runners import JobRunner

@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lpconv.batch.kinds import BENCH_FILE
+from lpconv.batch.kinds import BENCH_FILE, BatchJob
 from lpconv.batch.lock import LockEntry
-from lpconv.batch.manifest import BatchJob
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import judge_of, keep_results, problem
 from lpconv.bench.run import bench

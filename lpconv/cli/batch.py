@@ -12,7 +12,8 @@ from lpconv.errors import UsageError
 from lpconv.options import check
 
 if TYPE_CHECKING:
-    from lpconv.batch.manifest import BatchJob, Manifest
+    from lpconv.batch.kinds import BatchJob
+    from lpconv.batch.manifest import Manifest
     from lpconv.batch.task import Executor
     from lpconv.progress import Progress
     from lpconv.results import BatchResult, JobResult

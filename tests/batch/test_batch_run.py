@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lpconv.batch.kinds import BatchJob
 from lpconv.batch.lock import Lock, read_lock
-from lpconv.batch.manifest import BatchJob, Manifest, load_manifest
+from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import JobRunner, converted, planned
 from lpconv.bench.options import BenchOptions
