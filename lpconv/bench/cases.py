@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import PARALLEL
+from lpconv.results.bench import BenchCase
 
 MODES = ("infer", "train")
 # What torch.compile is given: each block of the model (compiled once, since they share their code), the whole model,
@@ -58,26 +59,11 @@ BENCH_OPTIMIZERS: dict[str, Peer | None] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One configuration, complete: a child process needs nothing else. `layers` None keeps the model's own number.
+class Case(BenchCase):
+    """One configuration, complete: a child process needs nothing else."""
 
-    `batch` is that of each process; `parallel` says how several work together, None for one.
-    """
-
-    model: str
-    layers: int | None
-    format: str
-    method: str
-    mode: str
-    optimizer: str | None
-    batch: int
-    seq: int
-    compiled: str
-    device: str
     threads: int | None = None
     seed: int = 0
-    processes: int = 1
-    parallel: str | None = None
 
     @property
     def tokens(self) -> int:

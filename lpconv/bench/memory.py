@@ -15,7 +15,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lpconv.models.coded import CodedTensor
-from lpconv.results import MemoryParts
+from lpconv.results import MemoryParts, MemoryRecord
 
 _FORWARD = "lpconv:forward"
 
@@ -27,15 +27,6 @@ class BlockEvent:
     time_ns: int
     address: int
     size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPeak:
-    """The peak of one step, what it consists of, and what the forward pass had kept at its end (None: not known)."""
-
-    peak_bytes: int
-    saved_bytes: int | None
-    parts: MemoryParts
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
@@ -68,7 +59,7 @@ def profile_step(
     optimizer: int,
     gradients: Callable[[], Iterable[Any]],
     device: str,
-) -> StepPeak:
+) -> MemoryRecord:
     """One step under the profiler: `forward`, then `finish` on its result (backward pass and optimizer, or nothing).
 
     `weights` and `optimizer` are the bytes that are there before, and `gradients` gives the gradients that are there
@@ -106,7 +97,7 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
 
 def parts_at_peak(
     allocations: Sequence[BlockEvent], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
-) -> StepPeak:
+) -> MemoryRecord:
     """Replay the allocations of a step, in order. `gradients` are the addresses and sizes of gradients at its end.
 
     Those that the step did not allocate were there before it: DDP's buckets.
@@ -128,7 +119,7 @@ def parts_at_peak(
         other=peak - of_gradients - of_activations,
     )
     saved_bytes = sum(allocations[i].size for i in saved)
-    return StepPeak(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
+    return MemoryRecord(peak_bytes=weights + optimizer + buckets + peak, saved_bytes=saved_bytes, parts=parts)
 
 
 def _peak_index(allocations: Sequence[BlockEvent]) -> int:

@@ -26,22 +26,15 @@ _LARGEST_M = 1 << 20
 _SMALLEST_M = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Casts:
-    """What a recipe does to each element of an operand: casts, and passes that look for amax before."""
-
-    num_casts: int
-    amax_passes: int
-
-
-CASTS: dict[str, Casts] = {
-    "static": Casts(num_casts=1, amax_passes=0),
-    "delayed": Casts(num_casts=1, amax_passes=0),
-    "tensorwise": Casts(num_casts=1, amax_passes=1),
-    "rowwise": Casts(num_casts=2, amax_passes=1),
-    "torchao-tensorwise": Casts(num_casts=1, amax_passes=1),
-    "torchao-rowwise": Casts(num_casts=2, amax_passes=1),
-    "te": Casts(num_casts=1, amax_passes=0),
+# Number of casts of each element of an operand, and of passes over it that look for amax before, by method.
+CASTS: dict[str, tuple[int, int]] = {
+    "static": (1, 0),
+    "delayed": (1, 0),
+    "tensorwise": (1, 1),
+    "rowwise": (2, 1),
+    "torchao-tensorwise": (1, 1),
+    "torchao-rowwise": (2, 1),
+    "te": (1, 0),
 }
 
 
@@ -76,10 +69,10 @@ def gemm_seconds(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str | None, t
     # Two operands of one byte, and a result of two: which tensor is which changes from product to product.
     traffic = [x + w + 2 * y, y + w + 2 * x, y + x + 2 * w][:products]
     multiply = sum(max(flops / peaks.fp8_flops, t / peaks.bytes_per_s) for t in traffic)
-    casts = CASTS[method]
+    num_casts, amax_passes = CASTS[method]
     cast_elements = x + w + y if train else x  # the weights of an inference are codes already
-    transposed = cast_elements if train and casts.num_casts == 1 else 0  # written in the pass of the cast
-    cast_bytes = (3 * casts.num_casts + 2 * casts.amax_passes) * cast_elements + transposed
+    transposed = cast_elements if train and num_casts == 1 else 0  # written in the pass of the cast
+    cast_bytes = (3 * num_casts + 2 * amax_passes) * cast_elements + transposed
     return multiply + cast_bytes / peaks.bytes_per_s
 
 

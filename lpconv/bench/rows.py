@@ -26,6 +26,8 @@ from lpconv.results import (
     VerdictRecord,
     from_json,
 )
+from lpconv.results.bench import BenchCase
+from lpconv.results.documents import fields_from
 
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
 MEMORY_SHARE = 0.9  # of what is free; two cases that are built at once get half of it each
@@ -191,19 +193,8 @@ class BenchRun:
 
     def _bare_row(self, case: Case, group: "_Group", error: LpconvError | None = None) -> BenchRow:
         return BenchRow(
-            model=case.model,
+            **fields_from(BenchCase, case) | {"layers": case.layers or 0},
             weights="",
-            layers=case.layers or 0,
-            format=case.format,
-            method=case.method,
-            optimizer=case.optimizer,
-            compiled=case.compiled,
-            mode=case.mode,
-            batch=case.batch,
-            seq=case.seq,
-            processes=case.processes,
-            parallel=case.parallel,
-            device=case.device,
             emulated=False,
             baseline=group.name,
             is_baseline=case == group.case,

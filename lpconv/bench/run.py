@@ -19,16 +19,9 @@ from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Choice:
-    model: str
-    layers: int | None
-    why: str
-
-
-_ON_GPU = _Choice(model="bert-large", layers=None, why="it fits any GPU, and fp8 has most to prove at its small shapes")
-_ON_CPU = _Choice(model="bert-base", layers=2, why="2 of its 12 layers take a CPU a moment, and bert-large would not")
+# Model to measure if none is named, its number of layers, and the reason.
+_ON_GPU = ("bert-large", None, "it fits any GPU, and fp8 has most to prove at its small shapes")
+_ON_CPU = ("bert-base", 2, "2 of its 12 layers take a CPU a moment, and bert-large would not")
 # Batch and sequence length.
 _GPU_SIZE, _CPU_SIZE, _DEMO_SIZE = (8, 512), (1, 128), (4, 128)
 
@@ -41,10 +34,9 @@ def choose_model(model: str | None, layers: int | None, device: dict[str, Any]) 
     is_cpu = device["device"] == "cpu"
     notes: tuple[str, ...] = ()
     if model is None:
-        chosen = _ON_CPU if is_cpu else _ON_GPU
-        layers = layers or chosen.layers
-        model = chosen.model
-        notes = (f"no model was named, so {model} is measured on {device['name']}: {chosen.why}",)
+        model, usual_layers, why = _ON_CPU if is_cpu else _ON_GPU
+        layers = layers or usual_layers
+        notes = (f"no model was named, so {model} is measured on {device['name']}: {why}",)
     batch, seq = _DEMO_SIZE if model == "demo" else _CPU_SIZE if is_cpu else _GPU_SIZE
     case = Case(
         model=model, layers=layers, format="bf16", method=PLAIN, mode="infer", optimizer=None, batch=batch, seq=seq,

@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import CODES, Case
-from lpconv.bench.memory import StepPeak, profile_step, storage_bytes
+from lpconv.bench.memory import profile_step, storage_bytes
 from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
 from lpconv.bench.parallel import check_parallel, most, rows_of, spread
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
@@ -22,7 +22,7 @@ from lpconv.layers import blocks_of
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
 from lpconv.models.sharing import running_copy
-from lpconv.results import NumericsRecord
+from lpconv.results import MemoryRecord, NumericsRecord
 from lpconv.scaled import ScaledTensor
 from lpconv.shards import gather_whole
 
@@ -139,7 +139,7 @@ class CaseRunner:
             count += 1
         return count
 
-    def memory(self) -> StepPeak:
+    def memory(self) -> MemoryRecord:
         """One step under the profiler. On a GPU the peak is the allocator's own figure."""
         self.run(1)
         weights = storage_bytes([*self._model.parameters(), *self._model.buffers()])
@@ -161,7 +161,7 @@ class CaseRunner:
         peak = torch.cuda.max_memory_allocated()
         if self.case.compiled == "graphs":
             return _of_graphs(result, peak)
-        return StepPeak(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
+        return MemoryRecord(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
 
     def _forward(self) -> Any:
         if self._optimizer is not None:
@@ -229,11 +229,11 @@ def _graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _of_graphs(seen: StepPeak, peak: int) -> StepPeak:
+def _of_graphs(seen: MemoryRecord, peak: int) -> MemoryRecord:
     """CUDA graphs keep their memory from step to step: no event tells what of it a step uses, or saves."""
     pool = max(0, peak - seen.parts.total)
     parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
-    return StepPeak(peak_bytes=peak, saved_bytes=None, parts=parts)
+    return MemoryRecord(peak_bytes=peak, saved_bytes=None, parts=parts)
 
 
 def _tensors(states: Iterable[Any]) -> Iterable[Any]:

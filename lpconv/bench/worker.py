@@ -142,7 +142,7 @@ class Worker:
             free, total = torch.cuda.mem_get_info()
             process = total - free  # of all processes; NVML tells them apart where it is there
         process = process or peak_rss_bytes()
-        return dataclasses.asdict(found) | {"reserved_bytes": reserved, "process_bytes": process}
+        return dataclasses.asdict(dataclasses.replace(found, reserved_bytes=reserved, process_bytes=process))
 
     def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:
         """What the device does at best: the fields of a PeakRecord."""

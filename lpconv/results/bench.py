@@ -52,17 +52,17 @@ class MemoryParts:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord:
-    """Memory of one step. `peak_bytes` is the maximum of all live tensors.
+    """Memory of one step. `peak_bytes` is the maximum of all live tensors, and `parts` are its parts.
 
     `saved_bytes` is what the forward pass keeps for the backward pass (None of CUDA graphs, which hide it),
     `reserved_bytes` what CUDA's allocator holds (None on a CPU), `process_bytes` the resident process, or its GPU
-    memory, at its peak.
+    memory, at its peak (0 if only the step was looked at).
     """
 
     peak_bytes: int
     saved_bytes: int | None
-    reserved_bytes: int | None
-    process_bytes: int
+    reserved_bytes: int | None = None
+    process_bytes: int = 0
     parts: MemoryParts
 
 
@@ -135,20 +135,14 @@ class PeakRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRow:
-    """Measurements of one configuration at one batch size and sequence length.
+class BenchCase:
+    """One configuration at one batch size and sequence length. `layers` None keeps the model's own number.
 
-    `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
-    `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
-    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to, and `baseline_median_s` is
-    the median time of its step while this row was measured. With several `processes`,
-    `parallel` says how they work together; `batch` and memory are those of one, times those of the slowest, and
-    `tokens_per_s` is of all.
+    `batch` is that of each process; `parallel` says how several work together, None for one.
     """
 
     model: str
-    weights: str
-    layers: int
+    layers: int | None
     format: str
     method: str
     optimizer: str | None
@@ -157,12 +151,27 @@ class BenchRow:
     batch: int
     seq: int
     device: str
+    processes: int = 1
+    parallel: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow(BenchCase):
+    """Measurements of one configuration.
+
+    `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
+    `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
+    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to, and `baseline_median_s` is
+    the median time of its step while this row was measured. With several `processes`, memory is that of one, times are
+    those of the slowest, and `tokens_per_s` is of all.
+    """
+
+    weights: str
+    layers: int
     emulated: bool
     baseline: str
     is_baseline: bool
     status: str
-    processes: int = 1
-    parallel: str | None = None
     reason: str | None = None
     ratio: RatioRecord | None = None
     tokens_per_s: float | None = None

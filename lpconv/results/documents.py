@@ -53,6 +53,11 @@ def json_line(record: Any) -> str:
     return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
+def fields_from(base: type, record: Any) -> dict[str, Any]:
+    """Return the fields that `record` shares with `base`, by name: what another record that extends `base` takes."""
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(base)}
+
+
 def from_json(cls: type[T], data: Any) -> T:
     """Create a record of type `cls` from a JSON document.
 
