@@ -1,6 +1,6 @@
-"""lpconv rewrites Hugging Face checkpoints into low-precision forms that still are the model.
+"""Low-precision rewriting of Hugging Face checkpoints.
 
-Importing this package loads neither torch nor transformers. The pieces live in sub-packages; see `docs/design`.
+Importing this package loads neither torch nor transformers. The code is in sub-packages; see `docs/design`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ __all__ = ["__version__", "load", "track"]
 
 
 def load(path: "str | Path", **kwargs: Any) -> Any:
-    """The model in an output of any method; the short name of `lpconv.hf.load`, which has the arguments."""
+    """Load the model in an output of any method. Short for `lpconv.hf.load`, which documents the arguments."""
     from lpconv.models.load import load as load_output
 
     return load_output(path, **kwargs)
 
 
 def track(model: "nn.Module", *, every: int = 50) -> "Tracker":
-    """Record what number formats would do to a training run; the short name of `lpconv.probe.track.track`."""
+    """Record what number formats would do to a training run. Short for `lpconv.probe.track.track`."""
     from lpconv.probe.track import track as track_model
 
     return track_model(model, every=every)

@@ -1,4 +1,4 @@
-"""`python -m lpconv` is `lpconv`."""
+"""Entry point of `python -m lpconv`."""
 
 from lpconv.cli.main import run
 

@@ -1,8 +1,9 @@
-"""What this machine can do: number formats per device, scaled products tried on GPUs, and the packages that are there.
+"""What this machine supports: number formats per device, scaled matrix products on GPUs, and installed packages.
 
-Every format can be stored and used on every working device: what is not native is decoded, exactly, to a wider format
-that is. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 from 7.0 (Volta), int8 from 7.5 (Turing),
-bf16 and tf32 from 8.0 (Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0 (Blackwell).
+Every working device can store and use every format: a format without native support is decoded exactly to a wider
+native one. GPU limits are NVIDIA's compute capabilities: tensor cores for fp16 from 7.0 (Volta), int8 from 7.5
+(Turing), bf16 and tf32 from 8.0 (Ampere), fp8 from 8.9 (Ada) and 9.0 (Hopper), fp4 with e8m0 block scales from 10.0
+(Blackwell).
 """
 
 import platform
@@ -31,8 +32,8 @@ from lpconv.results.doctor import (
 from lpconv.version import __version__
 
 EXTRAS = ("onnx", "gguf", "gpu", "ray", "remote", "peers", "test")
-_GROUPS = {"fp8": ("e4m3fn", "e5m2"), "fp6": ("e3m2", "e2m3"), "fp4": ("e2m1",)}  # what people name as one
-# The CPU flags of Linux (x86, then Arm) that let matrix products run in a 16-bit format.
+_GROUPS = {"fp8": ("e4m3fn", "e5m2"), "fp6": ("e3m2", "e2m3"), "fp4": ("e2m1",)}  # groups of formats with a common name
+# CPU flags in Linux (x86, then Arm) for matrix products in a 16-bit format.
 _CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}
 _CPU_FEATURES = frozenset(flag for flags in _CPU_FLAGS.values() for flag in flags) | {"avx2", "avx512f", "amx_int8"}
 _CAPABILITIES = {
@@ -40,15 +41,15 @@ _CAPABILITIES = {
     "e2m1": (10, 0), "e8m0fnu": (10, 0), "int8": (7, 5),
 }  # fmt: skip
 _CPUINFO, _DEV = Path("/proc/cpuinfo"), Path("/dev")
-# By name: the format of the left operand, whose right one is e4m3fn, and the number of scales of each.
+# (name, format of the left operand, number of scales of each operand); the right operand is e4m3fn.
 _PRODUCTS = (
     ("fp8, scale per tensor", "e4m3fn", 1), ("fp8, e5m2 by e4m3fn", "e5m2", 1), ("fp8, scale per row", "e4m3fn", 128),
 )  # fmt: skip
-_BF16_ERROR = 2.0**-8  # of a product with float32 sums and a bfloat16 result
+_BF16_ERROR = 2.0**-8  # error bound of a product with float32 sums and a bfloat16 result
 
 
 def examine() -> DoctorResult:
-    """What this machine can do. torch, which takes seconds to import, is asked only if there may be a GPU."""
+    """What this machine supports: formats, scaled products, packages. Imports torch only if there may be a GPU."""
     gpus = _gpus() if may_have_gpu(_DEV) else ()
     devices = (cpu_device(_CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""), *gpus)
     return DoctorResult(
@@ -63,10 +64,10 @@ def examine() -> DoctorResult:
 
 
 def require(names: Iterable[str], result: DoctorResult) -> None:
-    """Raise UnsupportedError unless everything named is here; UsageError for unknown names.
+    """Raise UnsupportedError unless this machine has everything in `names`; UsageError for unknown names.
 
-    A format (or `fp8`, `fp6`, `fp4`) is here if some device multiplies it natively, `gpu` if torch can use a GPU, and
-    an extra if all its packages are installed.
+    A format (or `fp8`, `fp6`, `fp4`) counts if some device multiplies it natively, `gpu` if torch can use a GPU, and an
+    extra if all its packages are installed.
     """
     known = {**{name: (name,) for name in FORMATS}, **_GROUPS, **dict.fromkeys((*EXTRAS, "gpu"), ())}
     wanted = {name: find("requirement", name, known) for name in names}
@@ -80,7 +81,7 @@ def require(names: Iterable[str], result: DoctorResult) -> None:
 
 
 def _lacks(name: str, formats: tuple[str, ...], result: DoctorResult) -> Iterator[tuple[str, str]]:
-    """Why something required is not here, and what to do about it; nothing if it is."""
+    """(reason, remedy) for each thing that the requirement `name` lacks; empty if it is met."""
     missing = [p.name for p in result.packages if p.extra == name != "gpu" and not p.ok]
     if missing:
         yield ", ".join(missing) + " not installed", f"pip install 'lpconv[{name}]'"
@@ -94,7 +95,7 @@ def _lacks(name: str, formats: tuple[str, ...], result: DoctorResult) -> Iterato
 
 
 def cpu_device(cpuinfo: str) -> DeviceRecord:
-    """The CPU as Linux describes it in ``/proc/cpuinfo``; elsewhere, with no text, its name only."""
+    """The CPU described by the text of Linux's ``/proc/cpuinfo``; if the text is empty, only its name."""
     fields = dict(re.findall(r"^(\S.*?)\s*:[ \t]*(.*)$", cpuinfo, flags=re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     name = fields.get("model name") or platform.processor() or platform.machine()
@@ -102,12 +103,12 @@ def cpu_device(cpuinfo: str) -> DeviceRecord:
 
 
 def gpu_problem(capability: tuple[int, ...], built_for: Iterable[str]) -> str | None:
-    """Why a torch built for the architectures `built_for` (``sm_90``, ``compute_90``) cannot run a GPU, or None.
+    """Why a torch built for the architectures `built_for` (``sm_90``, ``compute_90``) cannot run on a GPU, or None.
 
-    Binaries run on GPUs of the same major version from their minor version on; ``compute_`` code is compiled on any
-    later GPU.
+    Binaries run on GPUs of the same major version and the same or a later minor version; ``compute_`` code is compiled
+    for any later GPU.
     """
-    for kind, digits in re.findall(r"\b([a-z]+)_(\d+)[af]?\b", " ".join(built_for)):  # 90a, 100f: of that very family
+    for kind, digits in re.findall(r"\b([a-z]+)_(\d+)[af]?\b", " ".join(built_for)):  # also 90a and 100f
         major, minor = divmod(int(digits), 10)
         if capability >= (major, minor) and (kind == "compute" or capability[0] == major):
             return None
@@ -165,7 +166,7 @@ def _fits_bf16(fmt: Format) -> bool:
 
 
 def _needs(format_name: str) -> str:
-    """In words, what hardware multiplies a format natively."""
+    """Description of the hardware that multiplies a format natively."""
     where = [f"a CPU with {'/'.join(_CPU_FLAGS[format_name])}"] if format_name in _CPU_FLAGS else []
     if format_name in _CAPABILITIES:
         where.append("a GPU of compute capability {}.{}".format(*_CAPABILITIES[format_name]))
@@ -173,8 +174,11 @@ def _needs(format_name: str) -> str:
 
 
 def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
-    """How `device` multiplies fp8 with the scales that lpconv gives to tensor cores: run once on a GPU, with the
-    numbers compared, because tables of what a GPU, torch and cuBLASLt take together grow old."""
+    """Whether `device` multiplies fp8 with the scales that lpconv passes to tensor cores.
+
+    Each product runs once on a GPU and is compared with the exact one, because a table of what GPU, torch and cuBLASLt
+    support together would go out of date.
+    """
     if device.problem:
         return ()
     fp8 = device.kind != "cpu" and _is_native("e4m3fn", device)
@@ -187,7 +191,7 @@ def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
 
 
 def _tried(left: str, rows: int, device: str) -> str:
-    """What is wrong with a product of random codes on a device, "" if nothing is."""
+    """Description of what is wrong with a product of random codes on a device; "" if it is correct."""
     import torch
 
     from lpconv.formats.codes import code_dtype
@@ -200,17 +204,17 @@ def _tried(left: str, rows: int, device: str) -> str:
     try:
         there, scale_b = b.to(device).t(), scale_b.to(device).t()
         found = matmul(a.to(device), there, scale_a=scale_a.to(device), scale_b=scale_b).cpu()
-    except Exception as e:  # a missing kernel, a rule, a driver: all are answers here
+    except Exception as e:  # a missing kernel, an unmet requirement or a driver error: each is reported
         return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
     error = float((found.double() - exact).norm() / exact.norm())
     return "" if error < _BF16_ERROR else f"wrong numbers: relative error {error:.2g}"
 
 
 def _packages() -> Iterator[PackageRecord]:
-    """The libraries that lpconv needs, and those of its extras, as its own metadata name them."""
+    """The packages that lpconv and its extras require, according to its package metadata."""
     try:
         lines = metadata.requires("lpconv") or ()
-    except metadata.PackageNotFoundError:  # run from its source, which names them in pyproject.toml
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
         return
     for line in lines:
         needed = Requirement(line)

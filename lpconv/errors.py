@@ -1,18 +1,18 @@
-"""What can go wrong, as one tree. Each leaf carries the exit code that the command line ends with.
+"""Exceptions of lpconv, with the exit code of the command line for each.
 
     LpconvError
     ├── UsageError           2   the request itself is wrong: an option, a pattern, a manifest
-    ├── InputError           3   an input is missing, unreadable, corrupt or not what its hash says
-    │   └── UnreadError      3   disk or network failed while it was read, so nobody can say what it holds
-    ├── UnsupportedError     4   understood, but this format, architecture, extra or device is not there
+    ├── InputError           3   an input is missing, unreadable, corrupt or does not match its hash
+    │   └── UnreadError      3   disk or network failed during a read, so the content of the input is unknown
+    ├── UnsupportedError     4   a valid request for a format, architecture, extra or device that is not available
     ├── VerificationError    5   the output failed its verification or a gate; nothing was published
-    ├── BatchError           6   a batch ran to its end and some jobs failed
+    ├── BatchError           6   the batch finished and some jobs failed
     ├── ResourceError        7   not enough memory, disk or GPU memory
-    ├── OutputExistsError    8   the output is there and neither resume nor force was asked for
-    ├── PeerLostError        9   another process of the same run has gone
+    ├── OutputExistsError    8   the output exists, and neither resume nor force was requested
+    ├── PeerLostError        9   another process of the same run has ended
     └── InterruptedRunError  130 or 143, by the signal
 
-Anything else that reaches the command line is a bug of ours and ends with exit code 1.
+Any other exception is a bug in lpconv and ends with exit code 1.
 """
 
 import errno
@@ -21,17 +21,17 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-# What a disk has no room for, or does not let anybody write.
-_UNNAMED = 0  # the reason that torch.save keeps to itself
+# Reasons why a file cannot be written: no space, a read-only disk, or the unnamed reason of torch.save.
+_UNNAMED = 0  # stands for the reason, because torch.save does not report it
 _NOT_WRITTEN = (_UNNAMED, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-# What torch says of ranks that it cannot talk to: by the type of the error, or, of gloo, by the file that raised it.
+# How torch reports ranks that it cannot reach: by the type of the error, or for gloo by the source file in the message.
 _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_NO_TEMPORARY = "No usable temporary directory"  # Python's own, which names no file
+_NO_TEMPORARY = "No usable temporary directory"  # Python's own message, which names no file
 _NOT_WRITTEN_BY_TORCH = ("PytorchStreamWriter failed", "unexpected pos", "iostream error")
 
 
 class LpconvError(Exception):
-    """A failure that is not a bug: what happened, where, and what to do next.
+    """Base class of all failures that are not bugs: what happened, where, and what to do next.
 
     `hint` is one sentence that the command line prints after ``hint:``; `details` are JSON-able facts for scripts.
     """
@@ -46,7 +46,7 @@ class LpconvError(Exception):
         self.details = dict(details or {})
 
     def to_dict(self) -> dict[str, object]:
-        """The error as the JSON object that ``--json`` prints."""
+        """Return the error as the JSON object that ``--json`` prints."""
         return {
             "code": self.exit_code,
             "kind": self.kind,
@@ -71,7 +71,7 @@ class InputError(LpconvError):
 
 
 class UnreadError(InputError):
-    """Disk or network failed while an input was read: what it holds is not known, and it is not judged."""
+    """Disk or network failed while an input was read, so its content is unknown and gets no verdict."""
 
 
 class UnsupportedError(LpconvError):
@@ -96,21 +96,21 @@ class BatchError(LpconvError):
 
 
 class ResourceError(LpconvError):
-    """Not enough memory, disk or GPU memory; found before the work where that is possible."""
+    """Not enough memory, disk or GPU memory; raised before the work starts if possible."""
 
     exit_code = 7
     kind = "resources"
 
 
 class OutputExistsError(LpconvError):
-    """The output is already there, or a partial one is, and the caller did not say what to do with it."""
+    """The output, or a partial one, already exists and the caller did not say whether to resume or replace it."""
 
     exit_code = 8
     kind = "output-exists"
 
 
 class PeerLostError(LpconvError):
-    """Another process of the same run has gone, and this one cannot go on without it."""
+    """Another process of the same run has ended, and this one cannot continue without it."""
 
     exit_code = 9
     kind = "peer-lost"
@@ -127,14 +127,14 @@ class InterruptedRunError(LpconvError):
 
 
 def finding(error: LpconvError) -> str:
-    """What an error says of what was being judged, in words. Raises an UnreadError again, which says nothing of it."""
+    """Message of an error that is a verdict on the input. An UnreadError is no verdict and is raised again."""
     if isinstance(error, UnreadError):
         raise error
     return error.message
 
 
 def peer_lost(error: BaseException) -> PeerLostError | None:
-    """What torch says where another process has gone, as an error of ours; None for any other error."""
+    """Convert torch's error about an unreachable process to a PeerLostError; None for any other error."""
     if type(error).__name__ not in _PEER_LOST and "/gloo/transport/" not in str(error):
         return None
     return PeerLostError(
@@ -145,9 +145,9 @@ def peer_lost(error: BaseException) -> PeerLostError | None:
 
 
 def os_error(error: BaseException) -> OSError | None:
-    """The operating system's refusal that an exception reports, or None.
+    """Return the operating system's error behind an exception, or None.
 
-    Libraries in Rust and C++ report it in exceptions of their own.
+    Libraries in Rust and C++ wrap such errors in exceptions of their own.
     """
     if isinstance(error, OSError):
         return error
@@ -159,7 +159,7 @@ def os_error(error: BaseException) -> OSError | None:
 
 
 def from_system(error: BaseException) -> LpconvError | None:
-    """What the operating system refused, as an error of ours; None where it names neither a reason nor a file."""
+    """Convert an OSError or a lost peer to an lpconv error; None if the error names no reason and no file."""
     refused = os_error(error)
     if refused is None:
         return peer_lost(error)

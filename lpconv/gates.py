@@ -1,4 +1,4 @@
-"""Gates: conditions that a result must meet, such as ``sqnr>=25``, and the figures they can name."""
+"""Gates: conditions that a result must meet, such as ``sqnr>=25``, and the metrics that they can use."""
 
 import operator
 import re
@@ -20,7 +20,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """`metric` compared with `bound`."""
+    """A condition that compares `metric` with `bound`."""
 
     expression: str
     metric: str
@@ -28,20 +28,20 @@ class Gate:
     bound: float
 
     def check(self, value: float | None) -> GateRecord:
-        """The gate with the value it met; one that was not measured fails."""
+        """Check `value` against the bound. A value of None (not measured) fails."""
         passed = value is not None and _OPERATORS[self.operator](value, self.bound)
         return GateRecord(expression=self.expression, value=value, passed=passed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateTable(Generic[R]):
-    """The figures of one kind of result that a gate can name; None is one that was not measured."""
+    """The metrics of one kind of result that gates can use. A metric is None if it was not measured."""
 
     metrics: Mapping[str, Callable[[R], float | None]]
     example: str
 
     def parse(self, text: str) -> Gate:
-        """``METRIC>=NUMBER`` (or <=, >, <, ==) as a gate; UsageError with what is wrong."""
+        """Parse ``METRIC>=NUMBER`` (or <=, >, <, ==). Raises UsageError that says what is wrong."""
         hint = f"for example --gate '{self.example}'"
         match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([-+.\w]+)\s*", text)
         if not match:
@@ -54,7 +54,7 @@ class GateTable(Generic[R]):
         return Gate(expression=text.strip(), metric=match[1], operator=match[2], bound=bound)
 
     def check(self, gates: Sequence[Gate], result: R) -> tuple[GateRecord, ...]:
-        """Each gate with the value it met. A figure that was not measured fails its gate."""
+        """Check each gate against the result. A metric that was not measured fails its gate."""
         return tuple(g.check(self.metrics[g.metric](result)) for g in gates)
 
 
@@ -86,12 +86,12 @@ CONVERT_GATES = GateTable[VerifyResult](
 
 
 def needs_logits(gates: Sequence[Gate]) -> bool:
-    """Whether any gate of a conversion asks for a figure that only running the models gives."""
+    """Whether any gate of a conversion needs the logits, and so a run of both models."""
     return any(g.metric in _OF_LOGITS for g in gates)
 
 
 def _end(name: str) -> Callable[[FinetuneResult], float | None]:
-    """A held-out figure of the run after its last step, mean over seeds."""
+    """A held-out metric after the last step, averaged over the seeds of the run."""
 
     def value(result: FinetuneResult) -> float | None:
         series = [s for r in result.runs if r.role == "run" for s in r.evaluations if s.name == name]
@@ -101,7 +101,7 @@ def _end(name: str) -> Callable[[FinetuneResult], float | None]:
 
 
 def _gap(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[FinetuneResult], float | None]:
-    """A figure of the gap between run and twin."""
+    """A metric of the gap between run and twin."""
 
     def value(result: FinetuneResult) -> float | None:
         found = next((g for g in result.gaps if g.metric == name), None)
@@ -112,10 +112,10 @@ def _gap(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[Fi
 
 FINETUNE_GATES = GateTable[FinetuneResult](
     metrics={
-        # Of the published model, which is what a gate lets through; `own` is the arithmetic of the run.
+        # Metrics of the published model, because the gate decides about that model; `own` is the arithmetic of the run.
         "loss": _end("eval_loss_published"),
         "loss_gap": _gap("eval_loss_published", lambda g: g.gap),
-        # What the gap is at least, by its 95 % interval: above 0 where it is beyond noise.
+        # Lower end of the gap's 95 % interval: above 0 if the gap exceeds the noise.
         "loss_gap_low": _gap("eval_loss_published", lambda g: None if g.half_width is None else g.gap - g.half_width),
         "loss_gap_fp32": _gap("eval_loss_fp32", lambda g: g.gap),
         "loss_gap_own": _gap("eval_loss", lambda g: g.gap),
@@ -143,7 +143,7 @@ BENCH_GATES = GateTable[BenchRow](
 
 
 def check_rows(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRecord, ...]:
-    """Every gate on every row but the baselines and those skipped; a row that failed fails its gates."""
+    """Check every gate on every row, except baselines and skipped rows. A row that failed fails its gates."""
     judged = [r for r in rows if not r.is_baseline and r.status != "skipped"]
     return tuple(_of_row(record, r) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
 

@@ -1,4 +1,4 @@
-"""Importing this module lets transformers' `from_pretrained` open what `lpconv convert` wrote."""
+"""Importing this module lets transformers' `from_pretrained` open outputs of `lpconv convert`."""
 
 from lpconv.models.load import load
 from lpconv.models.plugin import LpconvConfig, LpconvQuantizer, register

@@ -1,7 +1,7 @@
-"""What a model is made of: which modules multiply by a weight, which one makes the output, which look ids up.
+"""Parts of a model: the layers that multiply by a weight, the output head, embeddings and blocks.
 
-What replaces, counts, times or watches layers asks here. No model class is named, and transformers is not imported:
-kernels and optimizers, which take any module, ask too.
+Code that replaces, counts, times or watches layers uses these functions. They name no model class and do not import
+transformers, because kernels and optimizers accept any module.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearLayer:
-    """A weight W that inputs are multiplied by, y = x Wᵀ with W of (`out_features`, `in_features`).
+    """A weight W in y = x Wᵀ, with W of shape (`out_features`, `in_features`).
 
     `module`, called `name`, owns it under `parameter`. `kind` is "Linear", "Conv1D" (GPT-2's, which stores Wᵀ) or
-    "experts": several such weights in one parameter of three axes, of which every token meets a few. `is_plain` says
-    that the module is of that very class; one of a derived class may use its weight without being called.
+    "experts" (several such weights in one 3-D parameter; each token uses a few of them). `is_plain` is False for a
+    subclass, which may use the weight without being called.
     """
 
     name: str
@@ -29,12 +29,12 @@ class LinearLayer:
 
     @property
     def is_replaceable(self) -> bool:
-        """Whether another module with the same weight can stand in its place."""
+        """Whether another module with the same weight can take the place of `module`."""
         return self.is_plain and self.kind != "experts"
 
 
 def linears(model: nn.Module) -> list[LinearLayer]:
-    """The weights that a model multiplies by, in its order; a module that stands in two places counts once."""
+    """The weights that a model multiplies by, in module order; a module that is used twice counts once."""
     return [layer for name, module in model.named_modules() for layer in _linears_of(name, module)]
 
 
@@ -53,7 +53,7 @@ def _linears_of(name: str, module: Any) -> list[LinearLayer]:
     if not isinstance(getattr(module, "num_experts", None), int):
         return []
     stacks = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None and p.ndim == 3}
-    swapped = getattr(module, "is_transposed", False)  # as transformers marks those that store Wᵀ
+    swapped = getattr(module, "is_transposed", False)  # transformers sets this on modules that store Wᵀ
     return [
         LinearLayer(
             name=name, module=module, parameter=key, kind="experts",
@@ -64,14 +64,14 @@ def _linears_of(name: str, module: Any) -> list[LinearLayer]:
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """The convolutions of a model that are of torch's very classes, in its order."""
+    """The convolutions of a model in module order, without subclasses of torch's classes."""
     return [m for m in model.modules() if type(m) in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
 
 
 def head(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits: the output embeddings, or else the last linear layer outside of the base model.
+    """The module that computes logits: the output embeddings, or else the last linear layer outside of the base model.
 
-    None for a bare model, and for one that is not of transformers.
+    None for a base model without a head, and for models not from transformers.
     """
     get = getattr(model, "get_output_embeddings", None)
     found: nn.Module | None = get() if callable(get) else None
@@ -83,16 +83,16 @@ def head(model: nn.Module) -> nn.Module | None:
 
 
 def embeddings(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The tables that ids are looked up in, of tokens, positions and kinds, by name."""
+    """The embedding tables of tokens, positions and token types, by module name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
 
 
 def weighted_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules with a `weight` of their own, by name: linear layers, embeddings, norms, convolutions."""
+    """Modules that own a `weight`, by name: linear layers, embeddings, norms, convolutions."""
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "weight", None), Tensor)}
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of the model: the longest list of modules in it; the model itself where there is none."""
+    """The repeated blocks of the model: its longest ModuleList, or the model itself if it has none."""
     lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     return max(lists, key=len) if lists else [model]

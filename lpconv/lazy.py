@@ -1,8 +1,8 @@
-"""The public names of a package, each imported when it is asked for (the idea of SPEC 1 of Scientific Python).
+"""Lazy imports of a package's public names, each on first use (the idea of SPEC 1 of Scientific Python).
 
-Most packages hold modules that import torch beside tables that the command line needs to start. Importing a public
-name from the package must not cost the one when the other is meant. A name may be that of the module it comes from,
-as with `lpconv.formats.cast`; then the package gives the function, and `from lpconv.formats.cast import …` still works.
+Most packages hold modules that import torch next to tables that the command line needs at start-up. Importing such a
+table from the package must not import torch. A public name may equal the name of its module, as in
+`lpconv.formats.cast`: the package attribute is then the function, and `from lpconv.formats.cast import …` still works.
 """
 
 import ast
@@ -22,7 +22,8 @@ class _Package(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it here, which must not hide the public name it shares.
+        # Importing a submodule sets an attribute of the package, which must not hide a public name that is spelt the
+        # same.
         if not (isinstance(value, ModuleType) and name in vars(self)["_homes"]):
             super().__setattr__(name, value)
 
@@ -31,7 +32,7 @@ class _Package(ModuleType):
 
 
 def lazily(package: str) -> list[str]:
-    """Let `package` give what its source imports under `if TYPE_CHECKING`; returns the names, for `__all__`."""
+    """Make the names that `package` imports under `if TYPE_CHECKING` available lazily. Returns them, for `__all__`."""
     module = sys.modules[package]
     source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]  # as every loader of files does
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))

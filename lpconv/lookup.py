@@ -1,4 +1,4 @@
-"""Names people type: find them, or say which known name is nearest."""
+"""Look up names that people type, and suggest the nearest known name."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, or None when none is like it (similarity below 0.6)."""
-    import difflib  # only who mistypes waits for it
+    """The known name most similar to `name`, or None if the similarity is below 0.6."""
+    import difflib  # imported late: only mistyped names need it
 
     by_folded = {k.casefold(): k for k in known}
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1)
@@ -20,7 +20,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def find(what: str, name: str, table: Mapping[str, T], *, error: type[LpconvError] = UsageError) -> T:
-    """`table[name]`; an unknown name raises `error` with the nearest known name, or all of them, as its hint."""
+    """Return `table[name]`. An unknown name raises `error` with the nearest known name, or all names, as its hint."""
     if name in table:
         return table[name]
     near = nearest(name, table)
@@ -29,7 +29,7 @@ def find(what: str, name: str, table: Mapping[str, T], *, error: type[LpconvErro
 
 
 def nearest_name(part: str, names: Iterable[str]) -> str | None:
-    """The dotted name most like `part` as a whole, or the first with a piece of it like `part`; None where none is."""
+    """The dotted name most similar to `part`, or else the first with a component similar to it, or None."""
     names = list(names)
     pieces = {piece: name for name in reversed(names) for piece in name.split(".")}
     near = nearest(part, pieces)
@@ -37,17 +37,17 @@ def nearest_name(part: str, names: Iterable[str]) -> str | None:
 
 
 def nearest_beside(path: Path) -> Path | None:
-    """The directory whose name is most like that of a path that does not exist; None where none beside it is."""
+    """The sibling directory whose name is most similar to a path that does not exist, or None."""
     try:
         near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
-    except OSError:  # nothing there, or nothing that we may look at
+    except OSError:  # the parent does not exist or cannot be listed
         return None
     return path.parent / near if near else None
 
 
 def no_directory(path: str | Path, *, hint: str) -> InputError:
-    """The refusal of a path where there should be a directory: with the one that may be meant, or `hint`."""
-    if os.path.exists(path):  # which never raises, whatever was typed
+    """Error for a path that is not a directory; its hint is the nearest directory name, or else `hint`."""
+    if os.path.exists(path):  # unlike Path.exists, never raises
         return InputError(f"`{path}` is no directory", hint=hint)
     near = nearest_beside(Path(path))
     return InputError(f"no directory `{path}`", hint=f"did you mean `{near}`?" if near else hint)

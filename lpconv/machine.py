@@ -1,8 +1,8 @@
-"""How much memory this process may still take, and what its lack looks like.
+"""Memory that this process may still take, and recognising failed allocations.
 
-Four things bound it, and the least counts: the machine's free memory, the container (a cgroup of version 1 or 2 and
-every one around it), and the limits of the process itself (``ulimit -v`` and ``ulimit -d``). All of them are files
-below ``/proc`` and ``/sys``, so a test may lay out others.
+The tightest of these limits counts: the machine's free memory, the container (its cgroup, version 1 or 2, and all
+parent cgroups), and the limits of the process (``ulimit -v`` and ``ulimit -d``). All are read from files below
+``/proc`` and ``/sys``, which tests replace through `root`.
 """
 
 import errno
@@ -16,56 +16,56 @@ from pathlib import Path, PurePosixPath
 from lpconv.errors import ResourceError
 
 _ROOT = Path("/")
-_ENDLESS = 2**60  # version 1 writes the largest multiple of a page for no limit
+_ENDLESS = 2**60  # version 1 writes the largest multiple of a page if there is no limit
 _KIB = 2**10
-# What the allocators of Python, torch and the C library say, and a library that found no room for its code.
+# Messages of allocators (Python, torch, the C library) and of the loader if memory for a library's code is missing.
 _SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
-         # CPython's two, where an allocation failed in an import and its MemoryError was lost.
+         # CPython's two messages if an allocation failed during an import and the MemoryError was lost.
          "error return without exception set", "returned null without setting an exception")  # fmt: skip
 
 
-# Of NVIDIA, of AMD, and what Linux in Windows has.
+# Device files of NVIDIA, of AMD, and of Linux in Windows (WSL).
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 def may_have_gpu(devices: Path = _ROOT / "dev") -> bool:
-    """Whether a driver has made a GPU's file; torch, which takes seconds to import, knows whether it works."""
+    """Whether a GPU driver has created a device file. Only torch, which takes seconds to import, knows if it works."""
     return any(any(devices.glob(name)) for name in _GPUS)
 
 
 def is_first_process() -> bool:
-    """Whether this process is the only one, or the first of those that torchrun started; asked without torch."""
+    """Whether this process is the only one or torchrun's first one. Does not import torch."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Limit:
-    """Bytes that may be used, and that are."""
+    """A memory limit and the memory used under it, in bytes."""
 
     size: int
     used: int
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """The tightest limit in bytes that container or process have, None where they have none."""
+    """The tightest memory limit of container and process in bytes, or None if there is none."""
     return min((limit.size for limit in _limits(root)), default=None)
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Bytes that can be taken without swapping, being killed or being refused: the least that any limit leaves."""
+    """Bytes that can be allocated without swapping, an out-of-memory kill or a refusal: the minimum over all limits."""
     left = [limit.size - limit.used for limit in _limits(root)]
     return max(0, min([_free(root), *left]))
 
 
 def free_addresses(root: Path = _ROOT) -> int | None:
-    """Bytes of addresses that this process may still map, touched or not; None where `ulimit -v` sets no limit."""
+    """Bytes of address space that this process may still map, touched or not; None without `ulimit -v`."""
     limits = _process_limits(root / "proc/self", {"Max address space": "VmSize"})
     return next((max(0, limit.size - limit.used) for limit in limits), None)
 
 
 def out_of_memory(error: BaseException) -> ResourceError | None:
-    """A failed allocation as an error of ours, whoever raised it; None for any other error."""
+    """Convert a failed allocation of any library to a ResourceError; None for any other error."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, not imported here
     is_refused = named or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     text = str(error).lower()
@@ -83,19 +83,19 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
 
 
 def peak_rss_bytes(root: Path = _ROOT) -> int:
-    """Peak resident memory of this process."""
+    """Peak resident memory of this process in bytes."""
     for line in _read(root / "proc/self/status").splitlines():
-        if line.startswith("VmHWM:"):  # what getrusage says includes the process that started this one
+        if line.startswith("VmHWM:"):  # getrusage would include the process that started this one
             return int(line.split()[1]) * _KIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * _KIB  # bytes there, kibibytes elsewhere
+    return peak if sys.platform == "darwin" else peak * _KIB  # bytes on macOS, KiB elsewhere
 
 
 def _free(root: Path) -> int:
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * _KIB
-    import psutil  # only where there is no /proc; the command line starts without it
+    import psutil  # imported late: needed only without /proc, and slow to import at start-up
 
     available: int = psutil.virtual_memory().available
     return available
@@ -107,7 +107,7 @@ def _limits(root: Path) -> list[_Limit]:
 
 
 def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
-    """Those of the named limits that are set, with what the kernel counts against each."""
+    """The limits in `counted` that are set, each with the memory that the kernel counts against it."""
     used = dict(line.split(":", 1) for line in _read(proc / "status").splitlines() if ":" in line)
     for line in _read(proc / "limits").splitlines():
         for name, size in counted.items():
@@ -117,7 +117,7 @@ def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
 
 
 def _container_limits(root: Path) -> Iterator[_Limit]:
-    """Of the process's cgroup and of each around it, as far as they can be seen from here."""
+    """Memory limits of the process's cgroup and of its parents, as far as they are visible from here."""
     own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     for mount in _read(root / "proc/self/mountinfo").splitlines():
         fields, _, kind = mount.partition(" - ")
@@ -135,15 +135,15 @@ def _container_limits(root: Path) -> Iterator[_Limit]:
 
 
 def _nested(mount: Path, shown: str, path: str) -> list[Path]:
-    """The folders of a cgroup and of those around it, below the mount, which shows the tree from `shown` on."""
+    """Folders of a cgroup and its parents below `mount`, which shows the hierarchy from `shown` down."""
     inside = PurePosixPath(path)
-    # In a container the mount may begin at the cgroup itself, under a name that only the machine outside knows.
+    # In a container the mount may begin at the cgroup itself, under a name that exists only on the host.
     parts = inside.relative_to(shown).parts if inside.is_relative_to(shown) else ()
     return [mount.joinpath(*(p for p in parts[:n] if p not in ("/", ".."))) for n in range(len(parts) + 1)]
 
 
 def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
-    # Above `memory.high` the kernel slows a process down until it all but stands.
+    # Above `memory.high` the kernel throttles the process almost to a standstill.
     limits = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
     sizes = [int(text) for name in limits if (text := _read(folder / name).strip()).isdigit()]
     if not sizes or min(sizes) >= _ENDLESS:
@@ -153,7 +153,7 @@ def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
 
 
 def _file_pages(stat: str, *, is_v2: bool) -> int:
-    """Bytes of files in memory that the kernel gives back when they are needed: those that no process has mapped."""
+    """Bytes of page cache that the kernel can reclaim: file pages that no process has mapped."""
     counts = dict(line.split(maxsplit=1) for line in stat.splitlines())
     names = ("active_file", "inactive_file", "file_mapped") if is_v2 else (
         "total_active_file", "total_inactive_file", "total_mapped_file")  # fmt: skip

@@ -1,12 +1,12 @@
-"""The conversion methods: four records, listed in `METHODS`. Plain Python, so that planning needs no torch.
+"""The four conversion methods, as records in `METHODS`. Plain Python, so that planning does not import torch.
 
-- unit: unit scaling (Blake et al. 2023, arXiv 2303.11257), codes of unit RMS with power-of-two scales that are fixed
+- unit: unit scaling (Blake et al. 2023, arXiv 2303.11257): codes of unit RMS with power-of-two scales that are fixed
   before the run.
-- scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353), the same codes with scales that propagate as the model runs.
-- collage: Collage (Yu et al. 2024, arXiv 2405.03637), an ordinary 16-bit checkpoint that any tool opens, and what its
-  rounding lost in files beside it.
-- multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049), each row of a matrix as one or more rows of
-  few bits with a scale each, as many as a bit budget pays for.
+- scalify: Scalify (Balanca et al. 2024, arXiv 2407.17353): the same codes, with scales that propagate in the model.
+- collage: Collage (Yu et al. 2024, arXiv 2405.03637): an ordinary 16-bit checkpoint that any tool opens, and the lost
+  low bits in files next to it.
+- multipoint: Multipoint quantisation (Liu et al. 2020, arXiv 2002.09049): each row of a matrix as a sum of one or more
+  low-bit rows with a scale each, as many as the bit budget allows.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,11 @@ LPCONV, TRANSFORMERS = "lpconv", "transformers"
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way to write a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
+    """A way to store a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` names the form that each layout gives a converted tensor, or that decides which other one it gets.
-    `has_granularity` says that less than a tensor may have a scale of its own, in the formats of a `Grain` too.
-    `residuals` are the residuals of a pair, the first one its default; `has_budget` says that a bit budget decides how
-    much is stored.
+    `forms` maps each layout to the form of converted tensors, or to the form that selects another one.
+    `has_granularity`: scales finer than one per tensor are allowed, also in the formats of a `Grain`. `residuals` are
+    the residuals that a pair can have, the default first. `has_budget`: a bit budget decides how much is stored.
     """
 
     name: str
@@ -44,9 +43,9 @@ class Method:
     has_budget: bool = False
 
     def format(self, name: str | None, grain: Grain | None = None) -> Format:
-        """The format called `name`, for None the default of the granularity or the method.
+        """The format called `name`; for None, the default of the granularity or of the method.
 
-        Raises UsageError where the method has no such format with scales of that granularity.
+        Raises UsageError if the method does not support that format at that granularity.
         """
         allowed = grain.formats if grain is not None and grain.formats else self.formats
         fmt = get_format(name or (self.default_format if allowed is self.formats else allowed[0]))
@@ -61,8 +60,8 @@ class Method:
         return fmt
 
     def form(self, layout: str) -> "type[Form]":
-        """The form of converted tensors in a layout that the method has."""
-        from lpconv.forms import FORMS  # the command line starts with the names of methods, and needs no form
+        """The form of converted tensors in `layout`, which the method must support."""
+        from lpconv.forms import FORMS  # imported late: the command line needs only the names of methods
 
         return FORMS[self.forms[layout]]
 

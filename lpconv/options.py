@@ -1,9 +1,9 @@
-"""An option, declared once: the command line, manifests, their JSON Schema and the docs derive from it.
+"""Options, each declared once. The command line, manifests, their JSON Schema and the docs derive from these records.
 
-A record of options is a frozen dataclass whose fields are ``Annotated[T, Ge(1), Option(...)]``. T is a bool, an int, a
-float, a str, what `Option.parse` makes of text, one of these or None, or a tuple of these. Bounds (`Ge`, `Gt` and `Lt`
-of `annotated_types`) hold for each value. The field's default is the option's. A field without `Option` is asked for
-nowhere; one with `Group` stands for all options of another record.
+A record of options is a frozen dataclass whose fields are ``Annotated[T, Ge(1), Option(...)]``. T is bool, int, float,
+str, the return type of `Option.parse`, one of these or None, or a tuple of these. Bounds (`Ge`, `Gt` and `Lt` of
+`annotated_types`) apply to each value. The field's default is the option's default. A field without `Option` is not
+settable by users; a field with `Group` stands for all options of another record.
 """
 
 import dataclasses
@@ -27,21 +27,20 @@ Bound = Ge | Gt | Lt
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """Meaning of a field of options, next to its type and default.
+    """How users set a field of options, next to its type and default.
 
-    `help` is a phrase without a full stop: a noun for a value, an imperative for a flag. `default` says in words what
-    None, or an empty tuple, comes to. `panel` is its place in ``--help``. `name` is the key in a manifest, by default
-    the field's, and with dashes `flag` on the command line, by default the name; `short` are other spellings of it.
+    `help` is a phrase without a full stop: a noun for a value, an imperative for a flag. `default` describes the effect
+    of None or of an empty tuple. `panel` is the section of ``--help``. `name` is the key in a manifest (default: the
+    field's name); `flag` is the spelling on the command line, with dashes (default: `name`); `short` are other
+    spellings. `choices` are the allowed names, and `what` is the word for one in errors. `parse` converts text to a
+    value; a manifest may also hold values of type `given`. `expects` describes valid values, and `example` is one. If
+    an option takes several values, the command line takes them as one text with commas if `comma`, else by repeating
+    the option. `is_path`: in a manifest the value is relative to the manifest's folder. `only` is "command" or
+    "manifest" for an option that exists only there, "caller" for one that exists in neither.
 
-    `choices` are the names allowed, and `what` an unknown one is called. `parse` makes a value of text, of which a
-    manifest may give `given` and `expects` says what it is; `example` is one. Of several values, the command line takes
-    one text with commas where `comma`, else the option again and again. `is_path` says that a manifest's value is
-    relative to its folder. `only` is "command" or "manifest" for an option that the other one lacks, "caller" for one
-    that both lack.
-
-    What an option decides is said once, here. `shapes_output`: which bytes a conversion writes; such options are
-    recorded with the output, and a resumed run must have the same. `of_run`: how a run goes, nothing of what it makes;
-    such options are left out of records, locks and the command that repeats a run. `judges`: what a result must meet.
+    What an option affects is declared here only. `shapes_output`: the bytes that a conversion writes; these options are
+    recorded with the output, and a resumed run must have the same. `of_run`: how the run proceeds but not its result;
+    these are left out of records, locks and the command that repeats a run. `judges`: what a result must meet.
     """
 
     help: str
@@ -68,7 +67,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """A field that is made of options of its own: `make` turns `record`, as asked, into the field's value."""
+    """A field whose value has options of its own: `make` turns an instance of `record` into the field's value."""
 
     record: type[Any]
     make: Callable[[Any], Any] = lambda asked: asked
@@ -76,8 +75,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Declared:
-    """An option as it stands in a record. `type` and `bounds` are those of one value, without None; `is_many` says
-    that it is a tuple."""
+    """An option of a record, resolved.
+
+    `type` and `bounds` are for a single value, without None; `is_many` marks a tuple.
+    """
 
     field: str
     option: Option
@@ -89,17 +90,17 @@ class Declared:
 
     @property
     def name(self) -> str:
-        """Key in manifests."""
+        """The key in manifests."""
         return self.option.name or self.field
 
     @property
     def flag(self) -> str:
-        """Long spelling on the command line."""
+        """The long spelling on the command line."""
         return "--" + (self.option.flag or self.name).replace("_", "-")
 
     @property
     def help(self) -> str:
-        """Help text: the phrase with the default, and the choices."""
+        """The help text: the phrase with the default and the choices."""
         o = self.option
         default = f" (default: {o.default})" if o.default else ""
         choices = f" {'Any' if self.is_many else 'One'} of {', '.join(o.choices)}." if o.choices else ""
@@ -107,7 +108,7 @@ class Declared:
 
     @property
     def expected(self) -> str:
-        """Description of the allowed values."""
+        """Description of the values that the option accepts."""
         o = self.option
         if o.expects:
             return o.expects
@@ -123,7 +124,7 @@ class Declared:
 
     @property
     def hint(self) -> str:
-        """Hint for somebody who wrote an invalid value."""
+        """Hint for an invalid value."""
         if self.type is bool:
             return "write true or false"
         example = self.option.example or {int: "2", float: "0.1"}.get(self.type)
@@ -141,7 +142,7 @@ def _zero(number: Any) -> str:
 
 
 def options_of(record: type[Any]) -> dict[str, Declared]:
-    """The options of a record and of the groups in it, by name, in their order."""
+    """The options of a record and of its groups, by name, in order of declaration."""
     return {d.name: d for d in _declared(record)}
 
 
@@ -176,17 +177,17 @@ def _fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group |
 
 
 def fields_of_run(record: type[Any]) -> frozenset[str]:
-    """The fields that say how a run goes, nothing of what it makes."""
+    """The fields that affect how a run proceeds but not its result."""
     return frozenset(d.field for d in _declared(record) if d.option.of_run)
 
 
 def fields_that_may_change(record: type[Any]) -> frozenset[str]:
-    """The fields that may differ when a run is resumed: how it goes, and what its result must meet."""
+    """The fields that may differ when a run is resumed: those of the run itself, and gates."""
     return fields_of_run(record) | {d.field for d in _declared(record) if d.option.judges}
 
 
 def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """Options of a record as words of a command line; `values` by the names of options, None for those left out."""
+    """Command-line arguments for `values`, which maps option names to values; None leaves an option out."""
     for name, declared in options_of(record).items():
         value = values.get(name)
         if declared.type is bool:
@@ -200,7 +201,7 @@ def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def make(record: type[T], values: Mapping[str, Any]) -> T:
-    """Make a record from `values` by option names; all other fields keep their defaults."""
+    """Make a record from `values` by option name; all other fields keep their defaults."""
     found: dict[str, Any] = {}
     for field, group, option in _fields(record):
         if group is not None:
@@ -211,8 +212,10 @@ def make(record: type[T], values: Mapping[str, Any]) -> T:
 
 
 def check(options: Any) -> None:
-    """Raises UsageError for a name that is no choice, a number that is out of bounds, and options that exclude each
-    other, whoever made the record."""
+    """Validate a record of options, however it was made.
+
+    Raises UsageError for an unknown choice, a number out of bounds, or options that exclude each other.
+    """
     if getattr(options, "resume", False) and getattr(options, "force", False):
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     known = options_of(type(options))
@@ -228,7 +231,7 @@ def check(options: Any) -> None:
 
 
 def check_value(declared: Declared, value: Any) -> Any:
-    """Check one value of an option, and return it; raises as `check` does."""
+    """Validate one value of an option and return it; raises as `check` does."""
     o = declared.option
     if o.choices is not None:
         find(o.what or declared.name.replace("_", " "), value, dict.fromkeys(o.choices))
@@ -238,7 +241,7 @@ def check_value(declared: Declared, value: Any) -> Any:
 
 
 def _is_within(bound: Bound, value: Any) -> bool:
-    # A comparison with NaN is False, so that it is within no bounds.
+    # Comparisons with NaN are False, so NaN is never within bounds.
     if isinstance(bound, Ge):
         return bool(value >= bound.ge)
     return bool(bound.gt < value < math.inf if isinstance(bound, Gt) else value < bound.lt)
@@ -248,7 +251,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def parse_size(text: str) -> int:
-    """``4GB``, ``512MiB`` or plain bytes as a number of bytes."""
+    """Parse ``4GB``, ``512MiB`` or plain bytes into a number of bytes."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS:
         raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
@@ -258,17 +261,17 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-# A number of bytes, written as such or with a unit.
+# An option for a number of bytes, with or without a unit.
 size_option = functools.partial(
     Option, metavar="SIZE", parse=parse_size, given=int | str, expects="a size", example="4GB, 512MiB or 1000000"
 )
 
-# How several processes train one model: each has a copy (DistributedDataParallel), or a part (fully_shard).
+# How several processes train one model: each has a full copy (DistributedDataParallel) or a part (fully_shard).
 PARALLEL = ("ddp", "fsdp2")
 
-_ADVANCED = "Advanced"  # the panel of options that few people need
+_ADVANCED = "Advanced"  # the panel for options that few people need
 
-# Options that several commands have.
+# Options shared by several commands.
 Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub", panel=_ADVANCED)]
 Force = Annotated[bool, Option("Replace an existing output of lpconv", of_run=True)]
 Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command", of_run=True)]

@@ -1,23 +1,23 @@
-"""How long work says how far it is. The command line draws bars from it; the library is silent by default."""
+"""Progress reports of long work. The command line draws bars from them; the library is silent by default."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives phases of a run. Calls come from one thread."""
+    """Receiver of progress reports. All calls come from one thread."""
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        """A phase begins, or goes on after `done`; `total` is 0 where its length is unknown. `unit`: bytes or steps."""
+        """Begin a phase, or continue it after `done`. `total` is 0 if unknown. `unit`: bytes or steps."""
 
     def advance(self, amount: int, figures: str = "") -> None:
-        """That much more of the phase is done; `figures` is what was last measured, in words."""
+        """Report that `amount` more of the phase is done; `figures` are the latest measurements as text."""
 
     def message(self, text: str) -> None:
-        """One line worth telling a person."""
+        """Show one line of text to the user."""
 
 
 class Silent:
-    """Tells nobody."""
+    """A Progress that reports nothing."""
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None: ...
 

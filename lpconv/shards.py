@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank. A DTensor is met only where somebody imported them, which takes a second."""
+"""The part of a sharded tensor on this rank. Does not import DTensor, which takes a second, unless it is in use."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -17,22 +17,23 @@ def is_sharded(x: object) -> "TypeGuard[DTensor]":
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a DTensor on this rank, and any other tensor itself.
+    """The part of a DTensor on this rank; any other tensor unchanged.
 
-    It is the very tensor that FSDP2 reads: `to_local()` gives a view of a parameter's, and what is set on that is lost.
+    This is the tensor that FSDP2 reads. `to_local()` returns a view of a parameter, and attributes set on a view are
+    lost.
     """
     return x._local_tensor if is_sharded(x) else x
 
 
 def placed_like(x: Tensor, part: Tensor) -> Tensor:
-    """`part`, which this rank has of a tensor of the shape of `x`, placed as `x` is: a DTensor where that is one."""
+    """`part`, this rank's share of a tensor shaped like `x`, placed as `x` is: a DTensor if `x` is one."""
     if not is_sharded(x):
         return part
     return _placed(part, x.device_mesh, x.placements, x)
 
 
 def placed_on(mesh: "DeviceMesh", rows: Tensor, x: Tensor) -> "DTensor":
-    """The DTensor of the shape of `x`, contiguous, of which this rank of the mesh has these rows."""
+    """A contiguous DTensor of the shape of `x` over `mesh`, from the rows that this rank holds."""
     from torch.distributed.tensor import Shard
 
     return _placed(rows, mesh, (Shard(0),), x)
@@ -45,5 +46,5 @@ def _placed(part: Tensor, mesh: "DeviceMesh", placements: "tuple[Placement, ...]
 
 
 def gather_whole(x: Tensor) -> Tensor:
-    """A DTensor gathered, which every rank must ask for, and any other tensor itself."""
+    """The full tensor of a DTensor, which every rank must request; any other tensor unchanged."""
     return x.full_tensor() if is_sharded(x) else x

@@ -1,4 +1,4 @@
-"""Stdout kept for this program's own lines: libraries in other languages write there too."""
+"""Reserve stdout for lpconv's own output, because libraries in other languages write to it as well."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from typing import TextIO
 
 
 def own_stdout() -> TextIO:
-    """Where stdout leads; what libraries in other languages write there, past Python, goes to stderr from now on.
+    """A text stream to the current stdout; from now on, direct writes to file descriptor 1 go to stderr.
 
-    The tokenizers library, for one, reports an odd field of tokenizer.json in the middle of a JSON document. Where the
-    shell closed one of the two (``>&-``), what is written to it is lost.
+    The tokenizers library, for example, reports an unexpected field of tokenizer.json on stdout, in the middle of a
+    JSON document. If the shell closed stdout or stderr (``>&-``), writes to it are discarded.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

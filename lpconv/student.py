@@ -1,4 +1,4 @@
-"""Student's t distribution, for the intervals of small samples."""
+"""Student's t distribution, for confidence intervals of small samples."""
 
 import math
 
@@ -18,8 +18,11 @@ def t_quantile(freedom: int, confidence: float = 0.95) -> float:
 
 
 def _probability_within(angle: float, freedom: int) -> float:
-    """P(|T| ≤ √freedom · tan(angle)), exactly: the regularised incomplete beta function, which for whole degrees of
-    freedom is a finite sum (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    """P(|T| ≤ √freedom · tan(angle)), exactly.
+
+    The regularised incomplete beta function is a finite sum for integer degrees of freedom (Abramowitz & Stegun 26.7.3
+    and 26.7.4).
+    """
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = freedom % 2
     term, total = (cosine if is_odd else 1.0), 0.0

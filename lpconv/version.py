@@ -1,3 +1,3 @@
-"""The version of lpconv. It stands at the ground, so that nothing has to ask the whole package for it."""
+"""The version of lpconv, in a module without imports so that reading it does not import the package."""
 
 __version__ = "0.1.0"
