@@ -1,4 +1,4 @@
-"""Questions to a probe's records: what a format would lose where, which loss scale repairs it, which formats fit.
+"""What a format would lose in which tensors, which loss scale repairs it, and which formats fit, from a probe's record.
 
 All rates are exact (see `formats.histogram`); only signal-to-noise ratios are estimates. The loss scale multiplies the
 gradients and nothing else.
@@ -17,17 +17,17 @@ from lpconv.report.probe import brief_share, loss_sentence
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 from lpconv.scaled.critical import MAX_CREST
 
-MAX_UNDERFLOW = 1e-3  # of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
-MIN_SQNR_DB = 20.0  # a component of 1 % noise power; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
-HEADROOM = 2  # binades kept free above the largest gradient seen, for steps to come (arXiv 1710.03740 keeps 2 to 3)
-_MAX_LOG2_SCALE = 40  # the whole range of fp16; more would be no repair
+MAX_UNDERFLOW = 1e-3  # share of a tensor's elements: the threshold of adaptive loss scaling (arXiv 1910.12385)
+MIN_SQNR_DB = 20.0  # error power of 1 % of the signal's; e4m3fn on a Gaussian tensor in range gives 31 dB, e5m2 26
+HEADROOM = 2  # binades kept free above the largest recorded gradient, for later steps (arXiv 1710.03740 keeps 2 to 3)
+_MAX_LOG2_SCALE = 40  # the whole range of fp16; a larger factor would not help
 DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """What one format would do to one tensor at one loss scale."""
+    """Effect of one format on one tensor at one loss scale."""
 
     layer: str
     role: str
@@ -37,13 +37,13 @@ class Assessment:
 
     @property
     def lost(self) -> float:
-        """The share of elements that are flushed or overflow."""
+        """Share of elements that underflow to zero or overflow."""
         return self.rates.underflow + self.rates.overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatFit:
-    """The formats, of those asked about, that hold one tensor: as it is, and with a scale of its own (`own_scale`)."""
+    """The requested formats that fit one tensor, unscaled and scaled by `own_scale`."""
 
     layer: str
     role: str
@@ -52,7 +52,7 @@ class FormatFit:
 
 
 def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> Assessment:
-    """Return what `format` would do to one recorded tensor."""
+    """Return the effect of `format` on one recorded tensor."""
     scale = log2_loss_scale if tensor.role in GRADIENT_ROLES else 0
     rates = tensor.exponents.rates(format, log2_scale=scale)
     return Assessment(layer=tensor.layer, role=tensor.role, format=format, log2_loss_scale=scale, rates=rates)
@@ -65,10 +65,10 @@ def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tup
 
 
 def at_risk(result: ProbeResult) -> tuple[str, ...]:
-    """The operands of products that fp8 holds badly at one scale of their own, in words, worst first; then the cure.
+    """Descriptions of the operands that fp8 with one scale per tensor represents badly, worst first, and then a remedy.
 
-    Activations and weights in e4m3fn, gradients in e5m2. One element far above the rest meets one weight, whose
-    rounding nothing averages out.
+    Activations and weights are assessed in e4m3fn, gradients in e5m2. An element far above all others multiplies a
+    single weight, whose rounding error then does not average out.
     """
     found: list[tuple[float, str]] = []
     for t in result.tensors:
@@ -86,10 +86,10 @@ def at_risk(result: ProbeResult) -> tuple[str, ...]:
 
 
 def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScaleRecord:
-    """Return the smallest power of two from 1 up at which no gradient underflows by more than `max_underflow`.
+    """Return the smallest power of two, at least 1, at which no gradient underflows by more than `max_underflow`.
 
-    Where none does, or the headroom forbids it, the largest that the headroom allows (below 1 if need be). Raises
-    UsageError where no gradient was recorded.
+    If there is none within the headroom, return the largest that the headroom allows (below 1 if need be). Raises
+    UsageError if no gradient was recorded.
     """
     gradients = [t for t in result.tensors if t.role in GRADIENT_ROLES and t.exponents.num_nonzero]
     if not gradients:
@@ -112,11 +112,10 @@ def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: flo
 
 
 def own_scale(tensor: ProbedTensor, format: str) -> int:
-    """Return log2 of the largest power of two by which the tensor can be multiplied without overflow in `format`; 0 for
-    a tensor of zeros.
+    """Return log2 of the largest power-of-two scale without overflow in `format`; 0 for a tensor of zeros.
 
-    No block of the tensor is scaled less under the OCP MX rule (v1.0 §6.3), so that blocks of the format flush at most
-    as many elements as this scale does.
+    Under the OCP MX rule (v1.0 §6.3) every block of the tensor gets at least this scale, so blocks of the format flush
+    at most as many elements as this scale does.
     """
     h = tensor.exponents
     if h.num_nonzero == 0:
@@ -126,17 +125,18 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
 
 
 def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[FormatFit, ...]:
-    """Return, for each recorded tensor, which of `formats` hold it: no overflow, at most 0.1 % underflow and at least
-    20 dB.
+    """Return, for each recorded tensor, which of `formats` fit.
 
-    A scale of the tensor's own takes the place of the loss scale.
+    A format fits if nothing overflows, at most 0.1 % underflows, and the SQNR is at least 20 dB.
+
+    For `formats_scaled` the tensor's own scale replaces the loss scale.
     """
     names = tuple(formats)
     return tuple(fit(t, names, log2_loss_scale=log2_loss_scale) for t in result.tensors)
 
 
 def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> FormatFit:
-    """The same of one tensor."""
+    """Return which of `formats` fit one tensor; see `fits`."""
     plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in formats}
     scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in formats}
     return FormatFit(
@@ -152,9 +152,7 @@ def _next_to_nothing_lost(rates: Rates) -> bool:
 
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
-    """Describe one tensor in words: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1
-    %".
-    """
+    """Describe one tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
     found, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
     return loss_sentence(
         f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
@@ -188,9 +186,9 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
 
 
 def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, float] | None:
-    """log2 of the first power of two that brings the loss to 0.1 %, or else of the best one, where it helps at all.
+    """(log2 of the scale, share still lost) at the nearest scale with at most 0.1 % lost, or else at the best scale.
 
-    With it comes the share that is still lost there.
+    None if the loss is small already, or if no scale reduces it.
     """
     if found.lost <= MAX_UNDERFLOW:
         return None
@@ -205,7 +203,7 @@ def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, 
 
 
 def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
-    """Report what each of `formats` would do to every recorded tensor, at loss scale 1 and at the recommended one.
+    """Report the effect of each of `formats` on every recorded tensor, at loss scale 1 and at the recommended one.
 
     Raises UsageError for an unknown format and UnsupportedError for one that histograms do not resolve.
     """
@@ -231,7 +229,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
 
 
 def findings(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, tuple[str, ...]]:
-    """The worst tensors of each format in words, worst first; none where it loses nothing."""
+    """Descriptions of the worst tensors in each format, worst first; empty if the format loses nothing."""
     return {name: tuple(_findings(result, name)) for name in formats}
 
 
@@ -269,7 +267,7 @@ def _rates(tensor: ProbedTensor, name: str, log2_scale: int) -> FormatRates:
 
 
 def _check_format(name: str) -> None:
-    """Refuse names that are no format, with the nearest that is one, and block formats, which no histogram shows."""
+    """Reject unknown formats, with the nearest known name, and block formats, whose scales histograms do not show."""
     if name in BLOCK_FORMATS:
         raise UnsupportedError(
             f"`{name}` scales every block by its own values, which histograms of whole tensors do not show",
@@ -280,7 +278,7 @@ def _check_format(name: str) -> None:
 
 
 def loss_scales(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, LossScaleRecord]:
-    """The recommendation for each format, or none at all where no gradient was recorded."""
+    """The recommended loss scale for each format; empty if no gradient was recorded."""
     if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         return {}
     return {name: recommend_loss_scale(result, name) for name in formats}

@@ -1,4 +1,4 @@
-"""Batches for a probe: windows of a text, or of random ids without a tokenizer.
+"""Batches for a probe: windows of a text, or of random ids if there is no tokenizer.
 
 Letters in shapes: B batch, L sequence length.
 """
@@ -14,12 +14,12 @@ from lpconv.models.inputs import random_ids
 from lpconv.models.tasks import CLM, MLM, Task
 from lpconv.models.tokenizer import Tokens
 
-MASK_RATE = 0.15  # of the tokens, as in BERT (arXiv 1810.04805 §3.1); each becomes the mask token
+MASK_RATE = 0.15  # share of the tokens that the mask token replaces, as in BERT (arXiv 1810.04805 §3.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Keyword arguments of a model's forward pass, batch after batch, beginning again where the windows end."""
+    """Endless batches of keyword arguments for a model's forward pass; the windows repeat from the start."""
 
     tokens: Tokens
     task: Task
@@ -43,7 +43,7 @@ class Batches:
 
     def _masked(self, ids_BL: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         chosen_BL = torch.rand(ids_BL.shape, generator=generator) < MASK_RATE
-        chosen_BL[:, self.tokens.num_prefix] = True  # a batch without a label has no loss
+        chosen_BL[:, self.tokens.num_prefix] = True  # without any label a batch has no loss
         chosen_BL[:, : self.tokens.num_prefix] = False
         chosen_BL[:, ids_BL.shape[1] - self.tokens.num_suffix :] = False
         if self.tokens.mask_id is None:
@@ -54,5 +54,5 @@ class Batches:
 
 
 def random_tokens(*, windows: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
-    """Uniformly random ids."""
+    """Windows of uniformly random token ids."""
     return Tokens(windows=random_ids((windows, seq_len), vocab_size, seed=seed))

@@ -1,4 +1,4 @@
-"""A checkpoint probed: from a model's name to a record of its tensors."""
+"""Probe a checkpoint: from a model's name or path to a record of its tensors."""
 
 import dataclasses
 import importlib.metadata
@@ -34,12 +34,12 @@ from lpconv.version import __version__
 RANDOM_IDS = "random ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
-_COPIES_IN_MEMORY = 2  # weights, and their gradients or, before those, the values that the model is given
+_COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSetup:
-    """A model and the batches to run it on, and where both come from."""
+    """A model, the batches to run it on, and the origin of both."""
 
     checkpoint: Checkpoint
     opened: Opened
@@ -49,12 +49,12 @@ class ProbeSetup:
     data_words: str
 
     def loss(self, output: Any) -> Tensor:
-        """One scalar of what the model returns."""
+        """Scalar loss of the model's output."""
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
 def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> ProbeSetup:
-    """Open `model` and cut its text into batches. `hint` is for models that read no text."""
+    """Open `model` and cut its text into batches. `hint` is the hint of the error for models that do not read text."""
     checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()
     told.start("opening the model", 0)
@@ -86,7 +86,7 @@ def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint:
 def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
     """Run `model` forward and backward in fp32 on the CPU and record its tensors.
 
-    The record's options say what was run, in `facts`, and what to be careful about, in `warnings`.
+    In the record's options, `facts` describe the run, and `warnings` list doubts about it.
     """
     told = progress or Silent()
     prepared = prepare_run(model, options, told)
@@ -122,7 +122,7 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
 
 
 def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
-    """The windows to run, and what they are in words."""
+    """The windows to run and a description of them."""
     tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
         path, words = (options.data, options.data.name) if options.data else _embedded_text()
@@ -167,7 +167,7 @@ def _versions() -> dict[str, str]:
 def calibrate_checkpoint(
     model: Openable, options: ProbeOptions, *, progress: Progress | None = None
 ) -> dict[str, EdgeFactors]:
-    """The factors of `model`, measured in fp32 on the batches that a probe with `options` runs."""
+    """Measure the unit-scaling factors of `model` in fp32, on the batches that a probe with `options` runs."""
     told = progress or Silent()
     prepared = prepare_run(model, options, told)
     told.start("calibrating", 0)

@@ -1,4 +1,4 @@
-"""Where an optimizer's step means to take each weight: the same step in fp32, from what is stored and the gradient."""
+"""The exact update of an optimizer step: the same step in fp32, from the stored weights and the gradient."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -18,7 +18,7 @@ from lpconv.scaled.tensor import ScaledTensor
 
 @torch.no_grad()
 def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:
-    """All that is kept of a weight, as a new fp32 tensor: low parts, compensations and master copies included."""
+    """The value of a weight as a new fp32 tensor, including low parts, compensations and master copies."""
     if isinstance(p, DTensor):
         raise UnsupportedError("sharded parameters cannot be followed", hint="measure on one process, without FSDP")
     if isinstance(optimizer, LowPrecisionOptimizer):
@@ -31,11 +31,13 @@ def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:
 
 @torch.no_grad()
 def intended_updates(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """The fp32 change that the next step means to make to each parameter that has a gradient; changes nothing.
+    """The fp32 change, without rounding, that the next step would make to each parameter with a gradient.
 
-    Call it where `optimizer.step()` would come: gradients unscaled and clipped. For lpconv's optimizers the rule is
-    applied to the stored parts. Any other is copied, with its parameters, gradients and state in fp32, and the copy
-    takes the step; it must keep its state in tensors of the parameter's shape or smaller, as those of torch do.
+    Changes nothing.
+
+    Call it in place of `optimizer.step()`, with gradients unscaled and clipped. For lpconv's optimizers the rule is
+    applied to the stored parts. Any other optimizer is copied, with parameters, gradients and state in fp32, and the
+    copy takes the step; its state must be tensors of the parameter's shape or smaller, as in torch's optimizers.
     """
     if isinstance(optimizer, LowPrecisionOptimizer):
         return {
@@ -60,7 +62,8 @@ def _by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     twins = {p: _twin(optimizer, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     starts = {p: twin.detach().clone() for p, twin in twins.items()}
     shadow = object.__new__(type(optimizer))
-    # Not `step`, which a learning-rate scheduler wraps on the instance, and no hooks: nobody is to hear of this step.
+    # Not `step`, which a learning-rate scheduler wraps on the instance, and no hooks: this step must have no side
+    # effects.
     shadow.__dict__ = {name: value for name, value in vars(optimizer).items() if name != "step"}
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     shadow.param_groups = [
@@ -80,7 +83,7 @@ def _twin(optimizer: Optimizer, p: Tensor) -> Tensor:
 
 
 def _wide(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy with 16-bit tensors in fp32, without the master copy that the twin already is."""
+    """A copy of an optimizer state with 16-bit tensors in fp32, and without the master copy."""
     narrow = (torch.bfloat16, torch.float16)
     return {
         name: value.float() if isinstance(value, Tensor) and value.dtype in narrow else copy.deepcopy(value)

@@ -1,20 +1,19 @@
-"""Loss change allocation: which parameter lowered the loss, by how much, and what rounding took back.
+"""Loss change allocation: which parameter lowered the loss, by how much, and how much of that rounding undid.
 
 Lan, Liu, Zhou, Yosinski 2019 (arXiv 1909.01440). Along the straight line from θ to θ + Δ the loss changes by the path
 integral of its gradient, so parameter i is allotted
 
     A_i = Δ_i · ḡ_i,   ḡ = (g(θ) + 4 g(θ + Δ/2) + g(θ + Δ)) / 6        [Simpson's rule; the paper's RK4]
 
-and Σ_i A_i is the change of the loss, up to the error of the rule. A is negative where the parameter helped. The one
-point rule g(θ)·Δ will not do: it can be wrong by its own size and sign.
+and Σ_i A_i is the change of the loss, up to the error of the rule. A negative A lowered the loss. The one-point rule
+g(θ)·Δ is not enough: its error can be as large as the value and change its sign.
 
-What the paper does not have: Δ is what the optimizer meant to do plus what rounding made of it, Δ = D + R, where D is
-the same step in fp32 from what is stored. A is linear in Δ, so it splits into D·ḡ + R·ḡ, and the second is the loss
-that rounding cost.
+Beyond the paper: Δ = D + R, where D is the same step computed in fp32 from the stored values and R is the effect of
+rounding. A is linear in Δ, so it splits into D·ḡ + R·ḡ; the second term is the change of the loss due to rounding.
 
-Gradients are taken in fp32, on a plain twin of the model and a fixed set of batches: half of a step of one bf16 ulp is
-no bf16 number, and the loss in bf16 is coarser than its change. What is followed is all that is kept of a weight, low
-parts and master copies included; what the model reads may lag behind it.
+Gradients are computed in fp32, on a plain twin of the model and a fixed set of batches: half a step of one bf16 ulp is
+not a bf16 number, and a loss in bf16 is coarser than its change. The weights followed are the full stored values,
+including low parts and master copies; the values that the model reads may lag behind them.
 """
 
 import copy
@@ -38,7 +37,7 @@ from lpconv.scaled.tensor import ScaledTensor
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """What one parameter tensor did to the loss. `change` = intended + rounding; negative helped.
+    """The loss change due to one parameter tensor. `change` = intended + rounding; negative values lowered the loss.
 
     `helped` is the share of its moved elements whose own change is negative.
     """
@@ -51,18 +50,18 @@ class Allocation:
 
     @property
     def intended(self) -> float:
-        """What the step would have changed without rounding."""
+        """The loss change of the step without rounding."""
         return self.change - self.rounding
 
     @property
     def helped(self) -> float:
-        """Share of moved elements that lowered the loss; NaN where none moved."""
+        """Share of moved elements that lowered the loss; NaN if none moved."""
         return self.num_helped / self.num_moved if self.num_moved else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossChangeStep:
-    """One step, or several in a row. `segments` is the number of Simpson segments that it took."""
+    """The loss change of one step or of several consecutive steps, with the number of Simpson segments used."""
 
     step: int
     loss_before: float
@@ -77,28 +76,29 @@ class LossChangeStep:
 
     @property
     def rounding(self) -> float:
-        """What rounding added to it."""
+        """The change of the loss due to rounding."""
         return math.fsum(a.rounding for a in self.parameters)
 
     @property
     def rounding_share(self) -> float:
-        """Rounding's part of what was intended: 1 where rounding took back all of it; NaN where nothing was."""
+        """Share of the intended change that rounding undid: 1 if all of it; NaN if the intended change is 0."""
         intended = self.change - self.rounding
         return -self.rounding / intended if intended else math.nan
 
     @property
     def closure_error(self) -> float:
-        """|allotted - true change| over |true change|: the error of the integration. 0 where the loss did not move."""
+        """Integration error: |allotted - true change| / |true change|; 0 / 0 counts as 0."""
         true = self.loss_after - self.loss_before
         return abs(self.change - true) / abs(true) if true else float(bool(self.change))
 
 
-_RESOLUTION = 2.0**-20  # of the loss: smaller changes drown in the rounding of a mean over tokens in fp32
+_RESOLUTION = 2.0**-20  # relative to the loss: smaller changes drown in the rounding of a mean over tokens in fp32
 
 
 class LossChange:
-    """Loss change allocation of a training run; call `before_step` before each optimizer step, with gradients unscaled
-    and clipped.
+    """Loss change allocation of a training run.
+
+    Call `before_step` before each optimizer step, with gradients unscaled and clipped.
 
         lca = LossChange(model, optimizer, probe_batches)
         ...
@@ -106,10 +106,10 @@ class LossChange:
             optimizer.step()
         print(summarise(lca.steps).rounding_share)
 
-    `twin` is a plain fp32 model with the same parameter names, by default a copy of `model`; it is needed for models
-    made of scaled tensors. Its parameters are overwritten. Where a step's closure error is above `tolerance`, its
-    segments are doubled, up to `max_segments`. A step costs two gradients over all batches with one segment, three if
-    the step before it was not measured, and some ten fp32 copies of the parameters while it is measured.
+    `twin` is a plain fp32 model with the same parameter names, by default a copy of `model`; models of scaled tensors
+    need one. Its parameters are overwritten. If a step's closure error is above `tolerance`, its segments are doubled,
+    up to `max_segments`. A step with one segment costs two gradients over all batches, three if the previous step was
+    not measured. Measuring needs memory for about ten fp32 copies of the parameters.
     """
 
     def __init__(
@@ -142,25 +142,25 @@ class LossChange:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Around `optimizer.step()`."""
+        """Context manager around `optimizer.step()`."""
         self.before_step()
         yield
         self.after_step()
 
     def before_step(self) -> None:
-        """Remember where the weights are and where the step means to take them."""
+        """Store the current weights and the intended update."""
         updates = intended_updates(self._optimizer)
         zero = {n: torch.zeros(p.shape, device=p.device) for n, p in self._parameters.items() if p not in updates}
         intended = _flat(zero[n] if n in zero else updates[p] for n, p in self._parameters.items())
         self._start = self._kept(), intended
 
     def after_step(self) -> LossChangeStep:
-        """Allot the change of the loss since `before_step`; appended to `steps` as well."""
+        """Allocate the change of the loss since `before_step`; the result is also appended to `steps`."""
         if self._start is None:
             raise UsageError("after_step without before_step", hint="call before_step, then the optimizer, then this")
         (start, intended), self._start = self._start, None
         end = self._kept()
-        if not bool(intended.isfinite().all()):  # a step that overflowed is left out by whoever guards the optimizer
+        if not bool(intended.isfinite().all()):  # an overflowed step, which the loss scaler skips
             intended = torch.zeros_like(intended)
         first = self._last[1:] if self._last and torch.equal(self._last[0], start) else self._landscape.at(start)
         last = self._landscape.at(end)
@@ -197,10 +197,9 @@ class LossChange:
 
 
 def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
-    """Combine consecutive steps into one: allocations add up, and the loss goes from before the first to after the
-    last.
+    """Combine consecutive steps into one: allocations add up.
 
-    Raises `UsageError` for none and for steps that do not follow on one another, whose sum has no loss beside it.
+    Raises `UsageError` if `steps` is empty or not consecutive, because the sum then matches no change of the loss.
     """
     if not steps or any(a.loss_after != b.loss_before for a, b in itertools.pairwise(steps)):
         raise UsageError("these steps are not in a row", hint="measure every step of the stretch to be summarised")
@@ -241,7 +240,7 @@ def _added(name: str, same: Sequence[Allocation]) -> Allocation:
 
 
 class _Landscape:
-    """The loss and its gradient at any weights: the mean over fixed batches, in fp32, without dropout."""
+    """The loss and its gradient at given weights: the mean over fixed batches, in fp32, without dropout."""
 
     def __init__(self, twin: nn.Module, names: Iterable[str], batches: Sequence[Mapping[str, Any]]) -> None:
         self.twin, self.batches = twin.float().eval(), batches
@@ -253,7 +252,7 @@ class _Landscape:
         self.parameters = [known[n].requires_grad_() for n in names]
 
     def at(self, weights: Tensor) -> tuple[float, Tensor]:
-        """(loss, gradient as one flat vector) where the weights are the flat vector `weights`."""
+        """(loss, flat gradient vector) at the flat weight vector `weights`."""
         with torch.no_grad():
             for p, piece in zip(
                 self.parameters, torch.split(weights, [p.numel() for p in self.parameters]), strict=True
@@ -271,7 +270,7 @@ class _Landscape:
 
 
 class _Path:
-    """Composite Simpson's rule along a straight line; refining keeps every gradient taken so far."""
+    """Composite Simpson's rule along a straight line; refining reuses all gradients computed so far."""
 
     def __init__(
         self, landscape: _Landscape, start: Tensor, end: Tensor, first: tuple[float, Tensor], last: tuple[float, Tensor]
@@ -288,12 +287,12 @@ class _Path:
         return (self.ends + 2 * self.inner + 4 * self.middles) / (6 * self.segments)
 
     def closes(self, tolerance: float) -> bool:
-        """Whether the allotted change is the true one, up to the tolerance and the resolution of an fp32 loss."""
+        """Whether the allotted change equals the true one, up to the tolerance and the resolution of an fp32 loss."""
         error = abs(float(self.mean_gradient().double() @ self.delta.double()) - self.true_change)
         return error <= tolerance * abs(self.true_change) + _RESOLUTION * abs(self.loss)
 
     def refine(self) -> None:
-        """Halve the segments: their middles become inner points."""
+        """Halve the segments: their midpoints become inner points."""
         self.inner += self.middles
         self.segments *= 2
         self.middles = self._gradients_at([(2 * k + 1) / (2 * self.segments) for k in range(self.segments)])

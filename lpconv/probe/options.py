@@ -1,4 +1,4 @@
-"""What a probe is asked for, and where it goes. Plain Python."""
+"""Options of a probe, and the name of its result file. Plain Python."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +8,12 @@ from annotated_types import Ge
 
 from lpconv.options import AllowMissing, Force, Option, ResumedByBatch, Revision
 
-PROBE_FILE = "probe.json"  # in an output; says whose the folder is
+PROBE_FILE = "probe.json"  # in an output; marks the folder as a probe's
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """How to probe."""
+    """Options of `lpconv probe`."""
 
     data: Annotated[
         Path | None,

@@ -1,6 +1,6 @@
-"""What a probe saw, as a record that knows no format: any question about a format is asked of it afterwards.
+"""The record of a probe. It is independent of number formats, so any format can be assessed later.
 
-The record is the file `probe.json` of the folder that `lpconv probe` writes, beside a page about it.
+It is stored as `probe.json` in the folder that `lpconv probe` writes, next to an HTML report.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from lpconv.results import SCHEMA_VERSION, from_json
 from lpconv.results.documents import TensorRole
 from lpconv.storage.contents import read_json
 
-# In the order of a training step. Gradients are the roles that a loss scale multiplies.
+# In the order of a training step. A loss scale multiplies the gradient roles.
 ROLES = ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")
 GRADIENT_ROLES = ("grad_output", "grad_input", "weight_grad")
 
@@ -40,7 +40,7 @@ class ProbedTensor:
 class ProbeResult:
     """The record of a probe or of a tracked run.
 
-    `overhead` is the time that recording took, relative to the time without it.
+    `overhead` is the time spent recording divided by the time spent on everything else.
     """
 
     kind: str = "probe"
@@ -54,7 +54,7 @@ class ProbeResult:
 
 
 def read_probe(path: Path) -> ProbeResult:
-    """Read a probe record from a file. Raises InputError if it is missing or damaged."""
+    """Read a probe's record from a file. Raises InputError if it is missing or damaged."""
     document = read_json(path)
     if document.get("kind") != "probe":
         raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")

@@ -1,4 +1,4 @@
-"""`lpconv probe` as one call: measure a checkpoint, and publish the folder with the record and its page."""
+"""The whole of `lpconv probe`: measure a checkpoint, and publish a folder with the record and its report."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def run_probe(
     model: Openable, output: Path, options: ProbeOptions, *, progress: Progress
 ) -> "tuple[ProbeResult, ProbeReport]":
-    """Probe `model` into the folder `output`.
+    """Probe `model` and publish the folder `output`.
 
-    Raises OutputExistsError if `output` is taken, or another run writes it.
+    Raises OutputExistsError if `output` exists, or if another run is writing it.
     """
     check(options)
     check_free(output, force=options.force, marker=PROBE_FILE)
@@ -31,7 +31,7 @@ def run_probe(
     if options.data is not None:
         seq_len = usual_seq_len(checkpoint.config, options.seq_len)
         check_text(options.data, seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
-    # torch and transformers, which take seconds to import, from here on
+    # The imports below load torch and transformers, which takes seconds.
     from lpconv.probe.advice import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint
     from lpconv.report.html import html
@@ -47,7 +47,7 @@ def run_probe(
             write_factors(staging.directory, calibrate_checkpoint(checkpoint, options, progress=progress))
         answers = answer(result)
         write_small(staging.directory / "report.html", html(probe_document(answers)))
-        text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indented, it is all white space
+        text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indenting would multiply the size
         write_small(staging.directory / PROBE_FILE, text + "\n")
         staging.publish()
     return result, answers

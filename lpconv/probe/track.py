@@ -1,12 +1,12 @@
-"""Recording a model while it trains: `with track(model, every=50) as t: ...; print(t.table())`.
+"""Record a model while it trains: `with track(model, every=50) as t: ...; print(t.table())`.
 
-Histograms are taken where the tensors pass, so nothing is kept but counts. The hooks of a layer are put on at the
-beginning of a recorded step and taken off at the next, so that other steps pay for one hook on the whole model.
+Histograms are computed during the pass, so only counts are kept. The hooks of a layer are attached at the start of a
+recorded step and removed at the next step, so other steps pay for one hook on the whole model.
 
-The gradient of a layer's input is what this layer alone contributes, before autograd adds the other users of the same
-tensor, since that product is what a low-precision backward pass would round. To see it, each layer is handed a view of
-its input. Values are what the model computes: under autocast or in a bfloat16 model they have been rounded already. Of
-scaled tensors the data are recorded, since those are what a format must hold.
+The gradient of a layer's input is this layer's own contribution, before autograd adds the other users of the same
+tensor, because a low-precision backward pass would round that product. To see it, each layer receives a view of its
+input. Values are recorded as the model computes them: under autocast or in a bfloat16 model they are already rounded.
+Of scaled tensors the data are recorded, because the format has to hold those.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ from lpconv.probe.advice import table
 from lpconv.probe.record import ROLES, ProbedTensor, ProbeResult
 from lpconv.scaled.tensor import data_part
 
-_MAX_PENDING = 64  # counts that wait to be folded; with 16 threads 40 MiB
+_MAX_PENDING = 64  # counts waiting to be added up; 40 MiB with 16 threads
 
 
 def track(model: nn.Module, *, every: int = 50, fixed_weights: bool = False) -> "Tracker":
-    """A context manager that records every `every`-th forward pass of `model` and the backward pass that follows it.
+    """Return a context manager that records every `every`-th forward pass of `model` and its backward pass.
 
-    It records the layers that own a floating weight of two axes or more (Linear, GPT-2's Conv1D, embeddings,
-    convolutions). A weight used by several layers is recorded under the first. Forward passes without gradients are not
-    steps. Compiled modules do not call hooks: track the model before compiling it. With `fixed_weights`, a promise that
-    no weight changes inside, each is read once and counted again for every recorded step. (Nothing that torch keeps
-    tells so by itself: writing through `.data` leaves a tensor's version as it was.)
+    It records the layers that own a floating-point weight of at least two dimensions (Linear, GPT-2's Conv1D,
+    embeddings, convolutions). A weight shared by several layers is recorded under the first. Forward passes without
+    gradients are not counted as steps. Compiled modules do not call hooks: track the model before compiling it.
+    `fixed_weights` promises that no weight changes inside the context: each is then read once and counted for every
+    recorded step. (torch cannot tell: writing through `.data` does not change a tensor's version.)
     """
     if every < 1:
         raise UsageError(f"every={every}: a step can be recorded once at most", hint="pass 1 or more")
@@ -49,7 +49,7 @@ def track(model: nn.Module, *, every: int = 50, fixed_weights: bool = False) -> 
 
 
 class Tracker:
-    """Hooks on a model and the statistics they have collected; created by `track`."""
+    """Hooks on a model and the statistics that they collect; created by `track`."""
 
     def __init__(self, model: nn.Module, every: int, fixed_weights: bool) -> None:
         self.model = model
@@ -81,7 +81,7 @@ class Tracker:
             self._root.remove()
 
     def result(self) -> ProbeResult:
-        """What has been recorded, in the order of the model's layers."""
+        """Everything recorded so far, in the order of the model's layers."""
         self._fold()
         layers = [name for name, _ in _tracked_layers(self.model)]
         tensors = tuple(
@@ -100,12 +100,12 @@ class Tracker:
 
     @property
     def overhead(self) -> float:
-        """The time spent recording as a share of the rest of the time in the context."""
+        """Time spent recording divided by the rest of the time in the context."""
         rest = self._elapsed_s - self._recording_s
         return self._recording_s / rest if rest > 0 else 0.0
 
     def table(self, format: str = "fp16", *, log2_loss_scale: int = 0, limit: int = 10) -> str:
-        """What `format` would do to what was recorded, worst first, as lines of text."""
+        """The effect of `format` on the recorded tensors as lines of text, worst first."""
         return table(self.result(), format, log2_loss_scale=log2_loss_scale, limit=limit)
 
     def _begin_step(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -139,7 +139,7 @@ class Tracker:
     def _see_input(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-                return None  # token ids, or an input passed by name
+                return None  # token ids, or an input passed by keyword
             self._record_input(name, args[0])
             own = args[0].view_as(args[0])
             self._watch(own, name, "grad_input")
@@ -156,13 +156,13 @@ class Tracker:
         return hook
 
     def _watch(self, tensor: Tensor, name: str, role: str) -> None:
-        """Record the gradient of `tensor` when it comes, in this step."""
+        """Record the gradient of `tensor` when it is computed in this step."""
         if tensor.requires_grad:
             handle = tensor.register_hook(lambda grad: self._record(name, role, grad))  # type: ignore[no-untyped-call]
             self._layer_handles.append(handle)
 
     def _record_input(self, name: str, tensor: Tensor) -> None:
-        """Neighbours like the query, key and value layers share their input, which is counted once."""
+        """Record a layer's input. An input that several layers share (query, key, value) is counted once."""
         last = self._last_input
         with self._timed():
             if last is None or last[0]() is not tensor or last[1] != tensor._version:
@@ -198,7 +198,7 @@ class Tracker:
         start = time.perf_counter()
         nested = self._recording_s
         yield
-        self._recording_s = nested + time.perf_counter() - start  # time of records made inside is in there already
+        self._recording_s = nested + time.perf_counter() - start  # includes the time of nested records, once
 
 
 def _count(tensor: Tensor) -> Callable[[], ExponentHistogram]:
@@ -215,7 +215,7 @@ def _tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def model_loss(output: Any) -> Tensor:
-    """The loss that a transformers model computed itself; UsageError where it had no labels to compute one from."""
+    """The loss that a transformers model computed itself. Raises UsageError if it had no labels."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise UsageError("the model returned no loss", hint="put `labels` into the batches")
@@ -225,8 +225,8 @@ def model_loss(output: Any) -> Tensor:
 def target_loss(output: Any, *, seed: int) -> Tensor:
     """A loss for models without a language-model head: mean square distance of the first output to N(0, 1) targets.
 
-    The mean square of the output itself will not do: a final normalisation keeps it constant, so that its gradient is
-    nothing but rounding. The targets are the same in every step.
+    The mean square of the output alone would not work: a final normalisation keeps it constant, so its gradient is only
+    rounding noise. The targets are the same in every step.
     """
     found: Tensor = output[0]
     targets = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed))
@@ -241,11 +241,11 @@ def probe(
     every: int = 1,
     loss: Callable[[Any], Tensor] = model_loss,
 ) -> ProbeResult:
-    """Run `steps` batches (None: all) forward and backward, and record the tensors of every `every`-th.
+    """Run `steps` batches (None: all) forward and backward, and record the tensors of every `every`-th batch.
 
-    Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns, by default its own
-    loss, for which the batches need labels. Weights do not move; gradients are freed after each batch, and the model
-    keeps its training or evaluation mode. Raises UsageError without a batch or a loss.
+    Each batch holds the model's keyword arguments; `loss` computes a scalar from the model's output, by default the
+    model's own loss, which needs labels. Weights do not change; gradients are freed after each batch, and the model
+    keeps its training or evaluation mode. Raises UsageError if there is no batch or no loss.
     """
     losses = []
     with track(model, every=every, fixed_weights=True) as tracker:
