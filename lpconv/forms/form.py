@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component, Converted, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.ranges import block_ranges
 from lpconv.forms.stored import Side, Stored
 
 if TYPE_CHECKING:
@@ -136,6 +137,28 @@ class Form(Stored):
         """The first pass. `fused` read the weights that readers put into one matrix with this one, where the form has a
         scale that these share. Raises InputError where the values cannot have this form."""
         return self.conclude(list(over(self.look)), over, fused)
+
+    def side_for(self, weight: Tensor, *, importance: Tensor | None = None, fused: Sequence[Tensor] = ()) -> Side:
+        """Side tensors (scales, factors, counts) for a whole weight held in memory, the same as `measure` finds.
+
+        `importance`, fp32 [cols], weights the squared error of each column where scales are searched; without a search
+        it changes nothing. `fused` are the weights that share a scale with this one. Raises InputError as `measure`.
+        """
+        from lpconv.forms.blocks import Workspace
+
+        work = Workspace()
+
+        def over(whole: Tensor) -> Over:
+            flat = whole.reshape(-1)
+            ranges = list(block_ranges(flat.numel(), self.cols))
+            return lambda job: (job(flat[a:b], a, work) for a, b in ranges)
+
+        form = self if importance is None else self.with_importance(importance)
+        return form.measure(over(weight), [over(each) for each in fused]).side
+
+    def with_importance(self, importance: Tensor) -> Form:
+        """The form whose scale search weights the squared error of each column by `importance`, fp32 [cols]."""
+        return self
 
     def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
         """What the first pass wants to know of a block. Raises InputError as `measure` does."""
