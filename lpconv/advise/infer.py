@@ -24,6 +24,7 @@ from lpconv.convert.preview import decoded_tensors, noise_of_sample
 from lpconv.errors import LpconvError, finding
 from lpconv.models.inputs import example_inputs
 from lpconv.plan.job import Job, prepare
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, TensorRecord
 from lpconv.verify.logits import compare, outputs_of
@@ -42,7 +43,7 @@ _DOUBT = 4.0  # by which a gap that noise foretells must exceed the quality to b
 @contextmanager
 def job_of(subject: Subject, conversion: Conversion) -> Iterator[Job]:
     """A conversion understood and not begun, its source open."""
-    options = convert_options(conversion.settings, revision=subject.revision, verify="none")
+    options = fill_options(convert_options(conversion.settings, revision=subject.revision, verify="none"))
     job = prepare(subject.prepared.checkpoint, Path(conversion.name), options, headers_only=True)
     try:
         yield job

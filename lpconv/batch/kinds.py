@@ -18,7 +18,7 @@ from lpconv.bench.outcome import problem, read_bench
 from lpconv.errors import UsageError
 from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.settings import settings_of
+from lpconv.plan.settings import fill_options
 from lpconv.probe.options import ProbeOptions
 from lpconv.results import FinetuneResult, from_json
 from lpconv.storage.contents import read_json
@@ -55,7 +55,7 @@ def _fields(record: type[Any]) -> dict[str, Declared]:
 
 
 def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
-    return settings_of(make(ConvertOptions, settings)).options
+    return fill_options(make(ConvertOptions, settings))
 
 
 def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:

@@ -73,13 +73,13 @@ def convert(
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
     from lpconv.convert.shares import Part
-    from lpconv.plan.settings import settings_of
+    from lpconv.plan.settings import fill_options
     from lpconv.report.convert import convert_document, part_document, plan_document
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
-    settings = settings_of(options)
-    words = [options.scheme] if options.scheme else [settings.method.name, settings.format.name]
+    filled = fill_options(options)
+    words = [options.scheme] if options.scheme else [filled.method, str(filled.format)]
     target = output or str(output_of(output, model, *words))
     if dry_run:
         print_result(run.plan(model, target, options), plan_document, json=json)

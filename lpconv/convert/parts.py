@@ -20,6 +20,7 @@ from lpconv.machine import peak_rss_bytes
 from lpconv.plan.job import Job, check_disk, identity, open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import PlannedShard
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 from lpconv.storage.checkpoint import Openable
@@ -41,6 +42,7 @@ def convert_part(
     check_shareable(options)
     output = folder_for_parts(output)
     folder = part.folder(output)
+    options = fill_options(options)
     checkpoint = open_model(model, output, options)
     check_free(output, resume=True, force=options.force)
     if not (options.resume and (folder / MARKER).is_file()):

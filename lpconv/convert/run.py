@@ -17,7 +17,7 @@ from lpconv.plan.files import CARD, copy_side_files, model_side_files, write_met
 from lpconv.plan.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
-from lpconv.plan.settings import command_line, shaping_options
+from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.plan.tensor_records import planned_record
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
@@ -54,10 +54,11 @@ class _Asked:
 
 def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
     """What `convert` would do with the same arguments, from headers alone; nothing is written."""
+    options = fill_options(options)
     job = prepare(open_model(model, output, options), output, options, headers_only=True)
     try:
         return PlanResult(
-            method=job.plan.method.name,
+            method=job.plan.options.method,
             format=job.plan.format_name,
             output=job.url or str(job.output),
             source=source_record(job),
@@ -115,6 +116,7 @@ def _published(model: Openable, output: Path | str, options: ConvertOptions, ask
     if asked.finishing:
         check_shareable(options)
         output = folder_for_parts(output)
+    options = fill_options(options)
     checkpoint = open_model(model, output, options)
     _check_place(output, options)
     job = prepare(checkpoint, output, options)
@@ -224,7 +226,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
         problems = (*verify.problems, *inspect(staging.directory).problems)
         verify = dataclasses.replace(verify, passed=verify.passed and not problems, problems=problems)
     result = ConvertResult(
-        method=job.plan.method.name,
+        method=job.plan.options.method,
         format=job.plan.format_name,
         residual=job.plan.options.residual,
         output=job.url or str(job.output),

@@ -7,6 +7,7 @@ embedding. That this is what transformers builds is tested for each of them.
 from collections.abc import Mapping
 from typing import Any
 
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.compressed import LinearModules
 
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
@@ -82,6 +83,16 @@ def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None
     ends = {_EMBEDDING: (vocab, width), _HEAD: (vocab, width), "model.norm": (width,)}
     found: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in ends.items()}
     return found | {f"model.layers.{i}.{leaf}": shape for i in range(count) for leaf, shape in leaves.items()}
+
+
+def linears_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> LinearModules:
+    """The `Linear` modules of a checkpoint's model; builds an empty model only if the family is not a known one."""
+    known = known_linears(checkpoint.config, shapes)
+    if known is not None:
+        return known
+    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
+
+    return linear_modules(checkpoint, shapes)
 
 
 def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LinearModules | None:

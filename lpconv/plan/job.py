@@ -10,34 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.data import check_text, text_at
-from lpconv.errors import InputError, ResourceError
+from lpconv.errors import ResourceError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, Gate
-from lpconv.models.known import known_linears
+from lpconv.models.known import linears_of
 from lpconv.models.whole import check_whole
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
-from lpconv.plan.settings import settings_of
+from lpconv.plan.policy import form_type
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import LinearModules
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
 from lpconv.storage.staging import check_apart, folder_next_to
-from lpconv.storage.ties import tie_candidates
+from lpconv.storage.ties import find_ties
 from lpconv.storage.unchanged import Watch, watch, watched_files
 from lpconv.storage.urls import is_url
 from lpconv.version import __version__
 
 # Seconds that no size changes, of two cores: torch, pages and records; transformers and two small models.
 _REPORTING_S, _RUNNING_S = 0.8, 4.0
-_PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +63,7 @@ class Job:
 
 
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
-    """Open the source of a conversion; what names, options and headers can refuse is refused here, without torch."""
-    settings_of(options)
+    """Open the source of a conversion, without torch; refuses sources that names, headers and texts rule out."""
     if options.calibrate is not None:
         check_text(text_at(options.calibrate))
     checkpoint = open_readable(model, revision=options.revision)
@@ -76,13 +73,11 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
 
 
 def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
-    """Plan the conversion of a checkpoint from `open_model`, and open its tensors.
+    """Plan the conversion of a checkpoint from `open_model`, with filled options, and open its tensors.
 
     With `headers_only` the weights are not compared with the hashes that a hub promised. Raises everything that can be
     refused without reading them.
     """
-    settings = settings_of(options)
-    options, method = settings.options, settings.method
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     checkpoint = checkpoint.copied() if options.cache else checkpoint
     promised = {} if headers_only else checkpoint.check_promised()
@@ -95,19 +90,16 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         plain = dataclasses.replace(checkpoint, config=plain_config(checkpoint))
     try:
         infos = {n: e.info for n, e in source.entries.items()}
+        shapes = {n: info.shape for n, info in infos.items()}
         check_readable(Headers.of(plain.config, infos))
-        linears = _linears(plain, source) if method.form(options.layout).of_linears else None
         made = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},
-            method,
             options,
-            ties=_find_ties(source, plain.config),
-            metadata={"lpconv": __version__, "method": method.name},
-            linears=linears,
+            ties=find_ties(source, plain.config),
+            linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
         )
         output_config(plain, made)  # what it refuses, it refuses now
         memory = plan_memory(made, plain, gates, output=output, uploads=url is not None)
-        shapes = {n: info.shape for n, info in infos.items()}
         missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
@@ -125,47 +117,6 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         missing=missing,
         memory=memory,
     )
-
-
-def _find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
-    """Names that need no storage of their own, each with the name that keeps the weight.
-
-    Tensors that share storage in a `.bin` file are tied; embedding and head are where their bytes are equal and the
-    config does not say otherwise. Raises InputError where the config declares a tie and the bytes differ.
-    """
-    ties = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
-    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items() if n not in ties}
-    for candidate in tie_candidates(shapes, config):
-        if _equal_bytes(source, candidate.name, candidate.keep):
-            ties[candidate.name] = candidate.keep
-        elif candidate.declared:
-            raise InputError(
-                f"the config ties `{candidate.name}` to `{candidate.keep}`, but their values differ",
-                hint="set tie_word_embeddings to false in config.json if both are meant to be used",
-            )
-    return ties
-
-
-def _equal_bytes(source: Source, a: str, b: str) -> bool:
-    size = source.entries[a].info.num_bytes
-    left, right = bytearray(_PIECE), bytearray(_PIECE)
-    for start in range(0, size, _PIECE):
-        count = min(_PIECE, size - start)
-        for name, piece in ((a, left), (b, right)):
-            source.read_bytes(name, start, memoryview(piece)[:count])
-        if left[:count] != right[:count]:
-            return False
-    return True
-
-
-def _linears(checkpoint: Checkpoint, source: Source) -> LinearModules:
-    """What the layouts of others have to know of the model."""
-    known = known_linears(checkpoint.config, {n: e.info.shape for n, e in source.entries.items()})
-    if known is not None:
-        return known
-    from lpconv.models.empty import linear_modules  # transformers takes seconds to import
-
-    return linear_modules(checkpoint, source.entries)
 
 
 def disk_bytes(job: Job) -> int:

@@ -14,14 +14,14 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.inspect.defects import fused_groups
-from lpconv.methods import Method
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import check_matches
-from lpconv.plan.policy import decide
+from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.compressed import LinearModules
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.residual import RESIDUAL_FOLDER
+from lpconv.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,6 @@ class Plan:
     `linears` are the model's `Linear` modules, where the layout needs to know them.
     """
 
-    method: Method
     options: ConvertOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
@@ -123,7 +122,7 @@ class Plan:
 
     @property
     def format_name(self) -> str:
-        """The format that no rule changes, which `settings_of` has filled in."""
+        """The format that no rule changes, which `fill_options` has filled in."""
         assert self.options.format is not None
         return self.options.format
 
@@ -156,7 +155,7 @@ class Plan:
     @property
     def form(self) -> type[Form]:
         """The form that converted tensors have, or that decides which other one they get."""
-        return self.method.form(self.options.layout)
+        return form_type(self.options)
 
     @property
     def fingerprint(self) -> str:
@@ -172,11 +171,9 @@ class Plan:
 
 def make_plan(
     entries: Mapping[str, tuple[TensorInfo, str]],
-    method: Method,
     options: ConvertOptions,
     *,
     ties: Mapping[str, str],
-    metadata: Mapping[str, str],
     linears: LinearModules | None = None,
 ) -> Plan:
     """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
@@ -185,12 +182,12 @@ def make_plan(
     Raises UnsupportedError where a scale would take the name of a tensor that the source has, and where no reader opens
     what would be written; UsageError for a pattern that matches no tensor.
     """
-    suffixes = method.form(options.layout).suffixes
+    suffixes = form_type(options).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
     _check_free_names(taken)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_matches(pattern, entries)
-    planned = {n: _planned(info, method, options, ties.get(n), linears) for n, (info, _) in entries.items()}
+    planned = {n: _planned(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
     if linears is not None:
         _check_readable(planned, linears, options)
     _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
@@ -198,8 +195,8 @@ def make_plan(
     stored = [t for t in planned.values() if t.action != "tie"]
     groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
-    shards = tuple(_shard(n, g, options, metadata) for n, g in zip(names, groups, strict=True))
-    return Plan(method=method, options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
+    shards = tuple(_shard(n, g, options) for n, g in zip(names, groups, strict=True))
+    return Plan(options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
 
 
 def _check_free_names(taken: Sequence[str]) -> None:
@@ -210,12 +207,12 @@ def _check_free_names(taken: Sequence[str]) -> None:
 
 
 def _planned(
-    info: TensorInfo, method: Method, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
+    info: TensorInfo, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
 ) -> PlannedTensor:
     if tied_to is not None:
         kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
         return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
-    form, reason = decide(info, options, method, linears=linears)
+    form, reason = decide(info, options, linears=linears)
     return PlannedTensor(info=info, form=form, reason=reason)
 
 
@@ -275,9 +272,8 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _shard(
-    name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions, metadata: Mapping[str, str]
-) -> PlannedShard:
+def _shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions) -> PlannedShard:
+    metadata = {"lpconv": __version__, "method": options.method}
     stored = [(c, t) for t in tensors for c in t.root]
     stored.sort(key=lambda it: (*_order(*it), it[0].name))
     ordered = tuple(t for c, t in stored if c in t.form.data)

@@ -15,7 +15,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import grain_of
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
-from lpconv.methods import Method
+from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import matches
 from lpconv.storage.compressed import LinearModules
@@ -45,17 +45,20 @@ class _Decision:
     reason: str
 
 
-def decide(
-    info: TensorInfo, options: ConvertOptions, method: Method, *, linears: LinearModules | None = None
-) -> tuple[Form, str]:
+def form_type(options: ConvertOptions) -> type[Form]:
+    """The form that converted tensors get, or that decides which other one they get."""
+    return METHODS[options.method].form(options.layout)
+
+
+def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules | None = None) -> tuple[Form, str]:
     """The form that one tensor gets, and why. `options` have their defaults filled in.
 
     `linears` are the modules whose weights the layout has a form for, None where it has one for all. Raises
     UnsupportedError for several experts in one tensor, unless the options keep it.
     """
-    decision = _decide(info, options, method)
+    decision = _decide(info, options)
     fmt, reason = decision.format, decision.reason
-    kind, settings = method.form(options.layout), settings_for(options, linears, info.name)
+    kind, settings = form_type(options), settings_for(options, linears, info.name)
     if linears is not None and info.name in linears.fused and fmt is not None:
         block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
         raise UnsupportedError(
@@ -86,7 +89,7 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
     )
 
 
-def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decision:
+def _decide(info: TensorInfo, options: ConvertOptions) -> _Decision:
     if info.dtype not in _FLOATS:
         return _Decision(format=None, reason="not floating point" if info.dtype[0] != "F" else f"already {info.dtype}")
     if info.num_elements == 0:
@@ -94,14 +97,13 @@ def _decide(info: TensorInfo, options: ConvertOptions, method: Method) -> _Decis
     for pattern in options.exclude:
         if matches(pattern, info.name):
             return _Decision(format=None, reason=f"excluded by `{pattern}`")
-    wanted = FORMATS[options.format or method.default_format]
+    wanted = FORMATS[options.format or METHODS[options.method].default_format]
     for rule in options.rules:
         if matches(rule.pattern, info.name):
             return _by_rule(rule.pattern, rule.format)
     if options.include and not any(matches(p, info.name) for p in options.include):
         return _Decision(format=None, reason="not included")
-    holds_anything = method.form(options.layout).holds_anything
-    return _any_default(info, wanted) if holds_anything else _codes_default(info, wanted)
+    return _any_default(info, wanted) if form_type(options).holds_anything else _codes_default(info, wanted)
 
 
 def _by_rule(pattern: str, name: str) -> _Decision:

@@ -1,9 +1,8 @@
-"""What the options of a conversion come to: what they leave open is decided, and what does not fit is refused."""
+"""The options of a conversion with their defaults filled in; refuses those that do not fit together."""
 
 import dataclasses
 import math
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +20,6 @@ from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class PointBudget:
-    """What the points of a matrix may take: `bits` stored per element, scales and counts included; `most` a row."""
-
-    bits: float
-    most: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertSettings:
-    """What a conversion does: `options` with everything decided that they may leave open.
-
-    `options` have the names of what was decided filled in, so that records and locks can be made of them. `residual` is
-    there for pairs only, `budget` for points only.
-    """
-
-    options: ConvertOptions
-    method: Method
-    format: Format
-    residual: str | None
-    budget: PointBudget | None
 
 
 def with_scheme(options: ConvertOptions) -> ConvertOptions:
@@ -69,17 +45,17 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
 
 
-def settings_of(options: ConvertOptions) -> ConvertSettings:
-    """What `options` come to with their scheme and the method's defaults.
+def fill_options(options: ConvertOptions) -> ConvertOptions:
+    """The options with what their scheme means and the method's defaults: format, scale, residual or budget of points.
 
-    Raises UsageError for options that do not fit together.
+    Filled options are returned as they are. Raises UsageError for options that do not fit together.
     """
     options = with_scheme(options)
     method = find("method", options.method, METHODS)
     grain = _grain(options, method)
     fmt = method.format(options.format, grain)
     residual = _residual(method, fmt.name, options.residual)
-    budget = _budget(method, fmt, options.budget_bits, options.points_max)
+    budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
     for rule in options.rules:
         if rule.format != "keep":
@@ -94,15 +70,14 @@ def settings_of(options: ConvertOptions) -> ConvertSettings:
         _check_calibration(options, fmt.name, grain)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_pattern(pattern)
-    filled = dataclasses.replace(
+    return dataclasses.replace(
         options,
         format=fmt.name,
         residual=residual,
         scale=options.scale or _usual_scale(fmt, grain),
-        budget_bits=budget.bits if budget else None,
-        points_max=budget.most if budget else None,
+        budget_bits=budget_bits,
+        points_max=points_max,
     )
-    return ConvertSettings(options=filled, method=method, format=fmt, residual=residual, budget=budget)
 
 
 def shaping_options(options: ConvertOptions) -> dict[str, Any]:
@@ -211,13 +186,16 @@ def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain |
     raise UsageError(f"--calibrate: {words}", hint=hint)
 
 
-def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: int | None) -> PointBudget | None:
+def _budget(
+    method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
+) -> tuple[float | None, int | None]:
+    """The bits per element and the points of a row that multipoint may use; None and None for other methods."""
     if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
                 f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
             )
-        return None
+        return None, None
     budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
     points_max = POINTS_MAX if points_max is None else points_max
     if not fmt.storage_bits < budget_bits < math.inf:
@@ -227,4 +205,4 @@ def _budget(method: Method, fmt: Format, budget_bits: float | None, points_max: 
         )
     if not 1 <= points_max <= MAX_POINTS:
         raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
-    return PointBudget(bits=budget_bits, most=points_max)
+    return budget_bits, points_max

@@ -1,4 +1,4 @@
-"""Tied weights: input embedding and output head that are one matrix. Plain Python; comparing bytes is the caller's.
+"""Tied weights: input embedding and output head that are one matrix. Plain Python, without torch.
 
 A tie is seen in three ways: the head is simply not in the file (nothing to do), both share one storage in a `.bin`
 file, or both are written out. For the last case the names below say which pairs can be tied, and the config says
@@ -10,6 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lpconv.errors import InputError
+from lpconv.storage.source import Source
+
 # Input embeddings, the first found is the one that is kept; then heads that may be tied to it. Other embeddings are
 # tied to a shared one only: those of T5Gemma's encoder and decoder are two matrices, whatever its config ties.
 _SHARED = r"(^|\.)shared\.weight$"
@@ -20,6 +23,9 @@ _EMBEDDINGS = (
 _HEADS = r"(^|\.)(lm_head|embed_out|generator_lm_head|predictions\.decoder|lm_head\.decoder|vocab_projector)\.weight$"
 
 
+_PIECE = 2**22  # bytes of two tensors that are compared at a time
+
+
 @dataclass(frozen=True, kw_only=True)
 class TieCandidate:
     """`name` may be the same matrix as `keep`. `declared` is the config's word: True, or None where it is silent."""
@@ -27,6 +33,37 @@ class TieCandidate:
     name: str
     keep: str
     declared: bool | None
+
+
+def find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
+    """Names that need no storage of their own, each with the name that keeps the weight.
+
+    Tensors that share storage in a `.bin` file are tied; embedding and head are tied if their bytes are equal and the
+    config does not deny it. Raises InputError if the config declares a tie and the bytes differ.
+    """
+    ties = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
+    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items() if n not in ties}
+    for candidate in tie_candidates(shapes, config):
+        if _equal_bytes(source, candidate.name, candidate.keep):
+            ties[candidate.name] = candidate.keep
+        elif candidate.declared:
+            raise InputError(
+                f"the config ties `{candidate.name}` to `{candidate.keep}`, but their values differ",
+                hint="set tie_word_embeddings to false in config.json if both are meant to be used",
+            )
+    return ties
+
+
+def _equal_bytes(source: Source, a: str, b: str) -> bool:
+    size = source.entries[a].info.num_bytes
+    left, right = bytearray(_PIECE), bytearray(_PIECE)
+    for start in range(0, size, _PIECE):
+        count = min(_PIECE, size - start)
+        for name, piece in ((a, left), (b, right)):
+            source.read_bytes(name, start, memoryview(piece)[:count])
+        if left[:count] != right[:count]:
+            return False
+    return True
 
 
 def tie_candidates(

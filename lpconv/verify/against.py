@@ -17,7 +17,7 @@ from lpconv.plan.job import Job, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.plan.policy import settings_for
-from lpconv.plan.settings import settings_of
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress
 from lpconv.results import CalibrationRecord, ComparedTensor, SourceRecord, TensorRecord, VerifyResult, from_json
 from lpconv.storage.contents import read_json
@@ -53,7 +53,7 @@ def prepare_again(
         trust_remote_code=trust_remote_code,
     )
     try:
-        settings_of(options)
+        options = fill_options(options)
     except UsageError as e:
         raise InputError(f"the options in {MARKER}: {e.message}", hint="fetch the output again") from e
     return prepare(open_readable(against or recorded.name, revision=options.revision), directory, options)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from lpconv.convert import preview
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions
+from lpconv.plan.settings import fill_options
 from lpconv.storage.source import Source, read_range
 
 
@@ -22,7 +23,7 @@ def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
 
 
 def noise(model: str, **settings: Any) -> float:
-    options = ConvertOptions(**({"format": "e4m3fn"} | settings), verify="none")
+    options = fill_options(ConvertOptions(**({"format": "e4m3fn"} | settings), verify="none"))
     job = prepare(open_model(model, "out", options), "out", options, headers_only=True)
     try:
         return preview.noise_of_sample(job, elements=2**13)

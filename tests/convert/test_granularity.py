@@ -26,7 +26,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.plan.patterns import FormatRule
-from lpconv.plan.settings import command_line, settings_of, shaping_options
+from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
@@ -133,7 +133,7 @@ def test_integers_have_exact_scales_and_are_warned_of_powers_of_two(scale: str |
     planned = plan("demo", Path("unused"), asked)
     assert {t.format for t in planned.tensors if t.name == NAME} == {"int4"}
     assert any("--scale exact" in w for w in planned.warnings) == (taken == "pow2")
-    filled = settings_of(asked).options
+    filled = fill_options(asked)
     assert filled.scale == taken
     assert ("--scale" in command_line("demo", filled)) == (taken == "pow2")
 
@@ -252,7 +252,7 @@ def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> Non
 )
 def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        settings_of(ConvertOptions(**options))
+        fill_options(ConvertOptions(**options))
     assert message in f"{caught.value.message} {caught.value.hint}"
 
 
@@ -281,7 +281,7 @@ def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("lpconv.plan.settings.check", lambda options: None)  # of which it is no choice yet
 
     with pytest.raises(UsageError, match="layout `toy` does not hold unit in fp16") as refusal:
-        settings_of(ConvertOptions(layout="toy"))
+        fill_options(ConvertOptions(layout="toy"))
     assert refusal.value.hint == "use --layout lpconv; toy holds --format e4m3fn with --granularity 128x128 or mx"
 
 

@@ -24,7 +24,7 @@ from lpconv.inspect.headers import inspect
 from lpconv.mcf.multipoint import Points, decode
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.plan.patterns import FormatRule
-from lpconv.plan.settings import settings_of
+from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 from lpconv.verify.run import verify_output
@@ -263,4 +263,4 @@ def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> Non
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        settings_of(ConvertOptions(**{"method": "multipoint", **options}))  # type: ignore[arg-type]
+        fill_options(ConvertOptions(**{"method": "multipoint", **options}))  # type: ignore[arg-type]

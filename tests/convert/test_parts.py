@@ -21,6 +21,7 @@ from lpconv.errors import InputError, LpconvError, OutputExistsError, UsageError
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedShard
+from lpconv.plan.settings import fill_options
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.resolve import Resolved
 from lpconv.storage.staging import Staging
@@ -91,6 +92,7 @@ def test_weights_in_files_of_other_parts_share_their_scale(tmp_path: Path) -> No
 
 
 def _plan(model: str, output: Path, options: ConvertOptions) -> Plan:
+    options = fill_options(options)
     job = prepare(open_model(model, output, options), output, options)
     job.source.close()
     return job.plan

@@ -30,7 +30,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
 from lpconv.plan.options import LAYOUTS, ConvertOptions
 from lpconv.plan.patterns import FormatRule
-from lpconv.plan.settings import settings_of
+from lpconv.plan.settings import fill_options
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
@@ -80,7 +80,7 @@ _RESCALED: list[Options] = [
 
 def _asked(options: Options) -> tuple[str | None, ...]:
     """What `options` come to, without those that scale or divide otherwise. Raises UsageError for what is refused."""
-    o = settings_of(ConvertOptions(**options)).options
+    o = fill_options(ConvertOptions(**options))
     return o.method, o.format, o.residual, o.granularity, o.layout
 
 

@@ -9,7 +9,7 @@ from lpconv.cli.main import app
 from lpconv.errors import UsageError
 from lpconv.formats.grains import grain_of
 from lpconv.models.known import known_linears
-from lpconv.plan import ConvertOptions, settings_of
+from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
 from lpconv.plan.schemes import SCHEMES
 from lpconv.plan.settings import with_scheme
@@ -26,22 +26,19 @@ def options_of_scheme(name: str) -> ConvertOptions:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_bits_are_those_of_the_plan(name: str) -> None:
-    settings = settings_of(options_of_scheme(name))
+    options = fill_options(options_of_scheme(name))
     info = TensorInfo(name=WEIGHT, dtype="F32", shape=(ROWS, COLUMNS), begin=0, end=ROWS * COLUMNS * 4)
     linears = known_linears({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {WEIGHT: info.shape})
-    plan = make_plan(
-        {WEIGHT: (info, "model.safetensors")}, settings.method, settings.options, ties={}, metadata={}, linears=linears
-    )
+    plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=linears)
     (tensor,) = plan.tensors
     assert tensor.form.num_bytes * 8 / (ROWS * COLUMNS) == pytest.approx(SCHEMES[name].bits, abs=0.006)
 
 
 @pytest.mark.parametrize("name", [n for n, s in SCHEMES.items() if s.options.get("layout") == "compressed-tensors"])
 def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
-    options = options_of_scheme(name)
-    settings = settings_of(options)
-    grain = grain_of(settings.options.granularity)
-    preset = preset_of(settings.format.name, grain, calibrated=options.calibrate is not None)
+    options = fill_options(options_of_scheme(name))
+    grain = grain_of(options.granularity)
+    preset = preset_of(str(options.format), grain, calibrated=options.calibrate is not None)
     assert preset is not None
     assert preset.name == name
 
@@ -63,7 +60,7 @@ def test_a_scheme_equals_its_options_written_out() -> None:
 )
 def test_contradictions_are_refused(options: ConvertOptions) -> None:
     with pytest.raises(UsageError):
-        settings_of(options)
+        fill_options(options)
 
 
 def test_the_command_line_converts_by_scheme_and_lists_schemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
