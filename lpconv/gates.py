@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -140,6 +140,13 @@ BENCH_GATES = GateTable[BenchRow](
     },
     example="speedup>=1.2",
 )
+
+
+GATES: Mapping[str, GateTable[Any]] = {
+    "convert": CONVERT_GATES,
+    "finetune": FINETUNE_GATES,
+    "bench": BENCH_GATES,
+}
 
 
 def check_rows(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRecord, ...]:

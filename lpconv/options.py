@@ -266,6 +266,18 @@ size_option = functools.partial(
     Option, metavar="SIZE", parse=parse_size, given=int | str, expects="a size", example="4GB, 512MiB or 1000000"
 )
 
+
+def gate_option(help: str, *, kind: str) -> Option:
+    """Option for conditions on the result of a conversion, fine-tuning or bench: `kind` is a key of `gates.GATES`."""
+
+    def parse(text: str) -> str:
+        from lpconv.gates import GATES  # with the records of all results, which `--help` does without
+
+        return GATES[kind].parse(text).expression
+
+    return Option(help, flag="gate", metavar="CONDITION", parse=parse, judges=True)
+
+
 # How several processes train one model: each has a full copy (DistributedDataParallel) or a part (fully_shard).
 PARALLEL = ("ddp", "fsdp2")
 

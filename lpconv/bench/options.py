@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, COMPILE_MODES, MODES
 from lpconv.errors import UsageError
-from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch
+from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, gate_option
 
 # Options by their panel in the help; those with `panel=None` come first, in one that most people need.
 _what = functools.partial(Option, panel="What to measure")
@@ -23,12 +23,6 @@ def _device(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise UsageError(f"unknown device `{text}`", hint="cpu, cuda or cuda:N")
     return text
-
-
-def _gate(text: str) -> str:
-    from lpconv.gates import BENCH_GATES  # with the records of all results, which `--help` does without
-
-    return BENCH_GATES.parse(text).expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +134,7 @@ class BenchOptions:
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        _check(
-            "Condition on every row, such as 'speedup>=1.2'",
-            judges=True,
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-            panel=None,
-        ),
+        gate_option("Condition on every row, such as 'speedup>=1.2'", kind="bench"),
     ] = ()
     command: Annotated[str | None, Option("Command that the result names", only="caller", of_run=True)] = None
     allow_missing: AllowMissing = False

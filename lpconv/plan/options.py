@@ -11,7 +11,17 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, grain_of
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import LPCONV, METHODS
-from lpconv.options import AllowMissing, Force, Option, Resume, Revision, TrustRemoteCode, check, size_option
+from lpconv.options import (
+    AllowMissing,
+    Force,
+    Option,
+    Resume,
+    Revision,
+    TrustRemoteCode,
+    check,
+    gate_option,
+    size_option,
+)
 from lpconv.plan.patterns import FormatRule, parse_rule
 from lpconv.plan.schemes import SCHEMES
 
@@ -28,12 +38,6 @@ _WHAT, _HOW = "What to write", "How to run"
 _what = functools.partial(Option, panel=_WHAT, shapes_output=True)
 _check = functools.partial(Option, panel="Checks")
 _how = functools.partial(Option, panel=_HOW, of_run=True)
-
-
-def _gate(text: str) -> str:
-    from lpconv.gates import CONVERT_GATES  # with the records of all results, which `--help` does without
-
-    return CONVERT_GATES.parse(text).expression
 
 
 def _granularity(name: str) -> str:
@@ -142,14 +146,7 @@ class ConvertOptions:
     ] = "auto"
     gates: Annotated[
         tuple[str, ...],
-        _check(
-            "Publish only if this holds, such as 'sqnr>=25'",
-            judges=True,
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-            panel=None,
-        ),
+        gate_option("Publish only if this holds, such as 'sqnr>=25'", kind="convert"),
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False
@@ -181,7 +178,7 @@ class VerifyOptions:
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        Option("Condition to pass, such as 'top1>=0.99'", flag="gate", metavar="CONDITION", parse=_gate),
+        gate_option("Condition to pass, such as 'top1>=0.99'", kind="convert"),
     ] = ()
     data: Annotated[
         Path | None,

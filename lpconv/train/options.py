@@ -10,7 +10,18 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Lt
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.options import PARALLEL, AllowMissing, Force, Group, Option, Resume, Revision, check, size_option
+from lpconv.options import (
+    PARALLEL,
+    AllowMissing,
+    Force,
+    Group,
+    Option,
+    Resume,
+    Revision,
+    check,
+    gate_option,
+    size_option,
+)
 from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
@@ -39,12 +50,6 @@ _data = functools.partial(Option, panel="Data")
 _TRAINING = "Training"
 _train = functools.partial(Option, panel=_TRAINING)
 _check = functools.partial(Option, panel="Twin and diagnostics")
-
-
-def _gate(text: str) -> str:
-    from lpconv.gates import FINETUNE_GATES  # with the records of all results, which `--help` does without
-
-    return FINETUNE_GATES.parse(text).expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +224,7 @@ class FinetuneOptions:
     ] = False
     gates: Annotated[
         tuple[str, ...],
-        _check(
-            "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'",
-            panel=None,
-            judges=True,
-            flag="gate",
-            metavar="CONDITION",
-            parse=_gate,
-        ),
+        gate_option("Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'", kind="finetune"),
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False
