@@ -1,7 +1,7 @@
 """Rounding to a number format: the reference that every fast path is tested against.
 
-Everything is computed in float64, which holds every input dtype and every format here exactly, so that each step below
-is exact but the one that rounds. What the special values become:
+Everything is computed in float64, which represents every input dtype and every format here exactly, so only the
+rounding step is inexact. Special values:
 
 | x                                      | overflow="saturate" | "inf" | "nan" |
 |----------------------------------------|---------------------|-------|-------|
@@ -9,15 +9,15 @@ is exact but the one that rounds. What the special values become:
 | ±Inf                                   | ±largest            | ±Inf  | NaN   |
 | finite, rounds beyond the largest      | ±largest            | ±Inf  | NaN   |
 | finite beyond it, toward zero          | ±largest, as in IEEE 754-2019 §7.4, under all three |||
-| rounds to zero                         | zero of x's sign; +0 where the format has no -0     |||
+| rounds to zero                         | zero of x's sign; +0 if the format has no -0        |||
 | e8m0fnu: zero, or rounds to zero       | its smallest number, 2^-127 (it has no zero)        |||
 | e8m0fnu: negative                      | NaN (it has no sign)                                |||
 
-NaN stays NaN in the result even where the format has no code for it (fp6, fp4): hiding it here would hide it for good,
-and `encode` refuses it. "inf" and "nan" need a format that has such codes.
+NaN stays NaN in the result even if the format has no code for NaN (fp6, fp4): hiding it here would hide it for good.
+`encode` refuses such values. "inf" and "nan" need a format with such codes.
 
-"Largest" is the largest number that the format and x's dtype both hold: 65280, not 65504, for fp16 in a bfloat16
-tensor. So a result is always a number of both, and casting twice is casting once.
+"Largest" is the largest number that both the format and x's dtype can represent: 65280, not 65504, for fp16 in a
+bfloat16 tensor. A result is therefore always a number of both, and casting twice equals casting once.
 """
 
 import math
@@ -46,13 +46,13 @@ def cast(
     """Round `x` to `format` and return the values in the dtype, shape and device of `x`.
 
     `rounding` is "nearest" (ties to even), "toward_zero" or "stochastic" (to one of the two neighbours, with
-    probabilities that make the mean x; drawn from `generator`). Numbers of the format come back unchanged. The special
-    values are in the table of this module.
+    probabilities that make the mean x; drawn from `generator`). Numbers of the format are returned unchanged. For
+    special values see the table of this module.
 
-    The gradient is the identity (straight-through), for saturated elements too.
+    The gradient is the identity (straight-through), also for saturated elements.
 
     Raises UsageError for an unknown format or option, a dtype other than float64, float32, bfloat16 or float16, and an
-    overflow rule that the format has no code for.
+    overflow rule that needs a code the format lacks.
     """
     spec = check_cast(x, format, rounding, overflow)
     with torch.no_grad():
@@ -69,9 +69,9 @@ def cast(
 
 
 def _round(x64: Tensor, spec: Format, rounding: Rounding, generator: torch.Generator | None) -> Tensor:
-    """`x64` on the format's grid, as if exponents had no upper end."""
-    # floor(log2|x|) from the exponent field. Zero and float64's subnormals give -1023 and rise to the format's minimum;
-    # Inf and NaN give 1024, lowered so that the step stays finite and they come out as they went in.
+    """Round `x64` to the format's grid, ignoring its largest exponent."""
+    # floor(log2|x|) from the exponent field. Zero and float64's subnormals give -1023, raised to the format's minimum;
+    # Inf and NaN give 1024, lowered so that the step stays finite and leaves them unchanged.
     exponent = (x64.view(torch.int64) >> 52).bitwise_and_(0x7FF).sub_(1023)
     exponent.clamp_(min=spec.min_exponent, max=1023).sub_(spec.mantissa_bits)
     step = exponent.add_(1023).bitwise_left_shift_(52).view(torch.float64)
@@ -98,7 +98,7 @@ def _overflow(rounded: Tensor, x: Tensor, spec: Format, rounding: Rounding, over
 
 
 def largest(format: str | Format, dtype: torch.dtype) -> float:
-    """The largest number that both `format` and `dtype` hold, e.g. 65280 for fp16 in bfloat16."""
+    """The largest number that both `format` and `dtype` can represent, e.g. 65280 for fp16 in bfloat16."""
     spec, info = get_format(format), torch.finfo(dtype)
     top = min(spec.max, info.max)
     step = math.ldexp(max(spec.eps, info.eps), math.frexp(top)[1] - 1)
@@ -106,13 +106,13 @@ def largest(format: str | Format, dtype: torch.dtype) -> float:
 
 
 def smallest(format: str | Format, dtype: torch.dtype) -> float:
-    """The smallest positive number that both `format` and `dtype` hold."""
+    """The smallest positive number that both `format` and `dtype` can represent."""
     spec, info = get_format(format), torch.finfo(dtype)
     return max(spec.min_subnormal, info.smallest_normal * info.eps)
 
 
 def check_cast(x: Tensor, format: str | Format, rounding: str, overflow: str) -> Format:
-    """The format as a value, once every argument of a cast is known to be one that it can serve."""
+    """Check the arguments of a cast and return the format as a `Format`."""
     spec = get_format(format)
     if x.dtype not in _DTYPES:
         raise UsageError(
@@ -149,7 +149,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        """Nothing to keep: the gradient does not depend on the values."""
+        """Saves nothing: the gradient does not depend on the values."""
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:

@@ -1,8 +1,8 @@
-"""Codes: the bits that stand for the numbers of a format, packed where a code is shorter than a byte.
+"""Codes: the bit patterns of a format's numbers, packed if a code is shorter than a byte.
 
 A format of 8 bits or more is stored as its torch dtype (tf32, which has none, as float32). fp4 and int4 pack two codes
-into a byte, the first in the low half, as torch's `float4_e2m1fn_x2` does; fp6 packs four codes into three bytes, the
-first in the lowest bits of the first byte. Packing runs along the last axis.
+into a byte, the first in the low half, like torch's `float4_e2m1fn_x2`; fp6 packs four codes into three bytes, the
+first in the lowest bits of the first byte. Codes are packed along the last axis.
 """
 
 import torch
@@ -12,7 +12,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.formats.cast import Overflow, Rounding, cast
 from lpconv.formats.spec import Format, get_format
 
-_PER_GROUP = {4: (2, 1), 6: (4, 3)}  # bits of a code: codes and bytes of the smallest group that fills whole bytes
+_PER_GROUP = {4: (2, 1), 6: (4, 3)}  # bits of a code: (codes, bytes) of the smallest group that fills whole bytes
 
 
 def encode(
@@ -26,8 +26,8 @@ def encode(
     """Return the codes of `cast(x, ...)`, in `code_dtype(format)` and of shape `code_shape(format, x.shape)`.
 
     In formats of 8 bits or fewer every NaN becomes `Format.nan_code`, without a sign, since processors differ on the
-    signs of NaN. Raises InputError where x has NaN and the format has none, and UsageError as `cast` does, or where fp4
-    or fp6 codes do not fill whole bytes.
+    signs of NaN. Raises InputError if x has NaN and the format has none, and UsageError like `cast`, or if fp4 or fp6
+    codes do not fill whole bytes.
     """
     spec = get_format(format)
     shape = code_shape(spec, x.shape)
@@ -41,9 +41,10 @@ def encode(
 
 
 def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values of `codes` in `dtype`, unpacked; the inverse of `encode`.
+    """Return the unpacked values of `codes` in `dtype`; the inverse of `encode`.
 
-    Exact in every dtype that holds the format's numbers; bytes are accepted for every format of 8 bits or fewer.
+    Exact in every dtype that can represent the format's numbers. For formats of 8 bits or fewer, codes may also be
+    uint8.
     """
     spec = get_format(format)
     if codes.dtype not in (code_dtype(spec), torch.uint8) or (codes.dtype == torch.uint8 and spec.storage_bits > 8):
@@ -55,7 +56,7 @@ def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float
 
 
 def code_dtype(format: str | Format) -> torch.dtype:
-    """The dtype that codes are stored in: the format's own, bytes for fp6 and integers, float32 for tf32."""
+    """Storage dtype of codes: the format's own dtype, uint8 for fp6 and integers, float32 for tf32."""
     spec = get_format(format)
     if spec.torch is None:
         return torch.uint8 if spec.storage_bits <= 8 else torch.float32
@@ -64,7 +65,7 @@ def code_dtype(format: str | Format) -> torch.dtype:
 
 
 def code_shape(format: str | Format, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the codes of a tensor of `shape`; UsageError where the last axis does not fill whole bytes."""
+    """Shape of the codes of a tensor of `shape`. Raises UsageError if the last axis does not fill whole bytes."""
     spec = get_format(format)
     if spec.storage_bits not in _PER_GROUP:
         return tuple(shape)
@@ -78,7 +79,7 @@ def code_shape(format: str | Format, shape: torch.Size | tuple[int, ...]) -> tup
 
 
 def code_values(format: str | Format) -> Tensor:
-    """What each code of a format of at most 8 bits stands for, in float64: element i is the value of code i."""
+    """Value of every code of a format of at most 8 bits, in float64: element i is the value of code i."""
     spec = get_format(format)
     codes = torch.arange(2**spec.bits)
     negative = codes >= 2 ** (spec.bits - int(spec.has_sign))
@@ -102,10 +103,10 @@ def code_values(format: str | Format) -> Tensor:
 
 
 def _codes(values: Tensor, spec: Format) -> Tensor:
-    """The codes of numbers of the format, one a byte."""
+    """The codes of numbers of the format, one per byte."""
     exponent = (((values.view(torch.int64) >> 52) & 0x7FF) - 1023).clamp(spec.min_exponent, spec.max_exponent)
     step = ((exponent - spec.mantissa_bits + 1023) << 52).view(torch.float64)
-    steps = (values.abs() / step).nan_to_num(0.0, 0.0).long()  # the significand as an integer, hidden one included
+    steps = (values.abs() / step).nan_to_num(0.0, 0.0).long()  # the significand as an integer, with its hidden one
     first = spec.min_exponent if spec.has_zero else spec.min_exponent + 1
     codes = ((exponent - first) << spec.mantissa_bits) + steps
     if spec.inf_code is not None:

@@ -1,8 +1,8 @@
-"""Granularities as values: what of a weight has a scale of its own. Plain Python, as `spec.py`.
+"""Granularities as values: the part of a weight that shares a scale. Plain Python, without torch.
 
-A tile is some rows by some columns of a weight, seen as rows along its last axis; all its elements share a scale. A
-granularity also says in what the scales are: fp32 numbers, powers of two in a byte (e8m0: OCP MX 1.0), or e4m3fn beside
-one more scale for the whole tensor (NVFP4).
+A tile is a block of rows and columns of a weight, viewed as a matrix whose rows run along the last axis; all elements
+of a tile share a scale. A granularity also defines how scales are stored: as fp32 numbers, powers of two in a byte
+(e8m0: OCP MX 1.0), or e4m3fn with one more scale for the whole tensor (NVFP4).
 """
 
 import re
@@ -16,10 +16,10 @@ TENSOR = "tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class Grain:
-    """`tile` are the rows and columns that share a scale, 0 for all of them.
+    """A scale granularity. `tile` is (rows, columns) that share a scale; 0 means all of them.
 
-    `formats` are those that it is for, the first its default; none where it takes any that a method writes with one
-    scale. `scale_dtype` is F32, U8 (exponents of two, biased by 127) or F8_E4M3, as safetensors names them.
+    `formats` lists the formats that it supports, the default first; empty means any format that a method writes with
+    one scale. `scale_dtype` is F32, U8 (exponents of two, biased by 127) or F8_E4M3, as safetensors names them.
     """
 
     name: str
@@ -29,32 +29,34 @@ class Grain:
 
     @property
     def words(self) -> str:
-        """What has a scale, for people: "a scale per row"."""
+        """A description for reports, such as "a scale per row"."""
         rows, cols = self.tile
         return f"a scale per {'row' if not cols else f'{cols} of a row' if rows == 1 else f'{rows} x {cols}'}"
 
     @property
     def has_factor(self) -> bool:
-        """Whether one more scale is the tensor's. It divides, as compressed-tensors has it."""
+        """Whether the tensor has one more scale, which divides, as in compressed-tensors."""
         return self.scale_dtype == "F8_E4M3"
 
     @property
     def is_fitted(self) -> bool:
-        """Whether scales map the largest magnitude of a tile to the format's largest number, for formats of few
-        exponents; the others are the root mean square, as those of a tensor."""
+        """Whether scales map a tile's largest magnitude to the largest number, as formats with few exponents need.
+
+        Otherwise a scale is the root mean square of its tile.
+        """
         return bool(self.formats)
 
     def sizes(self, rows: int, cols: int) -> tuple[int, int]:
-        """Rows and columns of a tile in a matrix."""
+        """Rows and columns of a tile in a matrix of `rows` by `cols`."""
         return self.tile[0] or max(rows, 1), self.tile[1] or max(cols, 1)
 
     def grid(self, rows: int, cols: int) -> tuple[int, int]:
-        """How many tiles lie below and beside each other in a matrix; the last ones may be smaller."""
+        """Number of tiles along the rows and columns of a matrix; the last ones may be smaller."""
         height, width = self.sizes(rows, cols)
         return -(-rows // height), -(-cols // width)
 
 
-# OCP Microscaling Formats (MX) 1.0; NVFP4 as in NVIDIA's recipe for Blackwell; 128 x 128 as DeepSeek-V3 has it.
+# OCP Microscaling Formats (MX) 1.0; NVFP4 as in NVIDIA's recipe for Blackwell; 128 x 128 as in DeepSeek-V3.
 GRAINS: dict[str, Grain] = {
     g.name: g
     for g in (
@@ -66,11 +68,11 @@ GRAINS: dict[str, Grain] = {
 }
 _GROUP = re.compile(r"group:([1-9][0-9]{0,5})")
 _INTEGERS = ("int4", "int8")
-_WORD = 8  # numbers of 4 bits in a word, of which groups are whole multiples
+_WORD = 8  # 4-bit numbers per 32-bit word; a group fills whole words
 
 
 def known_grain(name: str) -> Grain | None:
-    """The granularity called so, None where there is none. ``group:N`` are N numbers of a row."""
+    """The granularity called `name`, or None if it is unknown. ``group:N`` means N elements of a row."""
     group = _GROUP.fullmatch(name)
     if group is None or int(group[1]) % _WORD:
         return GRAINS.get(name)
@@ -78,14 +80,17 @@ def known_grain(name: str) -> Grain | None:
 
 
 def grain_for(format_name: str) -> str | None:
-    """A granularity that is for a format, None where there is none."""
+    """The default granularity of a format that needs one, or None."""
     named = (g.name for g in GRAINS.values() if format_name in g.formats)
     return next(named, "group:128" if format_name in _INTEGERS else None)
 
 
 def grain_of(name: str) -> Grain | None:
-    """The granularity called so, None for ``tensor``. Raises UsageError, with the nearest, for an unknown one."""
-    found = known_grain(name)
-    if found is None and name.startswith("group"):
+    """The granularity called `name`, or None for ``tensor``.
+
+    Raises UsageError, with the nearest known name, if it is unknown.
+    """
+    grain = known_grain(name)
+    if grain is None and name.startswith("group"):
         raise UsageError(f"unknown granularity `{name}`", hint=f"groups are of multiples of {_WORD}, such as group:128")
-    return found if found or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:N": None})
+    return grain if grain or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:N": None})

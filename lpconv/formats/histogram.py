@@ -1,16 +1,17 @@
-"""Exponent histograms that know no format, and what any format would do to the tensor, counted exactly.
+"""Exponent histograms that are independent of the format, with exact counts of what any format would do to the tensor.
 
-A histogram per power of two cannot give exact rates: what a format flushes, leaves subnormal or overflows is decided at
-ties between its numbers. With m mantissa bits and rounding to nearest even, |x| is
+One bin per power of two cannot give exact rates: whether a format flushes an element, makes it subnormal or overflows
+is decided at ties between its numbers. With m mantissa bits and rounding to nearest even, |x| is
 
-    flushed to zero   up to min_subnormal / 2, a power of two, that tie included
+    flushed to zero   up to and including min_subnormal / 2, a power of two
     subnormal         from there to below (2 - 2^-m) · 2^(min_exponent - 1), a tie that goes up to 2^min_exponent
     beyond the range  from half a step above the largest number; the tie goes up unless that number is even (448)
 
-whatever power of two multiplies it. So each binade is cut at the sixteenths, each of them a bin of its own apart from
-the open interval above it, and the last interval at 2 - 2^-5 ... 2 - 2^-11: 39 bins that hold every edge of every
-format of up to 10 mantissa bits. One histogram answers "what if e5m2, at loss scale 2^7?" for good. The
-signal-to-noise ratio is an estimate: it takes the values in a bin as evenly spread.
+and a power-of-two scale only shifts the exponent. So each binade is cut at the sixteenths, each with a bin of its own
+apart from the open interval above it, and the last interval at 2 - 2^-5 ... 2 - 2^-11: 39 bins whose edges include
+every edge of every format of up to 10 mantissa bits. One histogram can therefore answer "what if e5m2, at loss scale
+2^7?" for any format and scale. The signal-to-noise ratio is an estimate: it assumes that values are evenly spread
+within a bin.
 """
 
 import itertools
@@ -29,18 +30,18 @@ from lpconv.formats.spec import Format, get_format
 
 BINS = 39  # per binade: 16 exact sixteenths and 16 open intervals, the last of which is cut into 8
 _SAMPLES = 37
-_EXPONENTS, _COUNTS = 2048, 2**62  # what a record may hold: more than the exponents of float64, less than int64 counts
+_EXPONENTS, _COUNTS = 2048, 2**62  # limits of a record: more than float64's exponents, fewer than int64 can count
 _EDGES = [1 + i / 16 for i in range(16)] + [2 - 2.0**-j for j in range(5, 12)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a format does to a tensor, as shares of its finite elements that are not zero.
+    """Effects of a cast to a format, as fractions of the tensor's finite non-zero elements.
 
-    `sqnr_db` is an estimate (10 · log10 of signal power over error power), NaN where there is no signal and +Inf where
-    there is no error; saturated elements count with their distance to the largest number. `flushed_energy` and
-    `clipped_energy` are the squared errors of elements that become zero or saturate, as shares of the signal's power:
-    one outlier among a million is a millionth of the elements and may be all of the energy.
+    `sqnr_db` is an estimate (10 · log10 of signal power over error power), NaN if there is no signal and +Inf if there
+    is no error; saturated elements count with their distance to the largest number. `flushed_energy` and
+    `clipped_energy` are the squared errors of elements that become zero or saturate, as fractions of the signal's
+    power: one outlier among a million is a millionth of the elements and may be all of the energy.
     """
 
     underflow: float
@@ -55,8 +56,8 @@ class Rates:
 class ExponentHistogram:
     """Counts of a tensor's elements by exponent, made in one pass; histograms of several steps can be added.
 
-    `counts[i, b]` of shape (binades, BINS) counts the |x| of exponent `first_exponent + i` in bin b; zeros, infinities
-    and NaN are apart.
+    `counts[i, b]`, of shape (binades, BINS), counts the elements of exponent `first_exponent + i` in bin b. Zeros,
+    infinities and NaN are counted separately.
     """
 
     counts: Tensor
@@ -67,17 +68,17 @@ class ExponentHistogram:
 
     @property
     def num_nonzero(self) -> int:
-        """Finite elements that are not zero."""
+        """Number of finite non-zero elements."""
         return int(self.counts.sum())
 
     @property
     def num_elements(self) -> int:
-        """Every element."""
+        """Number of elements, including zeros, infinities and NaN."""
         return self.num_nonzero + self.num_zero + self.num_inf + self.num_nan
 
     @property
     def exponents(self) -> dict[int, int]:
-        """floor(log2|x|) and how many elements have it, lowest first: what to draw."""
+        """Number of elements for each floor(log2|x|), lowest first, for charts."""
         totals = self.counts.sum(1).tolist()
         return {self.first_exponent + i: n for i, n in enumerate(totals) if n}
 
@@ -97,26 +98,28 @@ class ExponentHistogram:
         )
 
     def num_underflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
-        """Non-zero elements that become zero in `format` after a multiplication by 2^log2_scale."""
+        """Number of non-zero elements that become zero in `format` after multiplication by 2^log2_scale."""
         spec = _supported(format)
         return self._below(spec.min_exponent - spec.mantissa_bits - 1 - log2_scale, 1.0, inclusive=True)
 
     def num_subnormal(self, format: str | Format, *, log2_scale: int = 0) -> int:
-        """Elements that become a subnormal number of `format` after a multiplication by 2^log2_scale."""
+        """Number of elements that become subnormal in `format` after multiplication by 2^log2_scale."""
         spec = _supported(format)
         edge = 2 - spec.eps
         below_normal = self._below(spec.min_exponent - 1 - log2_scale, edge, inclusive=False)
         return below_normal - self.num_underflow(spec, log2_scale=log2_scale)
 
     def num_overflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
-        """Finite elements that round beyond the largest number of `format` after a multiplication by 2^log2_scale."""
+        """Number of finite elements that round beyond the largest number of `format` after multiplication by
+        2^log2_scale.
+        """
         spec = _supported(format)
         edge = 1 + (spec.max_mantissa + 0.5) * spec.eps
         even = spec.max_mantissa % 2 == 0  # then the tie rounds down
         return self.num_nonzero - self._below(spec.max_exponent - log2_scale, edge, inclusive=even)
 
     def rates(self, format: str | Format, *, log2_scale: int = 0) -> Rates:
-        """All rates at once; an empty or zero tensor has rates of 0."""
+        """All rates of a cast to `format`; 0 for an empty or all-zero tensor."""
         total = max(self.num_nonzero, 1)
         signal, _, flushed, clipped = self._powers(_supported(format), log2_scale)
         return Rates(
@@ -129,7 +132,9 @@ class ExponentHistogram:
         )
 
     def sqnr_db(self, format: str | Format, *, log2_scale: int = 0) -> float:
-        """The signal-to-noise ratio of a cast to `format` in decibels, estimated as if bins were evenly filled."""
+        """Signal-to-noise ratio of a cast to `format` in decibels, estimated as if values were evenly spread within
+        bins.
+        """
         signal, noise, _, _ = self._powers(_supported(format), log2_scale)
         if self.num_nonzero == 0:
             return math.nan
@@ -137,13 +142,15 @@ class ExponentHistogram:
 
     @property
     def log2_rms(self) -> int:
-        """floor(log2) of the root mean square; 0 where nothing is finite but 0."""
+        """floor(log2) of the root mean square; 0 if there are no finite non-zero elements."""
         signal = self._powers(get_format("bf16"), 0)[0]
         return math.floor(math.log2(signal / (self.num_nonzero + self.num_zero)) / 2) if signal else 0
 
     @property
     def crest(self) -> float:
-        """The largest magnitude over the root mean square, to the width of a bin; NaN where nothing is finite but 0."""
+        """Largest magnitude divided by the root mean square, to the width of a bin; NaN without finite non-zero
+        elements.
+        """
         if self.num_nonzero == 0:
             return math.nan
         top = int(self.counts.any(1).nonzero()[-1])
@@ -153,7 +160,7 @@ class ExponentHistogram:
         return math.sqrt(square * (self.num_nonzero + self.num_zero) / signal)
 
     def _powers(self, spec: Format, log2_scale: int) -> tuple[float, float, float, float]:
-        """The sums of `_bin_powers` over all elements."""
+        """Sums over all elements of x², squared error, error of flushed elements and error of clipped ones."""
         if self.num_nonzero == 0:
             return 0.0, 0.0, 0.0, 0.0
         first = self.first_exponent + log2_scale
@@ -162,7 +169,7 @@ class ExponentHistogram:
         return signal, noise, flushed, clipped
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able form; only bins that hold something are kept."""
+        """A JSON-able dict without empty bins."""
         rows = {
             str(self.first_exponent + i): {str(b): n for b, n in enumerate(row) if n}
             for i, row in enumerate(self.counts.tolist())
@@ -172,7 +179,7 @@ class ExponentHistogram:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "ExponentHistogram":
-        """The inverse of `to_dict`; UsageError where the record is not one."""
+        """The inverse of `to_dict`. Raises UsageError for an invalid record."""
         try:
             rows = {_whole(e, -_EXPONENTS, _EXPONENTS): row for e, row in record["counts"].items()}
             first = min(rows, default=0)
@@ -186,7 +193,7 @@ class ExponentHistogram:
         return cls(counts=counts, first_exponent=first, num_zero=zero, num_inf=inf, num_nan=nan)
 
     def _below(self, exponent: int, edge: float, *, inclusive: bool) -> int:
-        """Non-zero elements with |x| < edge · 2^exponent, or <= it; edge in [1, 2)."""
+        """Number of non-zero elements with |x| < edge · 2^exponent (<= if `inclusive`), for an edge in [1, 2)."""
         row = exponent - self.first_exponent
         if row < 0:
             return 0
@@ -196,7 +203,7 @@ class ExponentHistogram:
 
 
 def exponent_histogram_reference(x: Tensor) -> ExponentHistogram:
-    """The histogram of a tensor of any floating dtype, the obvious way in float64."""
+    """The histogram of a tensor of any floating dtype, computed in float64: the reference for the fast one."""
     values = x.detach().double().abs().reshape(-1)
     finite = values[values.isfinite() & (values > 0)]
     half, exponent = torch.frexp(finite)
@@ -213,7 +220,7 @@ def exponent_histogram_reference(x: Tensor) -> ExponentHistogram:
 
 
 def _whole(value: Any, least: int, most: int) -> int:
-    """The integer that a record holds, as a number or as a key; ValueError outside its bounds."""
+    """Parse an integer from a number or a key of a record. Raises ValueError if it is out of bounds."""
     number = int(value)
     if number not in range(least, most + 1) or (isinstance(value, float) and value != number):
         raise ValueError(f"{value} is no integer between {least} and {most}")
@@ -221,7 +228,9 @@ def _whole(value: Any, least: int, most: int) -> int:
 
 
 def bin_of(significand: Tensor) -> Tensor:
-    """The bin of significands in [1, 2): 2i at 1 + i/16 exactly, 2i + 1 above it, and on from 31 by 2 - 2^-5 ..."""
+    """Bin of each significand in [1, 2): 2i at exactly 1 + i/16, 2i + 1 above it; from 31 on, the edges are 2 - 2^-5
+    ...
+    """
     sixteenths = (significand - 1) * 16
     fine = torch.tensor(_EDGES[16:], dtype=significand.dtype, device=significand.device)
     beyond = torch.bucketize(significand, fine, right=True)
@@ -229,7 +238,7 @@ def bin_of(significand: Tensor) -> Tensor:
 
 
 def _bins_below(edge: float, *, inclusive: bool) -> int:
-    """How many bins of a binade lie below `edge`, or up to it."""
+    """Number of bins of a binade below `edge`, or up to `edge` if `inclusive`."""
     sixteenth = (edge - 1) * 16
     if sixteenth.is_integer():
         return 2 * int(sixteenth) + int(inclusive)
@@ -238,10 +247,10 @@ def _bins_below(edge: float, *, inclusive: bool) -> int:
 
 @cache
 def _sample_points() -> Tensor:
-    """Significands that stand for each bin: midpoints of equal parts of an interval, or the exact point.
+    """Representative significands of each bin: midpoints of equal parts of an interval, or the exact point.
 
-    The number of parts is odd, so that the midpoints do not fall on the numbers of a format: those of 32 parts of a
-    sixteenth are fp16 numbers, and the error would vanish.
+    The number of parts is odd so that no midpoint is a number of a format: the midpoints of 32 parts of a sixteenth are
+    fp16 numbers, and their rounding error would be zero.
     """
     edges = [*_EDGES, 2.0]
     middles = (torch.arange(_SAMPLES, dtype=torch.float64) + 0.5) / _SAMPLES
@@ -256,8 +265,8 @@ def _sample_points() -> Tensor:
 
 @cache
 def _bin_powers(spec: Format, exponent: int) -> Tensor:
-    """The means, in each bin of a binade, of x² and of the squared rounding error, and the part of the latter that
-    elements have which become zero, and which lie beyond the largest number; of shape (4, BINS).
+    """Means over each bin of a binade, shape (4, BINS): x², squared rounding error, and the latter's flushed and
+    clipped parts.
     """
     x = _sample_points() * math.ldexp(1.0, exponent)
     rounded = cast(x, spec)

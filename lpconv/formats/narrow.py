@@ -1,10 +1,10 @@
-"""Rounding to formats of few bits on a CPU, in place, and their codes packed as files have them.
+"""In-place rounding to formats of few bits on a CPU, with codes packed as in files.
 
-Twins of `formats.cast` and `formats.codes`, several times faster; integers are stored as unsigned ones here, biased by
-half of their range, which is how others lay them into words.
+Equivalent to `formats.cast` and `formats.codes` but several times faster. Integers are stored unsigned here, biased by
+half of their range, as other tools pack them into words.
 
-The adder rounds: beside 1.5 · 2^23 steps no float32 has room for less than a step. The lowest byte of the sum is the
-number of steps, and is taken as it lies: torch casts float32 to bytes one by one.
+Rounding adds and subtracts 1.5 · 2^23 steps: next to that, float32 has no bits for less than a step. The lowest byte of
+the sum is the number of steps and is read from the bits, since torch casts float32 to bytes one by one.
 """
 
 import numpy as np
@@ -17,16 +17,17 @@ _BITS = FORMATS["fp32"].mantissa_bits
 
 
 def nearest_(x: Tensor, element: Format) -> Tensor:
-    """`formats.cast` of finite float32 to at most 8 bits, in place; zeros may lose their sign."""
+    """Round finite float32 to a format of at most 8 bits like `formats.cast`, in place; zeros may lose their sign."""
     shift = _shift(x.clamp_(-element.max, element.max), element, torch.empty_like(x))
     return x.add_(shift).sub_(shift)
 
 
 def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write a code each into as many bytes, and return `x`.
+    """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write one code per byte into `codes`, and return `x`.
 
-    Codes are those of `formats.codes`, of integers n + 8 or n + 128, where what is nearest to -8 or -128 becomes that.
-    In `x`, not in codes, zeros lose their sign. `spare` are buffers of that size, one of float32 and one of bytes.
+    Codes are those of `formats.codes`, but integers are stored as n + 8 or n + 128, and numbers nearest to -8 or -128
+    keep that value. Zeros lose their sign in `x`, not in the codes. `spare` are optional buffers of that size, one
+    float32 and one uint8.
     """
     x.clamp_(-element.max - element.twos_complement, element.max)
     if element.twos_complement:
@@ -39,7 +40,7 @@ def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tenso
     codes.copy_(x.add_(shift).view(torch.int32)).view(torch.int8).abs_()
     x.sub_(shift)
     codes.add_(narrow.mul_(_half(element)))
-    # Each binade above the lowest, which subnormals share, has as many codes more below it as the mantissa has values.
+    # Add 2^mantissa_bits codes for each binade above the lowest, which subnormals share.
     codes.add_(narrow.copy_(shift.view(torch.int32).bitwise_right_shift_(dropped)))
     lowest = torch.tensor(1.5 * 2.0**dropped * element.min_normal).view(torch.int32) >> dropped
     codes.sub_(int(lowest) & 0xFF)
@@ -47,7 +48,7 @@ def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tenso
 
 
 def num_zero_codes(codes: Tensor, element: Format) -> int:
-    """How many codes that `coded_` wrote are those of zeros."""
+    """Number of codes written by `coded_` that stand for zero."""
     raw = codes.numpy()
     if element.twos_complement:
         return int(np.count_nonzero(raw == _half(element)))
@@ -55,7 +56,9 @@ def num_zero_codes(codes: Tensor, element: Format) -> int:
 
 
 def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Codes of 4 bits (1-D bytes) two in a byte, the first in its lower half. `spare` are twice as many bytes."""
+    """Pack 4-bit codes (1-D bytes) two to a byte, the first in the lower half. `spare` is a buffer of twice as many
+    bytes.
+    """
     pairs = codes.view(torch.int16)
     count = codes.numel()
     spare = torch.empty(2 * count, dtype=torch.uint8) if spare is None else spare
@@ -64,18 +67,18 @@ def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
 
 
 def pack_narrow(x: Tensor, element: Format) -> Tensor:
-    """The codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, as bytes of a file."""
+    """Codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, packed as in files."""
     codes = torch.empty(x.shape, dtype=torch.uint8)
     coded_(x, element, codes)
     return pack_nibbles(codes) if element.storage_bits == 4 else codes
 
 
 def _shift(x: Tensor, element: Format, out: Tensor) -> Tensor:
-    """What is to be added to numbers within the format's range, and subtracted again."""
+    """1.5 · 2^23 steps of each number's binade; adding and subtracting them rounds a number within the range."""
     power = torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=out.view(torch.int32)).view(torch.float32)
     return power.clamp_min_(element.min_normal).mul_(1.5 * 2.0 ** (_BITS - element.mantissa_bits))
 
 
 def _half(element: Format) -> int:
-    """The sign's bit: of integers what is added so that none is negative."""
+    """The sign bit, which is also the bias that makes integer codes non-negative."""
     return 1 << (element.bits - 1)

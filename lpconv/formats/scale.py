@@ -1,7 +1,7 @@
-"""Scales: powers of two next to a number, and the scale of a tensor, its rows or its blocks.
+"""Scales: powers of two near a number, and the scales of a tensor, its rows or its blocks.
 
-A scaled value is `scale · component`; a component is what the format holds, so x is *divided* by its scale. Powers of
-two make that division exact (barring underflow), which is why they are the default everywhere in lpconv.
+A scaled value is `scale · component`, and components are stored in the format, so x is *divided* by its scale. With
+powers of two that division is exact (barring underflow), so they are the default everywhere in lpconv.
 """
 
 import math
@@ -26,8 +26,8 @@ _MIN_EXPONENT, _MAX_EXPONENT = -126, 127  # the normal range of fp32 and bf16, s
 def pow2_floor(x: FloatOrTensor) -> FloatOrTensor:
     """Return the largest power of two <= |x|, within [2^-126, 2^127].
 
-    Exact, in x's dtype. Zero stays 0 (it has no exponent, so the caller decides), Inf becomes +Inf, NaN stays NaN. A
-    float16 tensor stays within what float16 holds, 2^-24 to 2^15.
+    Exact, in x's dtype. Zero stays 0 (it has no exponent, so the caller decides), Inf becomes +Inf, NaN stays NaN. The
+    result of a float16 tensor stays within float16's range, 2^-24 to 2^15.
     """
     return _pow2(x, 2.0)
 
@@ -38,7 +38,8 @@ def pow2_ceil(x: FloatOrTensor) -> FloatOrTensor:
 
 
 def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
-    """Return the power of two nearest to |x| in ratio: x divided by it lies in (1/√2, √2). Otherwise as `pow2_floor`.
+    """Return the power of two nearest to |x| in ratio, so that |x| / result is in (1/√2, √2). Otherwise like
+    `pow2_floor`.
 
     The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
     """
@@ -46,7 +47,7 @@ def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
 
 
 def _pow2(x: FloatOrTensor, up: float) -> FloatOrTensor:
-    """The power of two below |x|, or above it where the significand (in [1, 2)) is at least `up`."""
+    """The power of two below |x|, or above it if the significand (in [1, 2)) is at least `up`."""
     if isinstance(x, Tensor):
         return _pow2_tensor(x, up)
     if x == 0 or not math.isfinite(x):
@@ -62,27 +63,27 @@ def _pow2_tensor(x: Tensor, up: float) -> Tensor:
     high = min(_MAX_EXPONENT, math.frexp(info.max)[1] - 1)
     wide = x.detach().abs() if x.dtype == torch.float32 else x.detach().double().abs()
     integer, bits, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
-    # A significand that reaches `up` carries into the exponent. What is subnormal here lies below `low` in any case.
+    # A significand that reaches `up` carries into the exponent. Subnormal numbers are below `low` in any case.
     carry = (2 << bits) - math.ceil(math.ldexp(up, bits))
     field = ((wide.view(integer) + carry) >> bits).clamp_(low + bias, high + bias)
     return torch.where((wide == 0) | ~wide.isfinite(), wide, (field << bits).view(wide.dtype)).to(x.dtype)
 
 
 def normal_pow2_ceil(x: Array) -> Array:
-    """`pow2_ceil` of positive normal fp32 numbers up to 2^127, twenty times faster: two operations on bits."""
+    """`pow2_ceil` of positive normal fp32 numbers up to 2^127, twenty times faster with two bit operations."""
     return ((x.view(np.int32) + 0x7FFFFF) & 0x7F800000).view(np.float32)
 
 
 def normal_pow2_floor(x: Array) -> Array:
-    """`pow2_floor` of positive fp64 numbers up to 2^127 as fast, but without a least power: 0 for subnormal ones."""
+    """`pow2_floor` of positive fp64 numbers up to 2^127, equally fast but without a lower bound: subnormals give 0."""
     return (x.view(np.int64) & 0x7FF << 52).view(np.float64)
 
 
 def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
     """Return the largest |x| of the tensor or of each block; NaN if there is a NaN, 0 if there are no elements.
 
-    `block` gives the block's size along each axis, -1 for the whole axis: (1, -1) is one number per row, (1, 32) MX,
-    (128, 128) a tile. None is the whole tensor. Returns x's dtype, shaped () or as the grid of blocks.
+    `block` is the block size along each axis, -1 for the whole axis: (1, -1) gives one number per row, (1, 32) per MX
+    block, (128, 128) per tile. None means the whole tensor. Returns x's dtype, of shape () or the grid of blocks.
     """
     blocks, axes = _blocks(x.detach(), block)
     if x.numel() == 0:
@@ -91,7 +92,7 @@ def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
 
 
 def rms(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
-    """Return sqrt(mean(x²)) of the tensor or of each block, computed in float64; blocks as in `amax`, 0 if there are no
+    """Return sqrt(mean(x²)) of the tensor or of each block (as in `amax`), computed in float64; 0 if there are no
     elements.
     """
     blocks, axes = _blocks(x.detach(), block)
@@ -110,12 +111,12 @@ def tensor_scale(
 ) -> Tensor:
     """Return the scale that brings `x`, or each block of it (as in `amax`), into the range of `format`; cast x / scale.
 
-    "amax" puts the largest element at the format's largest number; "rms" gives the components a mean square of 1 (unit
-    scaling: the bulk sits where every format is dense, and outliers may saturate). `pow2` rounds the scale to a power
+    "amax" maps the largest element to the format's largest number; "rms" gives components a mean square of 1 (unit
+    scaling: most values are where every format is dense, and outliers may saturate). `pow2` rounds the scale to a power
     of two, and None keeps it exact; with "amax" only "ceil" and None never overflow.
 
-    Returns float32. Where the statistic is 0, Inf or NaN the scale is 1, so that zeros stay zero and Inf and NaN are
-    still seen in the components.
+    Returns float32. If the statistic is 0, Inf or NaN the scale is 1, so that zeros stay zero and Inf and NaN remain
+    visible in the components.
     """
     spec = get_format(format)
     if stat == "amax":
@@ -134,7 +135,7 @@ def tensor_scale(
 
 
 def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """A grid of block scales as a tensor that broadcasts against `shape`."""
+    """Expand a grid of block scales so that it broadcasts against `shape`."""
     if scale.ndim == 0:
         return scale
     if scale.ndim != len(shape) or any(n % g for n, g in zip(shape, scale.shape, strict=True) if g):
@@ -146,7 +147,7 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def _blocks(x: Tensor, block: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` with each axis split into (grid, within block), and the axes within a block."""
+    """Return `x` with each axis split into (grid, within block), and the axes within a block."""
     if block is None:
         return x, tuple(range(x.ndim))
     if len(block) != x.ndim:

@@ -4,12 +4,12 @@ This module is plain Python, so that the command line and header-only tools know
 
 A code with exponent field E > 0 and mantissa field M stands for (-1)^s · 2^(E - bias) · (1 + M / 2^m); with E = 0 it is
 subnormal, (-1)^s · 2^(1 - bias) · M / 2^m. Sources: IEEE 754-2019; OCP OFP8 1.0 (e4m3fn, e5m2); OCP MX 1.0 (fp6, fp4,
-e8m0); the fnuz pair as in the Graphcore/AMD proposal (arXiv 2206.02915), with the top exponent used for numbers and
-the code of -0 as the only NaN.
+e8m0); the fnuz pair as in the Graphcore/AMD proposal (arXiv 2206.02915), with the top exponent used for numbers and the
+code of -0 as the only NaN.
 
-An integer is such a format too: with one exponent bit, the step is the same above and below the smallest normal number,
-and a bias that makes it 1 leaves the whole numbers. int4 and int8 are symmetric, ±7 and ±127, in two's complement; the
-code of -8 or -128 decodes to it, but nothing rounds there.
+Integers fit the same model: with one exponent bit, the step is the same above and below the smallest normal number, and
+the bias makes that step 1. int4 and int8 are symmetric, ±7 and ±127, in two's complement; the codes of -8 and -128
+decode to these values, but rounding never produces them.
 """
 
 import math
@@ -25,7 +25,7 @@ class Format:
 
     `max_mantissa` is the mantissa field of the largest finite number, at exponent field `max_exponent_field`.
     `safetensors` is the dtype name in a safetensors header and `torch` the attribute of the torch module; both are None
-    where no such dtype exists (tf32, fp6 and integers), and codes are then stored in bytes.
+    if no such dtype exists (tf32, fp6 and integers), and codes are then stored in bytes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits that carry information: sign, exponent and mantissa."""
+        """Number of information bits: sign, exponent and mantissa."""
         return int(self.has_sign) + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -57,7 +57,7 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """The exponent of the smallest normal number: 1 - bias, or -bias where every code is normal (e8m0fnu)."""
+        """Exponent of the smallest normal number: 1 - bias, or -bias if every code is normal (e8m0fnu)."""
         return 1 - self.bias if self.has_zero else -self.bias
 
     @property
@@ -82,7 +82,9 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """The code given to NaN: all ones below the sign, as in torch, or the code of -0 in the fnuz pair; or None."""
+        """The code used for NaN: all ones below the sign, as in torch, or the code of -0 in the fnuz pair; None without
+        NaN.
+        """
         if not self.has_nan:
             return None
         magnitude_bits = self.exponent_bits + self.mantissa_bits
@@ -138,8 +140,8 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """A format whose elements share a scale in blocks along the last axis: value = scale · element (· one scale of the
-    tensor).
+    """A format with one scale per block along the last axis: value = scale · element, times a tensor scale if it has
+    one.
     """
 
     name: str
@@ -150,7 +152,7 @@ class BlockFormat:
 
     @property
     def bits(self) -> float:
-        """Stored bits per element, the share of the block's scale included and the tensor's scale not."""
+        """Stored bits per element, including a share of the block's scale but not the tensor's scale."""
         return self.element.bits + self.scale.bits / self.size
 
 
@@ -172,7 +174,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }
 
 
-# What people call several formats, or a format with its scales, and what it is called here.
+# Ambiguous names, or names of a format with its scales, and the names to use here.
 _MEANT = {
     "fp8": "`e4m3fn` or `e5m2`", "fp6": "`e3m2` or `e2m3`", "fp4": "`e2m1`", "mxfp8": "`e4m3fn` with --granularity mx",
     "mxfp4": "`e2m1` with --granularity mx", "nvfp4": "`e2m1` with --granularity nvfp4",
@@ -180,8 +182,9 @@ _MEANT = {
 
 
 def get_format(name: str | Format) -> Format:
-    """Return the format called `name`, or `name` itself if it is a `Format`; UsageError names the nearest one if it is
-    unknown.
+    """Return the format called `name`, or `name` itself if it is a `Format`.
+
+    Raises UsageError, with the nearest known name, if it is unknown.
     """
     if isinstance(name, str) and name in _MEANT:
         raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
