@@ -1,4 +1,4 @@
-"""Multi-component floats: one number kept as an unevaluated sum of low-precision ones."""
+"""Multi-component floats: a number stored as an unevaluated sum of low-precision numbers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""The work of `mcf.split`, block by block.
+"""Block-wise implementation of `mcf.split`.
 
 Splitting and merging take several elementwise passes. Over blocks that stay in the cache they cost little more than one
-pass over memory, and work in buffers that the caller can keep. A block function gets one flat block of the input, of
-each output, and three fp32 buffers of its length.
+pass over memory, and they use buffers that the caller can reuse. A block function receives one flat block of the input,
+one of each output, and three fp32 buffers of the same length.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 
-_BLOCK = 2**17  # below it the calls cost more than the work, above it the four buffers (2 MiB) leave the cache
+_BLOCK = 2**17  # fewer elements: call overhead dominates; more: the four buffers (2 MiB) no longer fit the cache
 SCRATCH_ELEMENTS = 4 * _BLOCK
 
 Work: TypeAlias = tuple[Tensor, Tensor, Tensor]  # fp32, length of the block
@@ -34,7 +34,7 @@ def split_float_block(x: Tensor, hi: Tensor, lo: Tensor, work: Work, scale: floa
 
 def _store_rest(x: Tensor, hi: Tensor, lo: Tensor, work: Tensor, scale: float) -> None:
     torch.sub(x, hi, out=work)
-    lo.copy_(work.nan_to_num_(0.0, 0.0, 0.0).mul_(scale))  # Inf - Inf, and finite - Inf where hi overflowed
+    lo.copy_(work.nan_to_num_(0.0, 0.0, 0.0).mul_(scale))  # Inf - Inf, and finite - Inf if hi overflowed
 
 
 def merge_float_block(hi: Tensor, lo: Tensor, out: Tensor, work: Work, scale: float) -> None:
@@ -57,7 +57,10 @@ def split_int8_block(x: Tensor, hi: Tensor, residual: Tensor, work: Work) -> Non
 
 
 def _bits_with_quiet_nans(x: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-    """(bits of x, all ones where x is not NaN, free buffer). Masks by arithmetic: on the CPU comparing costs more."""
+    """Return (bits of x with quiet NaNs, all ones where x is not NaN, a free buffer).
+
+    Masks come from arithmetic, since comparisons cost more on the CPU.
+    """
     bits, number, scratch = (w.view(torch.int32) for w in work)
     bits.copy_(x.view(torch.int32))
     torch.bitwise_and(bits, 0x7FFFFFFF, out=number)
@@ -68,7 +71,7 @@ def _bits_with_quiet_nans(x: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor
 
 
 def _store_nearest_bf16(bits: Tensor, number: Tensor, scratch: Tensor, hi: Tensor) -> None:
-    """The upper half of `bits` (overwritten), rounded to nearest, ties away from zero; NaNs are cut, not rounded."""
+    """Store the upper half of `bits` (overwritten) in `hi`, to nearest with ties away from zero; NaNs are truncated."""
     bits.add_(torch.bitwise_and(number, 0x8000, out=scratch))
     hi.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
@@ -84,7 +87,7 @@ def merge_int8_block(hi: Tensor, residual: Tensor, out: Tensor, work: Work) -> N
 
 
 def _join_bits(hi: Tensor, low: Tensor, out: Tensor, work: Work) -> None:
-    """(bits(hi) << 16) + low, and (bits(hi) << 16) | (low & 0xFFFF) where hi is NaN."""
+    """Write (bits(hi) << 16) + low to `out`, or (bits(hi) << 16) | (low & 0xFFFF) where hi is NaN."""
     upper, _, borrow = (w.view(torch.int32) for w in work)
     upper.copy_(hi.view(torch.int16))
     torch.bitwise_and(upper, 0x7FFF, out=borrow)
@@ -94,7 +97,7 @@ def _join_bits(hi: Tensor, low: Tensor, out: Tensor, work: Work) -> None:
 
 
 def blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterator[tuple[slice, Tensor, Work]]:
-    """For each block of a flat tensor: its slice and four fp32 buffers, one for the input and three to work in."""
+    """Yield the slice of each block of a flat tensor and four fp32 buffers: one for the input and three for work."""
     if scratch is None:
         scratch = torch.empty(4 * min(numel, _BLOCK), dtype=torch.float32, device=device)
     elif scratch.dtype != torch.float32 or not scratch.is_contiguous() or scratch.numel() < SCRATCH_ELEMENTS:

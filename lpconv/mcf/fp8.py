@@ -1,7 +1,7 @@
-"""An e4m3fn number and what it leaves of an fp32 one, by arithmetic that survives compiling.
+"""Split fp32 into an e4m3fn number and the rest, with arithmetic that survives compilation.
 
-What is left is kept scaled up by 2^4 where it is e4m3fn too: without that it is 0 for an ordinary weight. PyTorch has
-no fp8 arithmetic, so the two are for storage: sums and products are formed in fp32.
+An e4m3fn rest is stored multiplied by 2^4: without that it would be 0 for ordinary weights. PyTorch has no fp8
+arithmetic, so both parts are for storage only; sums and products are computed in fp32.
 """
 
 import torch
@@ -10,26 +10,26 @@ from torch import Tensor
 from lpconv.formats.spec import FORMATS
 
 _E4M3FN = FORMATS["e4m3fn"]
-_STEP = 2.0**4  # of an e4m3fn rest
+_STEP = 2.0**4  # factor of an e4m3fn rest
 
 
 def nearest_e4m3fn(x: Tensor) -> Tensor:
-    """fp32 `x` rounded to the nearest e4m3fn number, ties to even, still in fp32; saturates at ±448, NaN stays NaN.
+    """Round fp32 `x` to the nearest e4m3fn number, ties to even; returns fp32, saturates at ±448, keeps NaN.
 
-    By adding and subtracting 1.5 · 2^23 steps, which leaves the adder no room below one step. No compiler that keeps
-    IEEE arithmetic can simplify that, where it may drop a conversion to 8 bits and back.
+    Adds and subtracts 1.5 · 2^23 steps: next to that, float32 has no bits for less than a step. No compiler that keeps
+    IEEE arithmetic can simplify this, but one may drop a conversion to 8 bits and back.
     """
     y = x.clamp(-_E4M3FN.max, _E4M3FN.max)
-    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)  # of two, at most |y|
+    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)  # the largest power of two <= |y|
     shift = power.clamp(min=_E4M3FN.min_normal) * (1.5 * 2.0 ** (23 - _E4M3FN.mantissa_bits))
     return (y + shift) - shift
 
 
 def split_e4m3fn(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """fp32 `x` as e4m3fn hi and the rest in `dtype`: bf16, or e4m3fn in units of 2^-4.
+    """Split fp32 `x` into an e4m3fn hi and the rest in `dtype`: bf16, or e4m3fn in units of 2^-4.
 
-    For |x| <= 448, |x - join| <= max(2^-13 |x|, 2^-19) with a bf16 rest, and max(2^-9 |x|, 2^-14) with an e4m3fn one.
-    Beyond, hi is ±448 and a bf16 rest keeps on growing. NaN is NaN in hi.
+    For |x| <= 448, |x - join| <= max(2^-13 |x|, 2^-19) with a bf16 rest, and max(2^-9 |x|, 2^-14) with an e4m3fn rest.
+    Above 448, hi is ±448 and a bf16 rest holds the excess. NaN is NaN in hi.
     """
     hi = nearest_e4m3fn(x)
     rest = x - hi  # exact
@@ -39,5 +39,5 @@ def split_e4m3fn(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def join_e4m3fn(hi: Tensor, rest: Tensor) -> Tensor:
-    """The value of both parts in fp32; exact for what `split_e4m3fn` makes."""
+    """Return the sum of both parts in fp32; exact for pairs from `split_e4m3fn`."""
     return hi.float() + rest.float() / (_STEP if rest.dtype == torch.float8_e4m3fn else 1)

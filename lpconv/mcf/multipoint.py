@@ -1,19 +1,20 @@
-"""Multipoint quantisation: the rows of a matrix as short sums of low-bit rows, each with a scale of its own.
+"""Multipoint quantisation: each row of a matrix as a short sum of low-bit rows, each with its own scale.
 
 Liu, Ye, Zhou & Liu 2020 (arXiv 2002.09049, Algorithm 1): x ≈ Σ_i a_i w_i, where every w_i is a row of numbers of a
-format and a_i an fp32 scale. Point i is fitted to what the points before it left, r_{i+1} = r_i - a_i w_i. A scale for
-every residual is what a format of few exponents needs; with all of them 1 this is a multi-component float.
+format and a_i an fp32 scale. Point i is fitted to the residual of the points before it, r_{i+1} = r_i - a_i w_i. A
+format with few exponents needs a scale for every residual; with all scales 1 this is a multi-component float.
 
-w_i is always r_i / a_i rounded to nearest. So a point is plain rounding at its scale; codes follow from the scales
+w_i is always r_i / a_i rounded to nearest. So a point is plain rounding at its scale, and codes follow from the scales
 alone and can be checked against them. Departures from the paper:
 
-- Only a row's last point takes the scale of the smallest residual. That scale clips, and what it cuts off the next
-  point would have to hold beside a residual that is otherwise small. The points before the last map the row's largest
-  magnitude to the format's largest number instead. For Gaussian rows of two int4 points that is 41 dB instead of 33.
-- A row gets more points by how much of the weights' squared error they remove under a budget of bits. The paper gives
-  them by the error of outputs on calibration data, which a conversion does not have.
+- Only a row's last point uses the scale with the smallest residual. That scale clips, and the next point would have to
+  represent the clipped part next to a residual that is otherwise small. The points before the last map the row's
+  largest magnitude to the format's largest number instead. For Gaussian rows of two int4 points that gives 41 dB
+  instead of 33.
+- Extra points go to the rows where they remove most of the weights' squared error within a budget of bits. The paper
+  assigns them by the error of outputs on calibration data, which a conversion does not have.
 
-Legend: R rows, C columns, N points at most, P points in all.
+Legend: R rows, C columns, N maximum points per row, P total points.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from lpconv.formats import codes
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import Format
 
-# Scales to try, as factors of the widest. Larger ones leave the top of the range empty, where a row has its own grid.
+# Scales to try, as multiples of the widest. Larger ones leave the top of the range unused, which suits gridded rows.
 _FACTORS = tuple(2.0 ** (k / 4) for k in (2, 1, *range(-1, -11, -1)))
 _REFINEMENTS = 4
 _MIN_SCALE = 2.0**-126
@@ -34,7 +35,7 @@ _MIN_SCALE = 2.0**-126
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """The scales of a matrix. `counts_R` (uint8) are the points of each row, `scales_P` theirs in the order of rows."""
+    """Scales of a matrix: `counts_R` (uint8) is the number of points per row, `scales_P` the scales in row order."""
 
     counts_R: Tensor
     scales_P: Tensor
@@ -46,17 +47,17 @@ class Points:
         return counts.cumsum(0) - counts
 
     def rows(self, start: int, stop: int) -> "Points":
-        """The points of some rows."""
+        """The points of rows `start` to `stop`."""
         first, last = int(self.counts_R[:start].sum()), int(self.counts_R[:stop].sum())
         return Points(counts_R=self.counts_R[start:stop], scales_P=self.scales_P[first:last])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointFit:
-    """Scales for 1 to N points of every row, and what they leave.
+    """Scales for 1 to N points of every row, and the remaining errors.
 
     `scales_RNN[r, n]` (float32) begins with the n + 1 scales of row r with n + 1 points; `errors_RN[r, n]` (float64) is
-    Σ(x - x̂)² with them, and falls with n.
+    Σ(x - x̂)² with them, and decreases with n.
     """
 
     scales_RNN: Tensor
@@ -64,16 +65,16 @@ class PointFit:
 
     @classmethod
     def of_blocks(cls, fits: Sequence["PointFit"]) -> "PointFit":
-        """The fit of a matrix from those of its blocks of rows."""
+        """Concatenate the fits of consecutive blocks of rows."""
         return cls(scales_RNN=torch.cat([f.scales_RNN for f in fits]), errors_RN=torch.cat([f.errors_RN for f in fits]))
 
     def allot(self, num_points: int) -> Points:
-        """`num_points` in all, one for each row and the others where they remove most error; all cost the same bits.
+        """Distribute `num_points`: one per row, the others where they remove most error. All points cost the same bits.
 
         Ties go to the first row.
         """
         rows, most = self.errors_RN.shape
-        # The points of a row are taken in order, so none may promise more than the one before it.
+        # Points of a row are taken in order, so no gain may exceed the one before it.
         gains = (-self.errors_RN.diff(dim=1)).cummin(dim=1).values
         taken = gains.flatten().argsort(descending=True, stable=True)[: num_points - rows]
         counts = 1 + torch.bincount(taken // max(most - 1, 1), minlength=rows)
@@ -82,12 +83,12 @@ class PointFit:
 
 
 def fit(x_RC: Tensor, element: Format, points: int) -> PointFit:
-    """Return scales for 1 to `points` points of every row of `x_RC` (finite float32), and the errors that remain."""
+    """Return scales for 1 to `points` points of every row of `x_RC` (finite float32), and the remaining errors."""
     rows = x_RC.shape[0]
     scales = torch.ones(rows, points, points)
     errors = torch.empty(rows, points, dtype=torch.float64)
     wide_scales = torch.ones(rows, points)
-    wide = left = x_RC  # what the points so far leave at their widest scales, and as the table has them
+    wide = left = x_RC  # residuals with the widest scales, and with the scales of the table
     for n in range(points):
         scales[:, n, :n] = wide_scales[:, :n]
         scales[:, n, n] = _best_scale(wide, element)
@@ -117,7 +118,7 @@ def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
 
 
 def decode(coded: Tensor, points: Points, element: Format) -> Tensor:
-    """Return the float32 values [R, C] of the bytes from `encode`: Σ a_i w_i, summed in the order of the points."""
+    """Return the float32 values [R, C] of bytes from `encode`: Σ a_i w_i, summed in the order of the points."""
     (_, at), *others = _turns(points)
     values = _scaled_numbers(coded, points, at, element)
     rows = torch.arange(at.numel())
@@ -132,7 +133,7 @@ def _scaled_numbers(coded: Tensor, points: Points, at: Tensor, element: Format) 
 
 
 def _turns(points: Points) -> list[tuple[Tensor, Tensor]]:
-    """For the first, second, ... point of rows: which rows of those that had the one before have it, and its index."""
+    """For each k: a mask of the rows with a k-th point among those with k - 1, and the points' indices."""
     turns = []
     counts, first = points.counts_R, points.first_R
     for k in range(int(counts.max())):
@@ -149,10 +150,10 @@ def _widest_scale(x_RC: Tensor, element: Format) -> Tensor:
 
 
 def _best_scale(x_RC: Tensor, element: Format) -> Tensor:
-    """The scale of each row that leaves the smallest residual, or nearly; never a worse one than the widest.
+    """The scale of each row with the smallest residual, or nearly; never worse than the widest.
 
-    Least squares gives the best scale for the numbers that a scale rounds to, and rounding gives the best numbers for
-    that scale, so refining lowers the error until both agree.
+    Least squares gives the best scale for given numbers, and rounding gives the best numbers for a given scale, so
+    alternating lowers the error until both agree.
     """
     if x_RC.shape[0] == 0:
         return x_RC.new_empty(0)
@@ -168,7 +169,7 @@ def _best_scale(x_RC: Tensor, element: Format) -> Tensor:
 
 
 def _better(x_RC: Tensor, scale: Tensor, error: Tensor, other: Tensor, element: Format) -> tuple[Tensor, Tensor]:
-    """Of two scales of each row the one with the smaller error, and that error; 0 and NaN are no scales."""
+    """The better of two scales for each row, with its error; 0 and NaN are not valid scales."""
     other = torch.where(other >= _MIN_SCALE, other, scale)
     other_error = _squared(_residual(x_RC, other, element))
     is_better = other_error < error

@@ -1,21 +1,21 @@
-"""How many points a bit budget buys for a matrix, and the bytes they take. Plain Python: planning needs no torch."""
+"""Number of points that fit a bit budget, and their bytes. Plain Python, so planning needs no torch."""
 
 import math
 from dataclasses import dataclass
 
 from lpconv.formats.spec import Format
 
-MAX_POINTS = 8  # three of e4m3fn are at fp32's own precision already
-MAX_COLS = 2**18  # rows are fitted whole, in blocks of twice as many elements
+MAX_POINTS = 8  # three e4m3fn points already reach fp32's precision
+MAX_COLS = 2**18  # a row is never divided, and blocks have twice as many elements
 _SCALE_BITS = 32
 _COUNT_BITS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointLayout:
-    """A matrix of `rows` by `cols` as `num_points` points: the codes of one row and an fp32 scale each.
+    """A matrix of `rows` by `cols` stored as `num_points` points, each with the codes of one row and an fp32 scale.
 
-    One byte per row says how many of the points are its own. A tensor of more axes has rows along its last one.
+    One byte per row stores its number of points. Tensors with more axes have rows along the last one.
     """
 
     element: Format
@@ -30,15 +30,14 @@ class PointLayout:
 
     @property
     def num_bits(self) -> int:
-        """Bits of everything that is stored: codes, scales and counts."""
+        """Total stored bits: codes, scales and counts."""
         return self.num_points * (8 * self.row_bytes + _SCALE_BITS) + self.rows * _COUNT_BITS
 
 
 def point_layout(shape: tuple[int, ...], element: Format, *, budget_bits: float, points_max: int) -> PointLayout | None:
-    """Return the layout with the most points that fit into `budget_bits` per element, at most `points_max` per row, or
-    None if not even one fits.
+    """Return the layout with the most points within `budget_bits` per element, at most `points_max` per row.
 
-    None where the budget does not pay for one point a row, where the codes of a row do not fill whole bytes, or where
+    Returns None if the budget does not allow one point per row, if the codes of a row do not fill whole bytes, or if
     rows have more than `MAX_COLS` elements.
     """
     rows, cols = math.prod(shape[:-1]), shape[-1] if shape else 1

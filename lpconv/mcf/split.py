@@ -1,14 +1,14 @@
-"""One fp32 number as a 16-bit number that any tool reads and a residual that keeps what the rounding dropped.
+"""Split fp32 into a 16-bit number that any tool reads and a residual with the bits that rounding dropped.
 
-Two families. The *float* residuals ("bf16", "fp16") are numbers: x ~ hi + lo, and an optimizer computes with them. The
-*integer* residuals ("exact16", "int8") are bit patterns: the fp32 bits are those of hi followed by 16 zeros, plus the
-residual taken as a signed integer. Rounding hi with ties away from zero, not to even, is what makes the 16-bit residual
-fit int16: [-32768, 32767] instead of one value too many.
+There are two families. The *float* residuals ("bf16", "fp16") are numbers: x ~ hi + lo, and an optimizer computes with
+them. The *integer* residuals ("exact16", "int8") are bit patterns: the fp32 bits are those of hi followed by 16 zeros,
+plus the residual as a signed integer. hi is rounded with ties away from zero, not to even, so that the 16-bit residual
+fits int16: [-32768, 32767] instead of one value too many.
 
-A caller that gives `out` and `scratch` allocates nothing per tensor; how is in `mcf.blocks`.
+With `out` and `scratch` given, nothing is allocated per tensor; see `mcf.blocks`.
 
 Inputs are fp32; bf16, fp16 and fp8 convert to fp32 exactly first (so the residual of a bf16 source is 0), and fp64 is
-rounded to fp32 first. The bounds below are against that fp32 value.
+rounded to fp32 first. The bounds below are relative to that fp32 value.
 """
 
 import math
@@ -31,17 +31,17 @@ from lpconv.mcf.blocks import (
     split_int8_block,
 )
 
-# Half an fp16 ulp is 2^-11 of its number: the factor brings the residual back to the number's own size, where fp16 has
-# its full 11 bits. Unscaled, the residual of a weight below 2^-3 is subnormal or 0 in fp16.
+# Half an fp16 ulp is 2^-11 of its number: this factor brings the residual to the size of the number, where fp16 has its
+# full 11 bits. Without it, the residual of a weight below 2^-3 is subnormal or 0 in fp16.
 FP16_RESIDUAL_SCALE = 2.0**11
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residual:
-    """A way to keep what rounding fp32 to `hi_dtype` dropped.
+    """A format for the part of fp32 that rounding to `hi_dtype` drops.
 
-    For every |x| < overflow, |x - merge(split(x))| <= max(relative_bound · |x|, absolute_bound); from there on the
-    merged number is infinite.
+    For every |x| < overflow, |x - merge(split(x))| <= max(relative_bound · |x|, absolute_bound); above that the merged
+    number is infinite.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Residual:
     def split(
         self, x: Tensor, *, out: tuple[Tensor, Tensor] | None = None, scratch: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(hi, residual), both contiguous with the shape of `x`: `out`, or new tensors.
+        """Return (hi, residual), both contiguous with the shape of `x`: `out`, or new tensors.
 
         `scratch` is fp32 with SCRATCH_ELEMENTS. Raises UsageError for other buffers and for inputs that are not
         floating-point.
@@ -78,13 +78,15 @@ class Residual:
     def merge(
         self, hi: Tensor, residual: Tensor, *, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """The fp32 numbers that were split, contiguous with the shape of `hi`: `out`, or a new tensor.
+        """Return the fp32 numbers before the split, contiguous with the shape of `hi`: `out`, or a new tensor.
 
         `scratch` and errors as in `split`.
         """
         if (hi.dtype, residual.dtype) != (self.hi_dtype, self.dtype) or hi.shape != residual.shape:
-            found = f"{hi.dtype} {tuple(hi.shape)} and {residual.dtype} {tuple(residual.shape)}"
-            raise UsageError(f"cannot merge {found}", hint=f"expected {self.hi_dtype} and {self.dtype} of one shape")
+            description = f"{hi.dtype} {tuple(hi.shape)} and {residual.dtype} {tuple(residual.shape)}"
+            raise UsageError(
+                f"cannot merge {description}", hint=f"expected {self.hi_dtype} and {self.dtype} of one shape"
+            )
         if out is None:
             out = torch.empty(hi.shape, dtype=torch.float32, device=hi.device)
         _check_buffer("out", out, hi.shape, torch.float32)
@@ -96,16 +98,16 @@ class Residual:
 
 def _check_buffer(name: str, buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
-        found = f"{buffer.dtype} {tuple(buffer.shape)}"
-        raise UsageError(f"unfit buffer `{name}`: {found}", hint=f"contiguous {dtype} {tuple(shape)} is needed")
+        description = f"{buffer.dtype} {tuple(buffer.shape)}"
+        raise UsageError(f"unfit buffer `{name}`: {description}", hint=f"contiguous {dtype} {tuple(shape)} is needed")
 
 
 # The nearest bf16 `hi` and the bf16 `lo` nearest to the rest, renormalised so that bf16(hi + lo) == hi. `hi` is x
-# rounded to nearest even, but for about 0.1 % of values: where lo rounds up to exactly half an ulp of an odd hi, the
+# rounded to nearest even, except for about 0.1 % of values: if lo rounds up to exactly half an ulp of an odd hi, the
 # pair is rewritten as the even neighbour and minus half an ulp, which is the same sum. Splitting a merged pair
-# therefore gives that pair back. Zero (with its sign), Inf and NaN are in hi with lo = 0, and so are the finite values
-# whose hi is Inf. The merge is hi + lo with the sign of hi: exact for every pair that the split makes, -0 included. A
-# pair from other arithmetic is rounded to fp32 once. It must be normalised (|lo| <= ulp(hi) / 2).
+# therefore returns that pair. Zero (with its sign), Inf and NaN are in hi with lo = 0, and so are finite values
+# whose hi is Inf. The merge is hi + lo with the sign of hi: exact for every pair from the split, including -0. Pairs
+# from other arithmetic must be normalised (|lo| <= ulp(hi) / 2); their sum is rounded to fp32 once.
 BF16 = Residual(
     name="bf16",
     hi_dtype=torch.bfloat16,
@@ -133,8 +135,8 @@ FP16 = Residual(
 # The nearest bf16 `hi`, ties away from zero, and the int16 difference of the bit patterns: nothing is lost.
 # bits(x) = (bits(hi) << 16) + residual for every finite value, both zeros and both infinities, so the merge is exact
 # bit for bit. (From 0x1.ffp127 on hi is Inf and the residual negative: the merge is still exact.) A NaN becomes a quiet
-# NaN in hi, with the residual holding its low 16 bits: a quiet NaN comes back bit for bit with its payload, a
-# signalling one comes back with its quiet bit set and otherwise unchanged.
+# NaN in hi, with its low 16 bits in the residual: a quiet NaN is restored bit for bit with its payload, a signalling
+# NaN with its quiet bit set and otherwise unchanged.
 EXACT16 = Residual(
     name="exact16",
     hi_dtype=torch.bfloat16,
@@ -147,10 +149,10 @@ EXACT16 = Residual(
 )
 
 # The nearest bf16 `hi` and the rest in int8, in steps of 1/128 of half an ulp of hi. x is first rounded to 16
-# significant bits (the fp32 pattern without its low 8 bits) and that is split exactly, so that the full range
+# significant bits (the fp32 pattern without its low 8 bits), then split exactly, so that the full range
 # [-128, 127] is used. Scaling the rest to ±127 instead, as FlashOptim does (arXiv 2602.23349), keeps hi the plain
 # rounding of x but misses 2^-16 by 1 %. Here hi is within 0.502 ulp of x and differs from x rounded to even for about
-# 0.2 % of values. A NaN comes back as a quiet NaN with the top 15 bits of its payload field.
+# 0.2 % of values. A NaN is restored as a quiet NaN with the top 15 bits of its payload field.
 INT8 = Residual(
     name="int8",
     hi_dtype=torch.bfloat16,

@@ -1,10 +1,10 @@
-"""Error-free transforms: a sum or product as its rounded value plus exactly what the rounding dropped.
+"""Error-free transforms: a sum or product as its rounded value plus its exact rounding error.
 
-All steps are in the format of the inputs, so that the error is a number of that format too. This leans on PyTorch
-computing a bf16 or fp16 operation in fp32 and rounding it once to nearest even, which eager mode does and the default
-`torch.compile` does NOT: inductor keeps 16-bit intermediates in fp32, across explicit casts too, and every error term
-becomes 0. Compile these functions with `EXACT_OPTIONS`, a private option that older releases lack or crash on, so try
-it before you rely on it; or use `lpconv.mcf.pairs`, which no compiler can simplify.
+All steps are in the format of the inputs, so the error is a number of that format too. This relies on PyTorch computing
+a bf16 or fp16 operation in fp32 and rounding once to nearest even. Eager mode does that; the default `torch.compile`
+does NOT: inductor keeps 16-bit intermediates in fp32, even across explicit casts, and every error term becomes 0.
+Compile these functions with `EXACT_OPTIONS`, a private option that older releases lack or crash on, so test it first;
+or use `lpconv.mcf.pairs`, which no compiler can simplify.
 
 Sources: Dekker 1971 (Fast2Sum), Knuth TAOCP 2 (TwoSum), Ogita, Rump & Oishi 2005 (TwoProd with an FMA).
 """
@@ -21,10 +21,10 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def fast_two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (s, e) with s = fl(a + b) and s + e = a + b exactly, if exponent(a) >= exponent(b) or a is 0, and s is
-    finite.
+    """Return (s, e) with s = fl(a + b) and s + e = a + b exactly, if |a| >= |b| and s is finite.
 
-    Unordered, e is wrong for 4 in 10 random pairs; use `two_sum` where the order is not known. Any floating dtype.
+    exponent(a) >= exponent(b) or a = 0 suffices. In the wrong order, e is wrong for 4 in 10 random pairs; use `two_sum`
+    if the order is unknown. Any floating dtype.
     """
     s = a + b
     return s, b - (s - a)
@@ -44,8 +44,8 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return (p, e) with p = fl(a · b) and p + e = a · b exactly, if p is finite and e does not underflow.
 
     e is a multiple of ulp(a) · ulp(b), so exponent(a) + exponent(b) >= -119 is enough in bf16 and >= -4 in fp16 (scale
-    fp16 operands). 0 counts as any exponent. bf16 and fp16 only, where the exact product fits the fp32 that PyTorch
-    computes `addcmul` in; other dtypes raise UnsupportedError.
+    fp16 operands). 0 counts as any exponent. bf16 and fp16 only, since their exact product fits the fp32 in which
+    PyTorch computes `addcmul`; other dtypes raise UnsupportedError.
     """
     if a.dtype not in _PRODUCT_DTYPES:
         raise UnsupportedError(
