@@ -1,4 +1,4 @@
-"""A fresh checkpoint: an architecture with weights that nothing has trained."""
+"""Fresh checkpoints: an architecture with untrained weights."""
 
 from typing import TYPE_CHECKING
 

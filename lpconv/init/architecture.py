@@ -1,4 +1,4 @@
-"""The architecture of a fresh model: where it is described, and its config in the size that is wanted. No torch."""
+"""The architecture of a fresh model: the place of its description, and its config in the requested size. No torch."""
 
 import os
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from lpconv.storage.contents import check_config, read_json
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The model to draw: what was typed for it, where it is described, and its config in the size that is wanted.
+    """The model to draw: its name as typed, the place of its description, and its config in the requested size.
 
-    `place` is the name of a preset, whose `settings` transformers has (None here), a config file or a checkpoint.
+    `place` is the name of a preset (`settings` is then None, since transformers has them), a config file or a
+    checkpoint.
     """
 
     name: str
@@ -27,8 +28,11 @@ class Architecture:
 
 
 def find_architecture(model: str, options: InitOptions) -> Architecture:
-    """The architecture that `model` means. Raises UsageError for a checkpoint with weights that `reinit` does not give
-    up and for a size that its heads do not divide into, and as `Checkpoint.open` does."""
+    """Find the architecture that `model` names.
+
+    Raises UsageError for a checkpoint with weights unless `reinit` is set and for a width that the heads do not divide,
+    and the errors of `Checkpoint.open`.
+    """
     place = _place(model, options)
     if isinstance(place, str):
         return Architecture(name=model, place=place, settings=None)

@@ -1,4 +1,4 @@
-"""Draw a fresh model: a config, weights for it, one step to see that it trains, an output."""
+"""Draw a fresh model: config, weights, one training step as a check, and the output."""
 
 import contextlib
 import math
@@ -40,41 +40,41 @@ from lpconv.storage.holding import hold, is_held
 from lpconv.storage.partfile import write_small, writing
 from lpconv.storage.resolve import resolve
 
-_COPIES = 4  # of the model in memory: weights, their data under native scaling, gradients, what an op makes
-# Of a config: what is about weights that it lay beside.
+_COPIES = 4  # copies in memory: weights, their data under native scaling, gradients, intermediate results
+# Entries of a config that describe the weights it was stored with.
 _NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
 _HINT = "lpconv builds the models of this release of transformers"
 _PLAIN = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
-_FEWEST = 0.8  # of numbers that theory predicts right; below, init warns
+_FEWEST = 0.8  # fraction of well-scaled tensors below which init warns
 
 
-def draw(architecture: Architecture, output: Path, options: InitOptions, told: Progress) -> InitResult:
-    """Write a fresh checkpoint of an architecture into `output`; raises as `lpconv.init.init` does."""
-    found = _blueprint(architecture, options)
+def draw(architecture: Architecture, output: Path, options: InitOptions, progress: Progress) -> InitResult:
+    """Write a fresh checkpoint of an architecture to `output`. Raises the errors of `lpconv.init.init`."""
+    blueprint = _blueprint(architecture, options)
     with model_errors("config.json builds no model", hint=_HINT):
-        count = sum(p.numel() for p in found.empty().parameters())
+        count = sum(p.numel() for p in blueprint.empty().parameters())
     check_memory(count, copies=_COPIES, what="a fresh model")
     with _beside(output) as folder:
         source = folder / f"{output.name}-seed{options.seed}"
-        told.start("drawing weights", 0)
-        fresh = _drawn(found, options)
+        progress.start("drawing weights", 0)
+        fresh = _drawn(blueprint, options)
         with quiet_transformers():
             fresh.save_pretrained(source)
             _copy_tokenizer(options.tokenizer, architecture.place, source)
         write_small(source / "README.md", _card(architecture.name, type(fresh).__name__, count, options))
         shares: dict[str, float] = {}
         if options.method == "native":
-            told.start("one step under native scaling", 0)
+            progress.start("one step under native scaling", 0)
             shares = _unit_shares(fresh)
         del fresh
         as_unit = ConvertOptions(method="unit", format="fp32", verify="weights", force=options.force)
-        result = convert(str(source), output, as_unit, progress=told, names_source=False)
-        said = {**vars(result), "warnings": (*result.warnings, *_share_warnings(shares))}
-        return InitResult(**said, unit_shares=shares)
+        result = convert(str(source), output, as_unit, progress=progress, names_source=False)
+        fields = {**vars(result), "warnings": (*result.warnings, *_share_warnings(shares))}
+        return InitResult(**fields, unit_shares=shares)
 
 
 def _blueprint(asked: Architecture, options: InitOptions) -> Blueprint:
-    """The model to draw. Raises UnsupportedError."""
+    """The class and config of the model to draw. Raises UnsupportedError if config.json builds no model."""
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
         settings = asked.settings
         if settings is None:
@@ -88,22 +88,22 @@ def _blueprint(asked: Architecture, options: InitOptions) -> Blueprint:
         return Blueprint(model_class=concrete(architecture(settings), config), config=config, checkpoint=None)
 
 
-def _drawn(found: Blueprint, options: InitOptions) -> Any:
-    """The model with its weights; the same for the same seed, whatever ran before."""
+def _drawn(blueprint: Blueprint, options: InitOptions) -> Any:
+    """The model with its weights, which depend on the seed only."""
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.random.fork_rng([]):
         torch.manual_seed(options.seed)
-        model = found.model_class(found.config)
+        model = blueprint.model_class(blueprint.config)
         if options.method == "native":
             initialise(model, seed=options.seed)
     return model
 
 
 def _unit_shares(model: Any) -> dict[str, float]:
-    """Shares of outputs, gradients and weight gradients with data of a size within [1/2, 2], over one step on random
-    inputs under native scaling, which ends `model`.
+    """Fractions of outputs, gradients and weight gradients whose data have a size within [1/2, 2] under native scaling.
 
-    The step begins with a gradient of unit normal numbers, of no loss. Raises UnsupportedError for an op that has no
-    native rule, for a model that does not run, and for sizes that are not finite.
+    Runs one step on random inputs, from a random normal output gradient instead of a loss; `model` cannot be used
+    afterwards. Raises UnsupportedError for an operator without a native rule, for a model that does not run, and for
+    sizes that are not finite.
     """
     scaled(model, method="native", strict=True)
     scaling = scaling_of(model.train())
@@ -111,7 +111,7 @@ def _unit_shares(model: Any) -> dict[str, float]:
 
     def step() -> None:
         inputs = example_inputs(model)
-        padding: Any = getattr(model.config, "pad_token_id", None)  # its embedding is zero, where norms are steep
+        padding: Any = getattr(model.config, "pad_token_id", None)  # its zero embedding gives norms huge gradients
         for name, ids in inputs.items() if isinstance(padding, int) else ():
             if name.endswith("input_ids"):
                 ids[ids == padding] = (padding + 1) % vocabulary_size(model.config)
@@ -125,23 +125,22 @@ def _unit_shares(model: Any) -> dict[str, float]:
             sizes = data_sizes(model, step)
     except UnsupportedError as e:
         raise UnsupportedError(e.message, hint=_PLAIN) from e
-    if not all(math.isfinite(size) for found in sizes.values() for size in found):
+    if not all(math.isfinite(size) for values in sizes.values() for size in values):
         raise UnsupportedError("a fresh native model of this architecture overflows in fp32", hint=_PLAIN)
-    return {what: sum(0.5 <= s <= 2 for s in found) / max(1, len(found)) for what, found in sizes.items()}
+    return {what: sum(0.5 <= s <= 2 for s in values) / max(1, len(values)) for what, values in sizes.items()}
 
 
 def _share_warnings(shares: dict[str, float]) -> list[str]:
-    """What falls short of `_FEWEST`. A warning, not a refusal: values and gradients are exact whatever their scales."""
+    """Warnings about fractions below `_FEWEST`. No error, since values and gradients are exact for any scale."""
     few = ", ".join(f"{share:.0%} of {what}" for what, share in shares.items() if share < _FEWEST)
     advice = "fp8 may lose digits there: train with native-fp16, or with native-fp8 and --operand-scale tensor"
     return [f"only {few} have data of a size within [1/2, 2]; {advice}"] if few else []
 
 
 def _copy_tokenizer(named: str | None, place: str | Path | Checkpoint, target: Path) -> None:
-    """The tokenizer of the `named` model, or that of the architecture, if it has one: a preset and a config file have
-    none.
+    """Copy the tokenizer of the `named` model, or else of the architecture; presets and config files have none.
 
-    Raises InputError where a named model has none, and ResourceError for a folder in which none can be written.
+    Raises InputError if a named model has none, and ResourceError if the folder cannot hold one.
     """
     if named in PRESETS:
         named, place = None, str(named)
@@ -163,7 +162,7 @@ def _copy_tokenizer(named: str | None, place: str | Path | Checkpoint, target: P
 
 @contextlib.contextmanager
 def _beside(output: Path) -> Iterator[Path]:
-    """A folder on the disk of `output`, gone afterwards; those that killed runs left there go with it."""
+    """A temporary folder on the disk of `output`; also removes such folders of killed runs."""
     place = output.absolute()
     prefix = f".lpconv-init-{place.name[:200]}-"
     with writing(output):
@@ -182,7 +181,7 @@ def _beside(output: Path) -> Iterator[Path]:
 
 
 def _card(model: str, name: str, count: int, options: InitOptions) -> str:
-    """README.md of the weights as drawn."""
+    """README.md of the initial weights."""
     how = "by native unit scaling" if options.method == "native" else "as transformers initialises it"
     size = "".join(f", {n} {v}" for n, v in (("width", options.width), ("layers", options.layers)) if v is not None)
     source = code_span(printable(Path(model).name))

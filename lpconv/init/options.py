@@ -1,4 +1,4 @@
-"""What a fresh checkpoint is asked for. Plain Python; nothing here reads a file."""
+"""Options of `lpconv init`. Plain Python; nothing here reads a file."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +15,7 @@ _INIT_METHODS = {
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """How weights are drawn, and of which size."""
+    """How weights are drawn, and the size of the model."""
 
     method: Annotated[str, Option("Method that draws the weights", choices=_INIT_METHODS, short=("-m",))] = "native"
     width: Annotated[

@@ -1,4 +1,4 @@
-"""`lpconv init` as a library call: its light checks, before torch and transformers are imported."""
+"""`lpconv init` as a library call, with its light checks before torch and transformers are imported."""
 
 from pathlib import Path
 
@@ -12,17 +12,17 @@ from lpconv.storage.staging import check_apart, check_free
 
 
 def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> InitResult:
-    """Write a fresh checkpoint of the architecture of `model` into `output`, as `convert` writes one of method unit.
+    """Write a fresh checkpoint of the architecture of `model` to `output`, in the files of `convert --method unit`.
 
-    `model` is a preset, a config file, a directory, or any model with `reinit`. Weights are fp32, bit for bit those
-    that `seed` gives. Raises UsageError and UnsupportedError, with the reason, for what cannot be drawn: with method
-    native also for an op that has no native rule, which one step on random inputs finds.
+    `model` is a preset, a config file, a directory, or with `reinit` any model. Weights are fp32 and depend on `seed`
+    only, bit for bit. Raises UsageError and UnsupportedError, with the reason, for models that cannot be drawn: for
+    method native also if one step on random inputs meets an operator without a native rule.
     """
     check(options)
     architecture = find_architecture(model, options)
     if isinstance(architecture.place, Checkpoint):
         check_apart(architecture.place.directory, output)
     check_free(output, force=options.force)
-    from lpconv.init.draw import draw  # torch and transformers, which take seconds to import, from here on
+    from lpconv.init.draw import draw  # late: torch and transformers take seconds to import
 
     return draw(architecture, output, options, progress or Silent())

@@ -1,11 +1,11 @@
-"""An architecture in another size: its config with another width or number of layers."""
+"""Resize an architecture: its config with another width or number of layers."""
 
 import math
 from typing import Any
 
 from lpconv.errors import UnsupportedError, UsageError
 
-# What configs of transformers call them. Heads keep their size, so that there are more or fewer.
+# Names in configs of transformers. Heads keep their size, so their number changes.
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim",
           "word_embed_proj_dim", "embedding_size")  # fmt: skip
@@ -16,9 +16,9 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decode
 
 
 def resize_config(settings: dict[str, Any], *, width: int | None, layers: int | None) -> dict[str, Any]:
-    """`settings`, a config as JSON has it, with the width and the number of layers; None keeps its own.
+    """Return `settings`, a config from JSON, with the given width and number of layers; None keeps the current one.
 
-    Raises UsageError for a width that its heads do not divide, and UnsupportedError for a config that names neither.
+    Raises UsageError for a width that the heads do not divide, and UnsupportedError for a config that names neither.
     """
     return _in_depth(_in_width(settings, width), layers)
 
@@ -50,10 +50,10 @@ def _in_depth(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 def _numbers(settings: dict[str, Any], names: tuple[str, ...], what: str) -> dict[str, int]:
-    found = {k: v for k in names if isinstance(v := settings.get(k), int)}
-    if not found:
+    numbers = {k: v for k in names if isinstance(v := settings.get(k), int)}
+    if not numbers:
         raise UnsupportedError(
             f"the config of a `{settings.get('model_type')}` names no {what} that lpconv knows",
             hint="write the sizes into its config.json",
         )
-    return found
+    return numbers

@@ -1,4 +1,4 @@
-"""Global loss scales: one factor on the loss that keeps small gradients above what a 16-bit format flushes to zero."""
+"""Global loss scales: one factor on the loss that keeps small gradients from underflowing in a 16-bit format."""
 
 from lpconv.loss_scale.scales import LOSS_SCALES, Floor, LossScale, make_loss_scale
 from lpconv.loss_scale.unscale import largest_gradient, unscale_

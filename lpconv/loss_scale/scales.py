@@ -1,4 +1,4 @@
-"""The loss scales by name, what they share, and the schedule of a smallest scale."""
+"""Loss scales by name, their base class, and the schedule of a smallest scale."""
 
 import inspect
 import math
@@ -13,11 +13,11 @@ import torch
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import find
 
-_HISTORY_LENGTH = 10_000  # changes kept; a rule that changes at every step would otherwise grow with the run
-_SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then is 0 and stays there
+_HISTORY_LENGTH = 10_000  # latest changes kept, for rules that change at every step
+_SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then becomes 0 for good
 _HINT = "write one scale, or STEP:SCALE pairs in rising order of step, such as 0:1,40000:8192"
-_EDGE = 16.0  # log2 of where fp16 overflows; e5m2 ends there too, but for rounding
-_QUANTILE = 3.09  # of the normal distribution: a chance of 0.1 % to lie above
+_EDGE = 16.0  # log2 of fp16's overflow threshold, and e5m2's except for rounding
+_QUANTILE = 3.09  # standard deviations that 0.1 % of a normal distribution exceeds
 _BETA_MEAN, _BETA_DEVIATION = 0.99, 0.999
 
 
@@ -30,11 +30,11 @@ class LossScale(ABC):
             optimizer.step()
         loss_scale.update(found_nonfinite)
 
-    `history` holds (number of updates made, scale from there on) of the start and of the latest 10,000 changes.
+    `history` holds (number of updates, scale from then on) for the start and the latest 10,000 changes.
     """
 
     name: ClassVar[str]
-    remembers: ClassVar[tuple[str, ...]] = ()  # attributes that the rule changes, besides the scale
+    remembers: ClassVar[tuple[str, ...]] = ()  # attributes that the rule changes, apart from the scale
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -44,9 +44,9 @@ class LossScale(ABC):
         self.history: deque[tuple[int, float]] = deque([(0, scale)], maxlen=_HISTORY_LENGTH)
 
     def update(self, found_nonfinite: bool, *, max_gradient: float | None = None) -> None:
-        """Choose the next scale; call once per step, taken or skipped.
+        """Choose the next scale. Call once per step, whether taken or skipped.
 
-        `found_nonfinite`: the gradients of this step held Inf or NaN, so the optimizer's step was left out.
+        `found_nonfinite`: the gradients of this step held Inf or NaN, so the optimizer's step was skipped.
         `max_gradient`: the largest magnitude of the unscaled gradients; only "logmax" needs it, in finite steps.
         """
         self.num_updates += 1
@@ -58,7 +58,7 @@ class LossScale(ABC):
         self.scale = scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, as JSON-able values; options are not in it."""
+        """The mutable state as JSON-able values, without options."""
         return {
             "name": self.name,
             "scale": self.scale,
@@ -70,7 +70,7 @@ class LossScale(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises `InputError`, changing nothing, for the state of another rule."""
+        """Restore the state of `state_dict`. Raises `InputError`, changing nothing, for the state of another rule."""
         expected = self.state_dict()
         if state.get("name") != self.name or state.keys() != expected.keys():
             raise InputError(
@@ -88,11 +88,11 @@ class LossScale(ABC):
 
     @abstractmethod
     def _next(self, found_nonfinite: bool, max_gradient: float | None) -> float:
-        """The scale of the next step; `num_updates` already counts this one."""
+        """The scale of the next step; `num_updates` already includes this one."""
 
 
 class ConstantLossScale(LossScale):
-    """The same factor at every step (Micikevicius et al. 2018, arXiv 1710.03740, §3.2); overflows only skip steps."""
+    """A constant factor (Micikevicius et al. 2018, arXiv 1710.03740, §3.2); overflows only skip steps."""
 
     name = "constant"
 
@@ -106,7 +106,7 @@ class ConstantLossScale(LossScale):
 
 
 class NoLossScale(ConstantLossScale):
-    """The loss as it is."""
+    """A loss scale of 1."""
 
     name = "none"
 
@@ -118,8 +118,8 @@ class NoLossScale(ConstantLossScale):
 class Floor:
     """A schedule of lower bounds for the loss scale: the enhanced loss scaling of Mellempudi et al. (arXiv 1905.12334).
 
-    `starts` are (step, scale) pairs in rising order of step; each scale holds from its step on, and before the first
-    there is no floor but the smallest normal number of fp32. Raises `UsageError` for anything else.
+    `starts` are (step, scale) pairs in ascending order of step; each scale holds from its step on. Before the first,
+    the floor is the smallest normal number of fp32. Raises `UsageError` for invalid steps or scales.
     """
 
     starts: tuple[tuple[int, float], ...] = ()
@@ -134,7 +134,7 @@ class Floor:
 
     @classmethod
     def of(cls, value: "Floor | float | str | Mapping[int, float] | None") -> "Floor":
-        """From what people write: a scale, a mapping from steps to scales, "0:1,40000:8192", or None for no floor."""
+        """Convert a scale, a mapping from steps to scales, a string such as "0:1,40000:8192", or None for no floor."""
         if isinstance(value, Floor):
             return value
         if value is None:
@@ -150,7 +150,7 @@ class Floor:
             raise UsageError(f"cannot read the loss-scale floor `{value}`", hint=_HINT) from error
 
     def at(self, step: int) -> float:
-        """The floor of the step with this number, from 0."""
+        """The floor at step number `step`, counted from 0."""
         return next((scale for start, scale in reversed(self.starts) if step >= start), _SMALLEST)
 
 
@@ -158,9 +158,9 @@ class DynamicLossScale(LossScale):
     """The rules of `torch.amp.GradScaler`, step for step, with its names and defaults.
 
     A non-finite step multiplies the scale by `backoff_factor`; `growth_interval` finite steps in a row multiply it by
-    `growth_factor`, if the result is finite in fp32. The scale is rounded to fp32, as GradScaler's is. Two departures:
-    it never falls below 2^-126, where GradScaler goes on to 0 and cannot return; and it never falls below `floor`,
-    which may rise (see `Floor.of` for how to write one).
+    `growth_factor`, if the result is finite in fp32. The scale is rounded to fp32, like GradScaler's. Two departures:
+    it never falls below 2^-126, whereas GradScaler continues to 0 and cannot recover; and it never falls below `floor`,
+    which may rise (see `Floor.of` for the accepted values).
     """
 
     name = "dynamic"
@@ -208,14 +208,15 @@ def _fp32(x: float) -> float:
 class LogMaxLossScale(LossScale):
     """LogMax ("log-normal") scaling of OpenSeq2Seq, with its overflow rule corrected.
 
-    x = log2 of the largest unscaled gradient is taken as normal, with μ a moving average of x (β = 0.99) and σ² that of
-    x² less the square of that of x (β = 0.999), all corrected for their start at zero. Then
+    x = log2 of the largest unscaled gradient is assumed normal, with μ a moving average of x (β = 0.99) and σ² the
+    moving average of x² minus the squared moving average of x (both β = 0.999), all corrected for their start at zero.
+    Then
 
         scale = 2^⌊16 − (μ + 3.09·σ)⌋, within [smallest, largest] and not below `floor`.
 
-    Departures: after an overflow OpenSeq2Seq takes x = 2^16 where log2 of it is meant, and needs 13,000 steps to come
-    back. Here x is one binade above what the scale would have held, and the averages begin anew from it: an overflow
-    has a chance of 0.1 %, so one means that the gradients have moved. σ is at least half a binade, for the same reason
+    Departures: after an overflow OpenSeq2Seq uses x = 2^16 instead of its log2, and needs 13,000 steps to recover. Here
+    x is one binade above the scale's largest representable gradient, and the averages restart from it: an overflow has
+    a probability of 0.1 %, so it means that the gradients have moved. σ is at least half a binade, for the same reason
     at the start. Scales are powers of two, and `largest` is 2^24, not 2^14.
     """
 

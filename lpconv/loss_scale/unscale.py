@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss, back to what they stand for."""
+"""Division of gradients by the loss scale."""
 
 import math
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from lpconv.shards import local
 
 @torch.no_grad()
 def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
-    """Divide the gradients by `scale` in place; returns whether any of them holds Inf or NaN.
+    """Divide the gradients by `scale` in place and return whether any of them holds Inf or NaN.
 
     Any floating dtype. In fp16 and bf16 the quotient is rounded: an fp16 gradient below 2^-24 · scale becomes 0 again,
-    so keep parameters, and with them gradients, in fp32 where that matters. Parameters without a gradient are passed
-    over. Reads one boolean back from the device. With torch.distributed running, all ranks must call it together and
-    get one answer. Raises `UsageError` for a scale that is no finite number above 0, `UnsupportedError` for sparse
+    so keep parameters, and with them gradients, in fp32 if that matters. Parameters without a gradient are skipped.
+    Reads one boolean from the device. With torch.distributed running, all ranks must call this together and get the
+    same answer. Raises `UsageError` if the scale is not a finite number above 0, `UnsupportedError` for sparse
     gradients.
     """
     if not 0 < scale < math.inf:
@@ -34,17 +34,17 @@ def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
 
 @torch.no_grad()
 def largest_gradient(parameters: Iterable[Tensor]) -> float:
-    """Return the largest magnitude among gradients that `unscale_` found finite, on any rank; 0 if there are none.
+    """Return the largest magnitude of finite gradients after `unscale_`, over all ranks; 0 without gradients.
 
-    Reads one number back from the device; with torch.distributed running, all ranks must call it together.
+    Reads one number from the device; with torch.distributed running, all ranks must call this together.
     """
     parameters = list(parameters)
     return float(_over_ranks([g.abs().amax() for g in _local_gradients(parameters) if g.numel()], parameters))
 
 
 def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
-    """What of each gradient is on this rank."""
-    found = []
+    """The part of each gradient that is on this rank."""
+    gradients = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -53,12 +53,12 @@ def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
             raise UnsupportedError(
                 f"cannot unscale a {gradient.layout} gradient", hint="make it dense (for embeddings: sparse=False)"
             )
-        found.append(local(gradient))
-    return found
+        gradients.append(local(gradient))
+    return gradients
 
 
 def _over_ranks(numbers: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    """The largest of 0-dim tensors, as fp32, over all ranks; 0 for none."""
+    """Maximum of 0-dim tensors over all ranks, in fp32; 0 without tensors."""
     device = parameters[0].device if parameters else torch.get_default_device()
     largest = torch.stack([torch.zeros((), device=device), *(n.to(device, torch.float32) for n in numbers)]).max()
     if dist.is_available() and dist.is_initialized():
