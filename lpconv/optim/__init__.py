@@ -1,4 +1,4 @@
-"""Optimizers for low-precision weights: Collage, and the rivals it is compared with, on one core."""
+"""Optimizers for low-precision weights: Collage and the variants it is compared with, in one implementation."""
 
 from lpconv.optim.collage import CollageAdamW, CollageLion, CollageSGD, LowPrecisionAdamW
 from lpconv.optim.exchange import fp32_state_dict, start_from_checkpoint, start_from_fp32

@@ -1,4 +1,4 @@
-"""The optimizer around a fused step: parameter groups, state, checks, saving and loading."""
+"""Base class of optimizers with a fused step: parameter groups, state, checks, saving and loading."""
 
 import zlib
 from collections import defaultdict
@@ -31,14 +31,14 @@ from lpconv.shards import local
 
 ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-# Elements. Copying a weight and a gradient of this size costs less than a kernel call, and a batch stays in the cache.
+# Elements. Copying a small weight and gradient costs less than a kernel call, and a batch fits the cache.
 _SMALL = 2**15
 _BATCH = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A parameter with a gradient, which is local."""
+    """A parameter with a gradient, and the local part of that gradient."""
 
     p: Tensor
     name: str
@@ -47,12 +47,12 @@ class _Job:
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; use it through `optim.collage`.
+    """Any rule of `rules.RULES` with any variant of `storage.VARIANTS`; construct it through `optim.collage`.
 
-    bf16 parameters are kept as the variant says, e4m3fn ones likewise with an e4m3fn high part; fp32 parameters among
-    them stay fp32 with fp32 moments. Other dtypes raise UnsupportedError. State tensors have the shape, device and
-    placement of their parameter (DTensor included), and every operation is elementwise, so the result does not depend
-    on how parameters are sharded (but for the noise of "stochastic").
+    bf16 parameters are stored according to the variant, e4m3fn ones likewise with an e4m3fn high part; fp32 parameters
+    stay fp32 with fp32 moments. Other dtypes raise UnsupportedError. State tensors have the shape, device and placement
+    of their parameter (DTensor included), and every operation is elementwise, so the result does not depend on how
+    parameters are sharded (except for the noise of "stochastic").
     """
 
     def __init__(self, params: ParamsLike, defaults: dict[str, Any], settings: UpdateSettings) -> None:
@@ -65,7 +65,7 @@ class LowPrecisionOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("settings", "records", "num_skipped")  # PyTorch keeps groups and state only; this is for deepcopy
+        own = ("settings", "records", "num_skipped")  # for deepcopy: PyTorch saves groups and state only
         empty: dict[str, Any] = {"_coefficients_now": {}, "_shared": {}, "_scratch": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in own} | empty
 
@@ -81,7 +81,7 @@ class LowPrecisionOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    # Inside somebody's compiled training step the low parts would be lost.
+    # In a user's compiled training step the low parts would be lost.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # untyped in torch
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -112,26 +112,26 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
-        """How the weight `p` and each of its moments are kept."""
+        """Storage of the weight `p` and of each of its moments."""
         if p.dtype == torch.float8_e4m3fn:
-            assert self.settings.fp8_storages is not None  # `check_group` has seen to it
+            assert self.settings.fp8_storages is not None  # ensured by `check_group`
             return self.settings.fp8_storages
         return self.settings.fp32_storages if p.dtype == torch.float32 else self.settings.bf16_storages
 
     def weight_scale(self, p: Tensor) -> float:
-        """σ, where the weight is σ times what `p` holds."""
+        """The factor σ from the stored data of `p` to the weight."""
         group = next(g for g in self.param_groups if any(p is q for q in g["params"]))
         return float(group.get("weight_scale", 1.0))
 
     def parts(self, p: Tensor) -> Parts:
-        """The tensors that hold `p` and each moment, made on first use; writing to them changes the state."""
+        """The tensors that store `p` and each moment, created on first use; writing to them changes the state."""
         return parts_of(p, self._state(p), self.settings.rule.name, self.storages(p))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch.optim, but every state tensor keeps its own dtype.
+        """Load a state dict like torch.optim, but keep the dtype of every state tensor.
 
         PyTorch casts floating-point state to the parameter's dtype, which would round fp32 masters and moments to bf16.
-        Raises InputError where the saved state does not fit the variant, and changes nothing then.
+        Raises InputError, changing nothing, if the saved state does not fit the variant.
         """
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -139,7 +139,7 @@ class LowPrecisionOptimizer(Optimizer):
         for p, state in saved:
             if state:
                 check_state(state, self.settings.rule.name, self.storages(p))
-        super().load_state_dict(state_dict)  # raises where the groups differ in number or length
+        super().load_state_dict(state_dict)  # raises if the groups differ in number or length
         self._shared.clear()
         for p, state in saved:
             for name, value in state.items():
@@ -147,7 +147,7 @@ class LowPrecisionOptimizer(Optimizer):
                     self.state[p][name] = value.detach().to(self.state[p][name].device, copy=True)
 
     def bytes_per_parameter(self) -> float:
-        """Measured: bytes of parameters, gradients and state tensors over the number of parameters (on this rank)."""
+        """Measured bytes of parameters, gradients and state tensors, per parameter on this rank."""
         params = [p for group in self.param_groups for p in group["params"]]
         states = [t for p in params for name, t in self.state.get(p, {}).items() if name != "step"]
         gradients = [p.grad for p in params if p.grad is not None]
@@ -175,7 +175,7 @@ class LowPrecisionOptimizer(Optimizer):
         return self.settings.diagnostics_every > 0 and step % self.settings.diagnostics_every == 0
 
     def _is_small(self, job: _Job) -> bool:
-        """Whether to step it with others: not where noise is drawn for each parameter, or state must be a DTensor."""
+        """Whether to step it together with others; not if it draws its own noise, or if its state must be a DTensor."""
         small = job.gradient.numel() <= _SMALL and not isinstance(job.p, DTensor)
         return small and Storage.STOCHASTIC not in self.storages(job.p)
 
@@ -185,7 +185,7 @@ class LowPrecisionOptimizer(Optimizer):
         return int(count)
 
     def _run_together(self, alike: list[_Job]) -> None:
-        """Step parameters of one group, dtype and device: together those that share their state, if all take part."""
+        """Step parameters of one group, dtype and device; those that share state in one call if all have a gradient."""
         self._share([job for job in alike if job.p not in self._shared])
         sharing: dict[SharedState, list[_Job]] = defaultdict(list)
         for job in alike:
@@ -202,7 +202,7 @@ class LowPrecisionOptimizer(Optimizer):
                 self._run(job, step or self._count(job.p))
 
     def _share(self, jobs: list[_Job]) -> None:
-        """Move the state of these parameters into common buffers of about _BATCH elements."""
+        """Move the state of these parameters into shared buffers of about _BATCH elements."""
         by_step: dict[int, list[_Job]] = defaultdict(list)
         for job in jobs:
             by_step[int(self._state(job.p)["step"])].append(job)
@@ -214,7 +214,7 @@ class LowPrecisionOptimizer(Optimizer):
             self._shared |= dict.fromkeys(params, shared)
 
     def _run(self, job: _Job, step: int) -> None:
-        """Step one parameter, and measure what was lost where that is asked for."""
+        """Step one parameter, and record lost updates if this step is measured."""
         if job.gradient.numel() == 0:
             return
         gradient, storages = flat(job.gradient), self.storages(job.p)
@@ -228,14 +228,14 @@ class LowPrecisionOptimizer(Optimizer):
                 self.records.append(before.compare(job.name, step, parts[0]))
 
     def _run_kernel(self, job: _Job, step: int, parts: Parts, gradient: Tensor) -> None:
-        """Step flat parts: those of `job`, or of many that are like it."""
+        """Step flat parts, either of `job` or of several jobs like it."""
         paper = self.settings.arithmetic == "paper" and job.p.dtype == torch.bfloat16
         name = "adamw-paper" if paper else self.settings.rule.name
         kernel = get_kernel(name, self.storages(job.p), gradient.device.type, compiled=self.settings.compiled)
         kernel.run(parts, gradient, self._coefficients(job, name, step), self._random(job, step))
 
     def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
-        """The scalars of the step as 0-dim tensors, which compiled code does not specialise on; kept for one step()."""
+        """The scalars of the step as 0-dim tensors, to which compiled code is not specialised; cached per step()."""
         device = job.gradient.device
         key = (id(job.group), name, step, device)
         if key not in self._coefficients_now:
@@ -244,7 +244,7 @@ class LowPrecisionOptimizer(Optimizer):
         return self._coefficients_now[key]
 
     def _random(self, job: _Job, step: int) -> Tensor | None:
-        """Noise for stochastic rounding, from the seed, the parameter and the step: a resumed run draws the same."""
+        """Noise for stochastic rounding, determined by seed, parameter and step, so a resumed run draws the same."""
         if Storage.STOCHASTIC not in self.storages(job.p):
             return None
         shape, device = (job.gradient.numel(),), job.gradient.device
@@ -261,7 +261,7 @@ class LowPrecisionOptimizer(Optimizer):
 
 
 def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
-    """Consecutive runs of jobs with about _BATCH elements each."""
+    """Split jobs into consecutive batches of about _BATCH elements."""
     batch: list[_Job] = []
     size = 0
     for job in jobs:
@@ -275,5 +275,5 @@ def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """Parameter names where the optimizer was given them, else group.position."""
+    """The parameter names if the optimizer was given them, else "group.position"."""
     return group.get("param_names") or [f"{number}.{i}" for i in range(len(group["params"]))]

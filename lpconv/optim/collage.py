@@ -1,4 +1,4 @@
-"""The optimizers one constructs: AdamW in any storage, and Collage's AdamW, SGD and Lion on weights kept as pairs."""
+"""The optimizer classes to construct: AdamW with any storage; Collage's AdamW, SGD and Lion on pairs of bf16."""
 
 from typing import TypedDict, Unpack
 
@@ -12,12 +12,12 @@ _COLLAGE = dict.fromkeys(("light", "plus", "full"))
 
 
 class StepOptions(TypedDict, total=False):
-    """What every optimizer here may be given beside its rule's numbers.
+    """Options of every optimizer here, in addition to the numbers of its rule.
 
-    `state_dtype=torch.float32` keeps the moments in fp32 (bf16). `nonfinite_gradients`: "ignore" (as torch, the
-    default), "skip" or "raise", see `step`. `compiled=False` runs the fused step eagerly, which needs no compiler and
-    is several times slower. `diagnostics_every=k` fills `records` (see `optim.diagnostics`) at each k-th step; 0, the
-    default, never does. `seed` (0) is for the "stochastic" variant.
+    `state_dtype=torch.float32` stores the moments in fp32 (default bf16). `nonfinite_gradients`: "ignore" (as in torch,
+    the default), "skip" or "raise", see `step`. `compiled=False` runs the fused step eagerly, which needs no compiler
+    and is several times slower. `diagnostics_every=k` fills `records` (see `optim.diagnostics`) at every k-th step; 0,
+    the default, never does. `seed` (0) is for the "stochastic" variant.
     """
 
     state_dtype: torch.dtype
@@ -28,10 +28,12 @@ class StepOptions(TypedDict, total=False):
 
 
 class AdamWOptions(StepOptions, total=False):
-    """`arithmetic`: "fused" (the default) computes in fp32 and rounds once per number and step; "paper" rounds at every
-    operation, as published (arXiv 2405.03637), for light and plus. The two are different optimizers: name the one you
-    used. e4m3fn parameters (`optim.fp8_weights`) are kept with a low part of `fp8_residual`, bf16 (the default) or
-    e4m3fn, where the variant has pairs.
+    """Options of AdamW.
+
+    `arithmetic`: "fused" (the default) computes in fp32 and rounds once per number and step; "paper" rounds at every
+    operation, as published (arXiv 2405.03637), for light and plus. These are two different optimizers, so report which
+    one you used. `fp8_residual` is the dtype of the low part of e4m3fn parameters (`optim.fp8_weights`) in variants
+    with pairs: bf16 (the default) or e4m3fn.
     """
 
     arithmetic: str
@@ -39,14 +41,14 @@ class AdamWOptions(StepOptions, total=False):
 
 
 class LowPrecisionAdamW(LowPrecisionOptimizer):
-    """AdamW for bf16 weights in the ways that Collage is compared with; `variant` says what is kept per parameter.
+    """AdamW for bf16 weights in the variants that Collage is compared with; `variant` defines what is stored.
 
-    "bf16" (8 with a bf16 gradient), "stochastic" (8), "kahan" (10), "fp32-moments" (12), "fp32-master" (16); and
-    Collage's own three, see `CollageAdamW`.
+    With a bf16 gradient, bytes per parameter are: "bf16" 8, "stochastic" 8, "kahan" 10, "fp32-moments" 12,
+    "fp32-master" 16. For Collage's own three variants see `CollageAdamW`.
 
-    `lr`, `betas`, `eps`, `weight_decay` (decoupled) and `maximize` mean what they mean in torch.optim.AdamW, parameter
-    groups, schedulers, closures and a tensor `lr` included. The other options are `AdamWOptions`. In a group with
-    `weight_scale` σ the options are meant for σ times what the parameters hold.
+    `lr`, `betas`, `eps`, `weight_decay` (decoupled) and `maximize` are as in torch.optim.AdamW, including parameter
+    groups, schedulers, closures and a tensor `lr`. The other options are `AdamWOptions`. In a group with `weight_scale`
+    σ the options apply to σ times the stored parameters.
 
     To start from fp32 weights or a converted checkpoint, and to export fp32, see `optim.exchange`.
     """
@@ -69,10 +71,10 @@ class LowPrecisionAdamW(LowPrecisionOptimizer):
 
 
 class CollageAdamW(LowPrecisionAdamW):
-    """AdamW for bf16 weights without an fp32 copy: what bf16 rounding drops is kept in a second bf16 number.
+    """AdamW for bf16 weights without an fp32 copy: a second bf16 number stores the bits that bf16 rounding drops.
 
-    "light" keeps weights as pairs (10 bytes per parameter with a bf16 gradient), "plus" the second moment too (12;
-    needed for beta2 above 0.998), "full" also the first (14). Everything else is that of `LowPrecisionAdamW`.
+    "light" stores weights as pairs (10 bytes per parameter with a bf16 gradient), "plus" also the second moment (12;
+    needed for beta2 above 0.998), "full" also the first (14). Otherwise the same as `LowPrecisionAdamW`.
     """
 
     def __init__(
@@ -92,11 +94,10 @@ class CollageAdamW(LowPrecisionAdamW):
 
 
 class CollageSGD(LowPrecisionOptimizer):
-    """SGD with momentum as in `torch.optim.SGD` (coupled weight decay, dampening, Nesterov), for bf16 weights kept as
-    pairs.
+    """SGD with momentum like `torch.optim.SGD` (coupled decay, dampening, Nesterov), for bf16 weights stored as pairs.
 
-    "light" keeps the momentum buffer in bf16 and "full" as a pair. There is no second moment, so "plus" is "light".
-    Other options are `StepOptions`.
+    "light" stores the momentum buffer in bf16 and "full" as a pair. There is no second moment, so "plus" equals
+    "light". Other options are `StepOptions`.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class CollageSGD(LowPrecisionOptimizer):
 
 
 class CollageLion(LowPrecisionOptimizer):
-    """Lion (arXiv 2302.06675) with decoupled weight decay, for bf16 weights kept as pairs.
+    """Lion (arXiv 2302.06675) with decoupled weight decay, for bf16 weights stored as pairs.
 
     Options as in `CollageSGD`.
     """

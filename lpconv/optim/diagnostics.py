@@ -1,10 +1,10 @@
-"""What a step lost: the update it meant beside the update that reached memory.
+"""Lost updates of a step: the intended change compared with the change that was stored.
 
-Effective descent quality (Collage, arXiv 2405.03637): with D the intended and M the actual change of the weights,
-EDQ = <D / |D|, M>, the length of the move along the intended direction. EDQ / |D| is 1 where nothing is lost.
+Effective descent quality (Collage, arXiv 2405.03637): with D the intended and M the actual change of the weights, EDQ =
+<D / |D|, M>, the length of the move along the intended direction. EDQ / |D| is 1 if nothing is lost.
 
-The intended change is what fp32 arithmetic gives from the stored state and the gradient. The released code of the paper
-takes M from the high parts alone; here both are given, because hi moves only when lo has gathered half an ulp.
+The intended change is the result of fp32 arithmetic on the stored state and the gradient. The paper's released code
+computes M from the high parts alone; both are given here, because hi moves only after lo has accumulated half an ulp.
 """
 
 import math
@@ -22,8 +22,8 @@ from lpconv.optim.storage import Parts, Storage, load, total
 class UpdateRecord:
     """One step of one parameter (or of several, combined). Norms are Euclidean; a sharded parameter counts its shard.
 
-    `*_hi` looks at the bf16 weight that the model reads, `*_full` at everything that is kept. `num_meant` counts the
-    weights whose intended change is not 0, `num_lost_*` those of them that stayed the same.
+    `*_hi` refers to the bf16 weight that the model reads, `*_full` to everything stored. `num_meant` is the number of
+    weights whose intended change is not 0, `num_lost_*` the number of those that stayed the same.
     """
 
     name: str
@@ -38,28 +38,28 @@ class UpdateRecord:
 
     @property
     def edq_hi(self) -> float:
-        """EDQ / |D| of the bf16 weights; NaN where no change was meant."""
+        """EDQ / |D| of the bf16 weights; NaN if no change was intended."""
         return self.along_hi / self.intended_norm**2 if self.intended_norm else math.nan
 
     @property
     def edq_full(self) -> float:
-        """EDQ / |D| of the kept weights; NaN where no change was meant."""
+        """EDQ / |D| of everything stored; NaN if no change was intended."""
         return self.along_full / self.intended_norm**2 if self.intended_norm else math.nan
 
     @property
     def lost_hi(self) -> float:
-        """Part of the meant updates that left the bf16 weight as it was."""
+        """Fraction of intended updates that did not change the bf16 weight."""
         return self.num_lost_hi / self.num_meant if self.num_meant else 0.0
 
     @property
     def lost_full(self) -> float:
-        """Part of the meant updates that left everything as it was: gone for good."""
+        """Fraction of intended updates that changed no stored bit and are lost for good."""
         return self.num_lost_full / self.num_meant if self.num_meant else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A parameter before its step, and where the step means to take it."""
+    """A parameter before its step, and the intended change."""
 
     storage: Storage
     hi: Tensor
@@ -67,7 +67,7 @@ class Snapshot:
     intended: Tensor
 
     def compare(self, name: str, step: int, weight: tuple[Tensor, ...]) -> UpdateRecord:
-        """The record of the step, from the weight's parts after it."""
+        """Compare with the weight's parts after the step and return the record."""
         full = total(self.storage, weight)
         moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
         meant = self.intended != 0
@@ -87,7 +87,7 @@ class Snapshot:
 def snapshot(
     rule: Rule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
 ) -> Snapshot:
-    """Taken before the step; costs about an eager step and three fp32 copies of the parameter while it lives."""
+    """Record a parameter before its step; costs about an eager step, and three fp32 copies while it exists."""
     start = load(storages[0], parts[0])
     end = apply_rule(rule, storages, parts, gradient, coefficients)[0]
     return Snapshot(
@@ -99,7 +99,7 @@ def snapshot(
 
 
 def combine(records: Sequence[UpdateRecord], name: str = "all") -> UpdateRecord:
-    """Several parameters of one step as one: a layer, or the whole model."""
+    """Combine records of several parameters of one step into one, for a layer or the whole model."""
     return UpdateRecord(
         name=name,
         step=records[0].step,

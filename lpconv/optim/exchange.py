@@ -1,4 +1,4 @@
-"""Between an optimizer's pairs and fp32: start from fp32 weights or a converted checkpoint, export fp32."""
+"""Conversion between an optimizer's pairs and fp32: start from fp32 weights or a converted checkpoint, export fp32."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,26 +19,25 @@ from lpconv.shards import gather_whole, local, placed_like
 
 @torch.no_grad()
 def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Set the model's parameters to fp32 `values`, and keep what bf16 rounding drops in the optimizer's low parts.
+    """Set the parameters to fp32 `values`; the optimizer's low parts store the bits that bf16 rounding drops.
 
-    `values` has one tensor per parameter name, full or sharded as the parameter is (a tied parameter under any of its
-    names); other entries are left alone, so a whole state dict will do. Raises InputError where one is missing or has
-    another shape, and changes nothing then.
+    `values` has one tensor per parameter name, either full or sharded like the parameter (a tied parameter under any of
+    its names); other entries are ignored, so a whole state dict is accepted. Raises InputError, changing nothing, if a
+    tensor is missing or has another shape.
     """
-    found = [(p, _value_for(names, p, values)) for p, names in _all_named(optimizer, model)]
-    for p, value in found:
+    pairs = [(p, _value_for(names, p, values)) for p, names in _all_named(optimizer, model)]
+    for p, value in pairs:
         _set_fp32(optimizer, p, value)
 
 
 @torch.no_grad()
 def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, directory: str | Path) -> int:
-    """Load a Collage conversion into the model, with its residual in the optimizer's low parts; returns the number of
-    parameters set.
+    """Load a Collage conversion, with its residual in the optimizer's low parts; return the number of parameters set.
 
-    The model is the one that `from_pretrained(directory)` gives, under whose names the checkpoint's tensors are found;
-    where it is a part of what is trained (an encoder below a new head), pass that part. Parameters outside it, and
-    those without a residual, are left alone. Raises InputError where the directory has no residual, where its
-    weights have changed since (the SHA-256 differs), where a shape differs and where no name is found.
+    The model is the result of `from_pretrained(directory)`, or the part of the trained model that corresponds to it (an
+    encoder below a new head): the checkpoint's tensors are looked up under its parameter names. Parameters outside it,
+    and those without a residual, are unchanged. Raises InputError if the directory has no residual, if its weights have
+    changed since (the SHA-256 differs), if a shape differs, and if no name matches.
     """
     by_name = {name: p for p, names in _named(optimizer, model) for name in names}
     num_set = 0
@@ -64,23 +63,23 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
 def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict with every trained parameter as an exact fp32 tensor; other tensors are unchanged.
 
-    DTensors are gathered, so every rank must call it.
+    DTensors are gathered, so every rank must call this.
     """
     return {name: gather_whole(x) for name, x in fp32_values(optimizer, model).items()}
 
 
 @torch.no_grad()
 def fp32_values(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """`fp32_state_dict` with DTensors left on their ranks."""
+    """Return `fp32_state_dict` without gathering DTensors."""
     state: dict[str, Tensor] = dict(model.state_dict())
     for p, names in _all_named(optimizer, model):
-        kept = total(optimizer.storages(p)[0], tuple(local(x) for x in optimizer.parts(p)[0]))
-        state |= dict.fromkeys(names, placed_like(p, kept * optimizer.weight_scale(p)))
+        value = total(optimizer.storages(p)[0], tuple(local(x) for x in optimizer.parts(p)[0]))
+        state |= dict.fromkeys(names, placed_like(p, value * optimizer.weight_scale(p)))
     return state
 
 
 def _named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """The optimizer's parameters that are in the model, with their names there: more than one where they are tied."""
+    """The optimizer's parameters that are in the model, with their names there; tied ones have several."""
     names: dict[Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
@@ -88,15 +87,15 @@ def _named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Ten
 
 
 def _all_named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """As `_named`; raises InputError where the model lacks one of the optimizer's parameters."""
-    found = _named(optimizer, model)
+    """Return `_named`. Raises InputError if the model lacks one of the optimizer's parameters."""
+    parameters = _named(optimizer, model)
     num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
-    if len(found) < num_trained:
+    if len(parameters) < num_trained:
         raise InputError(
-            f"{num_trained - len(found)} of the optimizer's {num_trained} parameters are not in this model",
+            f"{num_trained - len(parameters)} of the optimizer's {num_trained} parameters are not in this model",
             hint="pass the model whose parameters() the optimizer was made with",
         )
-    return found
+    return parameters
 
 
 def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Linear layers whose weight is one byte: e4m3fn numbers on unit scale, which the matmul reads as they are.
+"""Linear layers with one byte per weight: e4m3fn numbers on unit scale, which the matmul reads without a cast.
 
-A weight W becomes sigma · W_unit with sigma = 2^floor(log2 RMS(W)), and the parameter of the model is W_unit rounded
-to e4m3fn. What that rounding drops lives in the optimizer (`Storage.FP8_BF16` and `FP8_FP8`), as with any Collage
-weight. So there is no cast of weights before a matmul and no amax pass over them, and their gradient may stay bf16.
+A weight W becomes sigma · W_unit with sigma = 2^floor(log2 RMS(W)), and the parameter of the model is W_unit rounded to
+e4m3fn. The dropped bits are stored in the optimizer (`Storage.FP8_BF16` and `FP8_FP8`), as for any Collage weight. So
+weights need no cast before a matmul and no amax pass, and their gradient may stay bf16.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,19 +18,19 @@ from lpconv.kernels.linear import LinearRecipe, linear
 from lpconv.layers import head, linears
 from lpconv.mcf.fp8 import nearest_e4m3fn
 
-# Inputs and gradients are those of an ordinary model, which are on no known scale.
+# Inputs and gradients come from an ordinary model, so their scale is unknown.
 RECIPE = LinearRecipe(scaling="amax")
 
-_ZERO_SCALE = 2.0**-6  # for weights that are all 0; near the usual standard deviation of an initialisation, 0.02
+_ZERO_SCALE = 2.0**-6  # for all-zero weights; near 0.02, the usual standard deviation of an initialisation
 
 
 class Fp8WeightLinear(nn.Module):
-    """A linear layer that stores its weight (N, K) in e4m3fn with a power-of-two `weight_scale`: y = x (weight_scale ·
-    weight)ᵀ + bias.
+    """A linear layer with an e4m3fn weight (N, K) and a power-of-two scale: y = x (weight_scale · weight)ᵀ + bias.
 
-    The product reads `weight` as it is; inputs are cast to e4m3fn and gradients to e5m2 as `recipe` says. The gradient
-    of `weight` is bf16, and with respect to the e4m3fn numbers: weight_scale times that of the value. The state dict
-    has `weight` and `weight_scale`, the names that `lpconv convert --method unit --format e4m3fn` writes.
+    The product reads `weight` without a cast; inputs are cast to e4m3fn and gradients to e5m2 as `recipe` says. The
+    gradient of `weight` is bf16 and taken with respect to the e4m3fn numbers, so it is weight_scale times the gradient
+    of the value. The state dict has `weight` and `weight_scale`, the names that `lpconv convert --method unit --format
+    e4m3fn` writes.
     """
 
     weight: nn.Parameter
@@ -46,8 +46,8 @@ class Fp8WeightLinear(nn.Module):
         self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) to (..., N), in the dtype of `x`."""
-        if self.weight.is_leaf and self.weight.grad_dtype != torch.bfloat16:  # copying a module drops this
+        """Map (..., K) to (..., N), in the dtype of `x`."""
+        if self.weight.is_leaf and self.weight.grad_dtype != torch.bfloat16:  # lost when a module is copied
             self.weight.grad_dtype = torch.bfloat16
         return linear(x, self.weight, self.bias, recipe=self.recipe, weight_scale=self.weight_scale)
 
@@ -60,37 +60,37 @@ def use_fp8_weights(
 ) -> list[dict[str, Any]]:
     """Replace the linear layers of `model` by `Fp8WeightLinear`, in place; returns parameter groups for AdamW.
 
-    Left as they are: the output head, weights that several modules share, GPT-2's Conv1D, whose weight would have to
-    lie the other way round, and modules whose name matches a pattern of `exclude`. The groups carry the `weight_scale`
-    of their parameters; learning rate, eps and weight decay keep the meaning they have for the original weights. Make
-    the model bf16 first: `.bfloat16()` afterwards would widen the weights again. Raises UsageError where a weight is
-    not finite and where nothing is left to replace.
+    Not replaced: the output head, weights that several modules share, GPT-2's Conv1D, whose weight is transposed, and
+    modules whose name matches a pattern of `exclude`. The groups carry the `weight_scale` of their parameters; learning
+    rate, eps and weight decay keep their meaning for the original weights. Convert the model to bf16 first: a later
+    `.bfloat16()` would widen the weights again. Raises UsageError if a weight is not finite and if there is no layer to
+    replace.
     """
     chosen = list(_replaceable(model, tuple(exclude)))
     if not chosen:
         raise UsageError("no Linear layer to replace", hint="heads, tied weights and `exclude` are left as they are")
-    made = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
+    replacements = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
     for name, old in chosen:
-        for kind, p in made[name].named_parameters():
+        for kind, p in replacements[name].named_parameters():
             p.requires_grad_(old.get_parameter(kind).requires_grad)
         parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, made[name])
+        setattr(model.get_submodule(parent), key, replacements[name])
     by_scale: dict[float, list[nn.Parameter]] = {1.0: []}
-    scales = {layer.weight: float(layer.weight_scale) for layer in made.values()}
+    scales = {layer.weight: float(layer.weight_scale) for layer in replacements.values()}
     for p in model.parameters():
         by_scale.setdefault(scales.get(p, 1.0), []).append(p)
     return [{"params": params, "weight_scale": scale} for scale, params in by_scale.items() if params]
 
 
 def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    kept = head(model)
+    output_head = head(model)
     owners: dict[Tensor, int] = {}
     for _, p in model.named_parameters(remove_duplicate=False):
         owners[p] = owners.get(p, 0) + 1
     for layer in linears(model):
         name = layer.name
         module: Any = layer.module
-        excluded = module is kept or any(fnmatchcase(name, pattern) for pattern in exclude)
+        excluded = module is output_head or any(fnmatchcase(name, pattern) for pattern in exclude)
         if layer.kind == "Linear" and layer.is_plain and name and not excluded and owners[module.weight] == 1:
             yield name, module
 

@@ -1,12 +1,12 @@
-"""HALP, and what it improves on: stochastic gradient methods whose weights are whole numbers of a few bits.
+"""HALP and its predecessors: stochastic gradient methods whose weights are integers of a few bits.
 
 De Sa, Leszczynski, Zhang, Marzoev, Aberger, Olukotun, Ré 2018, "High-Accuracy Low-Precision Training", arXiv
-1803.03383. A weight on a fixed grid can come no nearer to the optimum than the grid's spacing allows. HALP's *bit
-centring* keeps value = centre + spacing · offset, a full-precision centre and an offset of b bits, and at every epoch
-chooses a spacing in proportion to the gradient that is left: the optimum of a function that is strongly convex with
-modulus μ is within ‖∇f(w)‖/μ. It is the sum of scaled components that all of lpconv is about, with a shrinking scale.
+1803.03383. A weight on a fixed grid cannot come nearer to the optimum than the grid's spacing allows. HALP's *bit
+centring* stores value = centre + spacing · offset, with a full-precision centre and an offset of b bits. At every epoch
+it chooses a spacing in proportion to the remaining gradient: the optimum of a function that is strongly convex with
+modulus μ is within ‖∇f(w)‖/μ. This is a sum of scaled components, like everything in lpconv, with a shrinking scale.
 
-Gradients are computed in the dtype of the parameters; what has b bits is the state that a step writes.
+Gradients are computed in the dtype of the parameters; only the state that a step writes has b bits.
 """
 
 import math
@@ -22,11 +22,11 @@ from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS, Format
 
 Closure = Callable[[], Any]
-"""Clears the gradients, computes those of a batch (or of all data) at the current weights, and returns the loss."""
+"""Clears gradients, computes the gradients of a batch (or of all data) at the current weights, and returns the loss."""
 
 
 def whole_numbers(bits: int) -> Format:
-    """The whole numbers of `bits` bits, ±(2^(bits-1) - 1), as `int4` and `int8` are."""
+    """Integer format of `bits` bits, ±(2^(bits-1) - 1), like `int4` and `int8`."""
     if not 2 <= bits <= 24:
         raise UsageError(f"a grid of {bits} bits", hint="2 to 24; the paper uses 8 and 16")
     magnitude = bits - 2
@@ -43,7 +43,7 @@ def whole_numbers(bits: int) -> Format:
 class LPSGD(torch.optim.Optimizer):
     """SGD whose weights are rounded stochastically to `bits`-bit multiples of `spacing` after each step (LP-SGD).
 
-    Weights are brought on the grid at the start. `seed` draws the rounding.
+    Weights are rounded to the grid at the start. `seed` is the seed of the rounding.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, spacing: float, bits: int = 8, seed: int = 0) -> None:
@@ -60,8 +60,8 @@ class LPSGD(torch.optim.Optimizer):
             p.copy_(self._rounded(p))
 
     @torch.no_grad()
-    def step(self, closure: Closure) -> Any:  # type: ignore[override]  # gradients are needed at places of its choosing
-        """One update from the batch that `closure` computes; returns its loss."""
+    def step(self, closure: Closure) -> Any:  # type: ignore[override]  # the step chooses where gradients are computed
+        """Update once from the batch of `closure` and return its loss."""
         loss = _evaluated(closure)
         for p, lr in self._parameters():
             p.copy_(self._rounded(p - lr * _gradient(p)))
@@ -71,7 +71,7 @@ class LPSGD(torch.optim.Optimizer):
         return [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """`x` on the grid; a spacing of 0 leaves one point."""
+        """Round `x` to the grid; a spacing of 0 gives 0."""
         if self.spacing == 0:
             return torch.zeros_like(x)
         steps = cast(x / self.spacing, self.format, rounding="stochastic", generator=self.generator)
@@ -81,12 +81,12 @@ class LPSGD(torch.optim.Optimizer):
 class LPSVRG(LPSGD):
     """Variance-reduced LP-SGD: w ← Q(w - lr·(g(w) - g(c) + ∇f(c))) with the centre c of the epoch (LP-SVRG).
 
-    Call `recentre` before the first step and at every epoch; a step takes two passes over its batch.
+    Call `recentre` before the first step and at every epoch; a step makes two passes over its batch.
     """
 
     @torch.no_grad()
     def recentre(self, full: Closure) -> float:
-        """Make the current weights the centre and take the gradient of all data there; returns its norm."""
+        """Make the current weights the centre, compute the gradient of all data there, and return its norm."""
         _evaluated(full)
         for p, _ in self._parameters():
             self.state[p].update(centre=p.clone(), gradient=_gradient(p).clone())
@@ -94,7 +94,7 @@ class LPSVRG(LPSGD):
 
     @torch.no_grad()
     def step(self, closure: Closure) -> Any:  # type: ignore[override]  # as above
-        """One update from the batch that `closure` computes twice; returns the loss at the current weights."""
+        """Update once from the batch that `closure` evaluates twice; return the loss at the current weights."""
         if any("centre" not in self.state[p] for p, _ in self._parameters()):
             raise UsageError("no centre yet", hint="call `recentre` with the gradient of all data first")
         loss = _evaluated(closure)
@@ -112,12 +112,12 @@ class LPSVRG(LPSGD):
 
 
 class HALP(LPSVRG):
-    """LP-SVRG with bit centering: the weight is a full-precision centre plus an offset, and only the offset is rounded,
-    to `bits` bits.
+    """LP-SVRG with bit centring: the weight is a full-precision centre plus an offset rounded to `bits` bits.
 
-    `recentre` adds the offset to the centre and chooses the spacing ‖∇f(c)‖ / (μ·(2^(bits-1) - 1)), at which offsets
-    reach as far as the optimum can be. `mu` is the modulus of strong convexity, or a guess at it: too large a one cuts
-    steps short, too small a one wastes bits. A function that is not convex has none, and `mu` is a setting to search.
+    `recentre` adds the offset to the centre and chooses the spacing ‖∇f(c)‖ / (μ·(2^(bits-1) - 1)), so that offsets
+    just reach the farthest possible optimum. `mu` is the modulus of strong convexity, or an estimate: too large a value
+    truncates steps, too small a value wastes bits. A function that is not convex has no such modulus, and `mu` must be
+    tuned.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, mu: float, bits: int = 8, seed: int = 0) -> None:
@@ -127,7 +127,7 @@ class HALP(LPSVRG):
         super().__init__(params, lr=lr, spacing=1.0, bits=bits, seed=seed)
 
     def _start(self) -> None:
-        """The weights stay: they are the first centre."""
+        """Does not round the weights, which are the first centre."""
 
     def recentre(self, full: Closure) -> float:
         norm = super().recentre(full)

@@ -1,8 +1,8 @@
-"""The fused step: one pass over memory that joins what is stored to fp32, applies the rule and stores the result.
+"""The fused step: one pass over memory that joins stored parts to fp32, applies the rule and stores the result.
 
-Compiled, it must not lose the low parts (see `mcf.pairs`), and whether it does depends on private compiler options. So
-each kernel is checked on this machine when it is first needed: the candidates run on a few thousand numbers beside
-eager mode, the first that agrees is taken, and if none does the step runs eagerly and says so.
+Compilation must not lose the low parts (see `mcf.pairs`), and whether it does depends on private compiler options. So
+each kernel is checked on this machine at first use: the candidates run on a few thousand numbers and are compared with
+eager mode. The first that agrees is used; if none does, the step runs eagerly with a warning.
 """
 
 import functools
@@ -21,7 +21,7 @@ from lpconv.optim.paper import build_paper_step, paper_coefficients
 from lpconv.optim.rules import RULES, Coefficients, Rule
 from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, total
 
-_EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block stay in the cache of a server core
+_EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
 _CHECKED = 4096
 
 
@@ -33,7 +33,7 @@ class Kernel:
     step: Step
 
     def run(self, parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:
-        """Update the parts in place. All tensors are 1-D, contiguous and of one length; coefficients are 0-dim fp32."""
+        """Update the parts in place. All tensors are 1-D, contiguous and equally long; coefficients are 0-dim fp32."""
         if self.mode != "eager":
             self.step(parts, gradient, coefficients, random)
             return
@@ -46,14 +46,14 @@ class Kernel:
 def apply_rule(
     rule: Rule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The new weight and moments in fp32, before anything is rounded."""
+    """The new weight and moments in fp32, before rounding."""
     x, *moments = (load(s, p) for s, p in zip(storages, parts, strict=True))
     x, new_moments = rule.update(x, gradient.float(), tuple(moments), coefficients)
     return x, *new_moments
 
 
 def build_step(rule: Rule, storages: Sequence[Storage], nearest: Rounding) -> Step:
-    """The step as a plain function, for eager mode or for torch.compile."""
+    """Build the step as a plain function, for eager mode or torch.compile."""
 
     def step(parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:
         values = apply_rule(rule, storages, parts, gradient, coefficients)
@@ -65,7 +65,7 @@ def build_step(rule: Rule, storages: Sequence[Storage], nearest: Rounding) -> St
 
 @dataclass(frozen=True, kw_only=True)
 class StepKind:
-    """A step by name: how to build it for some storages and a rounding, and its coefficients for a group and step."""
+    """A step by name: its builder for given storages and rounding, and its coefficients for a group and step number."""
 
     build: Callable[[Sequence[Storage], Rounding], Step]
     coefficients: Callable[[Mapping[str, Any], int], Coefficients]
@@ -79,7 +79,7 @@ STEPS: dict[str, StepKind] = {
 
 @functools.cache
 def get_kernel(name: str, storages: tuple[Storage, ...], device_type: str, *, compiled: bool) -> Kernel:
-    """The fastest step that gives eager's results on this kind of device; takes seconds the first time if compiled."""
+    """The fastest step with eager's results on this kind of device; compiling takes seconds the first time."""
     kind = STEPS[name]
     eager = kind.build(storages, nearest_by_cast)
     if not compiled:
@@ -89,7 +89,7 @@ def get_kernel(name: str, storages: tuple[Storage, ...], device_type: str, *, co
         try:
             step = _compile(kind.build(storages, nearest), options)
             agrees = _agrees(kind, storages, step, torch.device(device_type))
-        except Exception as error:  # no compiler, an unknown option, a recompile limit: all mean the next candidate
+        except Exception as error:  # no compiler, an unknown option, a recompile limit: try the next candidate
             failures.append(f"{mode}: {type(error).__name__}")
             continue
         if agrees:
@@ -104,21 +104,21 @@ def get_kernel(name: str, storages: tuple[Storage, ...], device_type: str, *, co
 
 
 def _compile(step: Step, options: dict[str, Any] | None) -> Step:
-    """Under a code object of its own: dynamo allows eight graphs to each, and all steps here come from one closure."""
+    """Compile `step` under its own code object: dynamo allows eight graphs for each, and all steps share one."""
     own = types.FunctionType(step.__code__.replace(), step.__globals__, "step", None, step.__closure__)
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 
 def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: torch.device) -> bool:
-    """Whether it leaves eager's values, to a few fp32 roundings: compiled and eager sqrt differ in the last bit.
+    """Whether a compiled step gives eager's values to a few fp32 roundings, since their sqrt differs in the last bit.
 
-    So one rounding of what is kept may go the other way. A lost low part moves a bf16 pair by up to 2^-8, an fp8 one by
-    up to 2^-4.
+    That difference may flip one rounding of a stored number. A lost low part changes a bf16 pair by up to 2^-8, an fp8
+    pair by up to 2^-4.
     """
     eager = kind.build(storages, nearest_by_bits)
     parts, gradient, coefficients, random = _check_inputs(kind, storages, device)
     other = tuple(tuple(t.clone() for t in tensors) for tensors in parts)
-    for _ in range(2):  # from the second step on the low parts are read
+    for _ in range(2):  # low parts are read from the second step on
         step(parts, gradient, coefficients, random)
         eager(other, gradient, coefficients, random)
     return all(
@@ -133,7 +133,7 @@ def _check_inputs(
 ) -> tuple[Parts, Tensor, tuple[Tensor, ...], Tensor | None]:
     generator = torch.Generator().manual_seed(0)
 
-    def uniform() -> Tensor:  # far from 0, so that relative differences mean something
+    def uniform() -> Tensor:  # far from 0, so that relative differences are meaningful
         return (torch.rand(_CHECKED, generator=generator) + 0.5).to(device)
 
     parts = tuple(new_parts(storage, uniform().to(storage.dtype)) for storage in storages)

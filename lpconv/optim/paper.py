@@ -1,12 +1,12 @@
 """Collage AdamW in the paper's own arithmetic: every operation in bf16, rounded (arXiv 2405.03637, Algorithm 2).
 
-For fidelity and comparison. The fused step is more accurate, because the first moment and the update are rounded once
-there and at every operation here. The weight decay is inside the update ("compact" in the released code): applied to
-the weight before or after, as torch does, it rounds away in bf16, 1 - 1e-5 being 1.
+For fidelity and comparison. The fused step is more accurate, because it rounds the first moment and the update once
+instead of at every operation. Weight decay is part of the update ("compact" in the released code): applied to the
+weight before or after, as torch does, it would round away in bf16, where 1 - 1e-5 is 1.
 
-A bf16 operation is one fp32 operation on bf16 numbers and one rounding, which is how PyTorch computes it. Written out
-like that the step can be compiled and checked as every other, and gives the bits of `mcf.transforms` and
-`mcf.expansion` in eager mode.
+A bf16 operation is one fp32 operation on bf16 numbers and one rounding, as PyTorch computes it. Written out that way
+the step can be compiled and checked like any other, and is bitwise equal to `mcf.transforms` and `mcf.expansion` in
+eager mode.
 """
 
 import math
@@ -25,7 +25,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # fp32 tensors of bf16 numbers
 
 
 def paper_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    """Scalars of one step, in fp64 on the host; all but beta2's two parts enter unrounded, as Python numbers would."""
+    """Scalars of one step, in fp64 on the host; only beta2's two parts are rounded."""
     (lr, eps, weight_decay), (beta1, beta2) = unit_adamw(group), group["betas"]
     return (
         -1.0 if group["maximize"] else 1.0,
@@ -42,7 +42,7 @@ def paper_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
 
 
 def build_paper_step(storages: Sequence[Storage], nearest: Rounding) -> Step:
-    """The step for parts (theta, d_theta), (m,), and (v,) for light or (v, d_v) for plus."""
+    """Build the step for parts (theta, d_theta), (m,), and (v,) for light or (v, d_v) for plus."""
 
     def fl(x: Tensor) -> Tensor:
         return nearest(x).float()

@@ -1,8 +1,9 @@
-"""Update rules in fp32: weight, gradient and moments in, weight and moments out. They know nothing of storage.
+"""Update rules in fp32: weight, gradient and moments in, weight and moments out, independent of storage.
 
-Each is the torch.optim algorithm of its name (Lion: arXiv 2302.06675). What changes from step to step is folded into a
-few coefficients, computed in fp64 on the host. Those next to 1 need care: in fp32, 1 - lr · decay is off by up to 3e-8,
-which is 0.3 % of a decay of 1e-5 and all of one of 1e-8. So the decay is subtracted, and beta2 is an fp32 pair.
+Each is the torch.optim algorithm of its name (Lion: arXiv 2302.06675). Everything that changes from step to step is
+folded into a few coefficients, computed in fp64 on the host. Coefficients near 1 need care: in fp32, 1 - lr · decay is
+off by up to 3e-8, which is 0.3 % of a decay of 1e-5 and all of a decay of 1e-8. So the decay is subtracted, and beta2
+is an fp32 pair.
 """
 
 import math
@@ -21,10 +22,10 @@ Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`update(x, g, moments, coefficients)` with fp32 tensors of one shape; coefficients are 0-dim fp32 tensors.
+    """An update rule: `update(x, g, moments, coefficients)` with fp32 tensors of one shape and 0-dim fp32 coefficients.
 
-    `coefficients(group, step)` gives their values from a parameter group's options, for the step-th step (from 1);
-    `decays(group)` what is left of each moment after a step with a gradient of 0.
+    `coefficients(group, step)` computes these from a parameter group's options, with steps counted from 1.
+    `decays(group)` is the factor on each moment after a step with a gradient of 0.
     """
 
     name: str
@@ -39,9 +40,10 @@ def _sign(group: Mapping[str, Any]) -> float:
 
 
 def unit_adamw(group: Mapping[str, Any]) -> tuple[float, float, float]:
-    """(lr, eps, weight decay) that move the data Ŵ as the group's own move the value W = σ·Ŵ, σ its `weight_scale`.
+    """(lr, eps, weight decay) for the data Ŵ, equivalent to the group's own for W = σ·Ŵ with σ its `weight_scale`.
 
-    AdamW's step does not depend on the size of the gradient but for eps, and that with respect to Ŵ is σ times larger.
+    AdamW's step depends on the size of the gradient only through eps, and the gradient with respect to Ŵ is σ times
+    larger.
     """
     scale = group.get("weight_scale", 1.0)
     return float(group["lr"]) / scale, group["eps"] * scale, group["weight_decay"] * scale
@@ -73,7 +75,7 @@ def _adamw(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tup
 
 
 def _sgd_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    # The first buffer of torch.optim.SGD is the gradient itself, whatever the dampening.
+    # The first buffer of torch.optim.SGD is the gradient itself, for any dampening.
     dampening = group["dampening"] if step > 1 else 0.0
     return (
         _sign(group),

@@ -1,4 +1,4 @@
-"""What an optimizer is asked for: names looked up, numbers checked."""
+"""Options of an optimizer, with names resolved and numbers checked."""
 
 import functools
 import math
@@ -17,13 +17,13 @@ from lpconv.optim.storage import VARIANTS, Storage, Variant
 _ARITHMETICS = ("fused", "paper")
 _NONFINITE = ("ignore", "skip", "raise")
 
-# v · decay rounds back to v where 1 - decay is under half the relative spacing of bf16, 2^-9 to 2^-8.
+# v · decay rounds back to v if 1 - decay is under half the relative spacing of bf16, 2^-9 to 2^-8.
 _LARGEST_BF16_DECAY = 0.998
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSettings:
-    """What an optimizer is asked for by name, looked up and checked by `make_settings`."""
+    """Options of an optimizer, resolved and checked by `make_settings`."""
 
     rule: Rule
     variant: Variant
@@ -36,12 +36,12 @@ class UpdateSettings:
 
     @functools.cached_property
     def bf16_storages(self) -> tuple[Storage, ...]:
-        """Of the weight and each moment, for bf16 parameters."""
+        """Storages of the weight and each moment, for bf16 parameters."""
         return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
 
     @functools.cached_property
     def fp8_storages(self) -> tuple[Storage, ...] | None:
-        """The same for e4m3fn parameters; None where there is no such form."""
+        """Storages for e4m3fn parameters; None if the variant does not support them."""
         pair = Storage.FP8_FP8 if self.fp8_residual == torch.float8_e4m3fn else Storage.FP8_BF16
         weight = {Storage.PAIR: pair, Storage.BF16: Storage.FP8, Storage.MASTER: Storage.FP8_MASTER}
         if self.rule.name != "adamw" or self.arithmetic == "paper" or self.variant.weight not in weight:
@@ -50,7 +50,7 @@ class UpdateSettings:
 
     @functools.cached_property
     def fp32_storages(self) -> tuple[Storage, ...]:
-        """The same for fp32 parameters."""
+        """Storages for fp32 parameters."""
         return (Storage.FP32,) * (1 + len(self.rule.moments))
 
 
@@ -66,12 +66,12 @@ def make_settings(
     diagnostics_every: int = 0,
     fp8_residual: torch.dtype = torch.bfloat16,
 ) -> UpdateSettings:
-    """Raises UsageError for unknown names and for what the paper's arithmetic does not cover, with a hint."""
+    """Resolve and check options. Raises UsageError, with a hint, for unknown names and unsupported paper arithmetic."""
     if fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
         raise UnsupportedError(
             f"no residual of fp8 weights in {fp8_residual}", hint="use torch.bfloat16 or torch.float8_e4m3fn"
         )
-    found = UpdateSettings(
+    settings = UpdateSettings(
         rule=RULES[rule],
         variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
         arithmetic=find("arithmetic", arithmetic, {a: a for a in _ARITHMETICS}),
@@ -81,16 +81,16 @@ def make_settings(
         diagnostics_every=diagnostics_every,
         fp8_residual=fp8_residual,
     )
-    if arithmetic == "paper" and (rule != "adamw" or found.variant not in (VARIANTS["light"], VARIANTS["plus"])):
+    if arithmetic == "paper" and (rule != "adamw" or settings.variant not in (VARIANTS["light"], VARIANTS["plus"])):
         raise UsageError(
             f"the paper's arithmetic covers AdamW light and plus with bf16 moments, not {rule} {variant}",
             hint="use arithmetic='fused'",
         )
-    return found
+    return settings
 
 
 def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
-    """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn where a moment cannot decay."""
+    """Raise UnsupportedError for dtypes and UsageError for numbers out of range; warn if a moment cannot decay."""
     for p in group["params"]:
         if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
             raise UnsupportedError(

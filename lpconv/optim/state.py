@@ -1,8 +1,8 @@
-"""State of the optimizers: of one parameter, of small parameters together, and of the shard on this rank.
+"""Optimizer state: of one parameter, of small parameters together, and of the shard on this rank.
 
-A kernel call costs some 40 µs, as much as stepping 40,000 parameters. So small parameters of one group get their state
-as views of common buffers, which a single call runs over; only gradients and weights, which belong to the model, are
-copied next to each other for the call, and the weights back. The state dict does not change: a view is a tensor.
+A kernel call costs some 40 µs, as much as stepping 40,000 parameters. So the state of small parameters of one group is
+stored as views of shared buffers, which a single call processes. Only gradients and weights, which belong to the model,
+are copied into buffers for the call, and the weights back. The state dict does not change: a view is a tensor.
 """
 
 import functools
@@ -29,21 +29,21 @@ _COMPANION_NAMES = {
     Storage.MASTER: "master",
     Storage.FP8_MASTER: "master",
 }
-Scratch: TypeAlias = dict[tuple[str, torch.dtype, torch.device], Tensor]
+Scratch: TypeAlias = dict[tuple[str, torch.dtype, torch.device], Tensor]  # reused by all batches of an optimizer
 
 
 @functools.cache
 def _state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, ...], ...]:
-    """The state entries that hold the weight and each moment: ("residual",), ("exp_avg",), ... for Collage.
+    """Names of the state entries for the weight and each moment: ("residual",), ("exp_avg",), ... for Collage.
 
-    The weight itself is the parameter, so its own entries are its companion only.
+    The weight itself is the parameter, so only its companion has an entry.
     """
     weight = tuple(_COMPANION_NAMES[s] for s in storages[:1] if s in _COMPANION_NAMES)
     return weight, *(_moment_names(n, s) for n, s in zip(RULES[rule].moments, storages[1:], strict=True))
 
 
 def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, Tensor]:
-    """Step 0, moments of 0, and the weight's companion from the weight; like `p` in device, shape and placement."""
+    """Initial state: step 0, zero moments, and the weight's companion; device, shape and placement as `p`."""
     state = {"step": torch.zeros((), dtype=torch.float32)}
     weight, *moments = _state_names(rule, storages)
     state |= zip(weight, new_parts(storages[0], p.detach())[1:], strict=True)
@@ -53,7 +53,7 @@ def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, 
 
 
 def parts_of(p: Tensor, state: Mapping[str, Tensor], rule: str, storages: tuple[Storage, ...]) -> Parts:
-    """The tensors themselves: writing to them changes the parameter and its state."""
+    """The tensors that store a parameter and its moments; writing to them changes both."""
     weight, *moments = _state_names(rule, storages)
     return (p.detach(), *[state[n] for n in weight]), *[tuple([state[n] for n in names]) for names in moments]
 
@@ -66,10 +66,10 @@ def check_state(state: Mapping[str, Any], rule: str, storages: tuple[Storage, ..
     for names, storage in zip(moments, storages[1:], strict=True):
         # A moment without a companion has one name.
         expected.update(zip(names, (storage.dtype, storage.companion), strict=False))
-    found = {name: value.dtype for name, value in state.items()}
-    if found != expected:
+    dtypes = {name: value.dtype for name, value in state.items()}
+    if dtypes != expected:
         raise InputError(
-            f"the saved optimizer state does not fit: it holds {found}",
+            f"the saved optimizer state does not fit: it holds {dtypes}",
             hint=f"make the optimizer with the options of the saved run; these options need {expected}",
         )
 
@@ -78,14 +78,11 @@ def _moment_names(name: str, storage: Storage) -> tuple[str, ...]:
     return (name, f"{name}_{_COMPANION_NAMES[storage]}") if storage in _COMPANION_NAMES else (name,)
 
 
-"""Buffers for weights and gradients, which all batches of an optimizer use in turn."""
-
-
 class SharedState:
-    """Moves the state of `params` into common buffers, and keeps these.
+    """The state of small `params` in shared buffers.
 
-    The parameters have one dtype and device, have taken the same number of steps, and get gradients of one dtype.
-    `states` are the optimizer's own dicts of them, whose entries become views of the buffers, in place.
+    The parameters have one dtype and device, the same number of steps, and gradients of one dtype. `states` are their
+    state dicts in the optimizer, whose entries are replaced by views of the buffers.
     """
 
     def __init__(
@@ -108,26 +105,26 @@ class SharedState:
         self._gradients, self._weights = _pieces(self.gradient, params), _pieces(weight, params)
 
     def is_usable(self, states: Mapping[Tensor, Any], gradients: Sequence[Tensor]) -> bool:
-        """Whether all parameters take part and nobody has replaced their state since, as loading a state dict does."""
+        """Whether all parameters have a gradient and their state was not replaced, as loading a state dict does."""
         return len(gradients) == len(self.params) and gradients[0].dtype == self.gradient.dtype and all(
             states[p] is state and all(map(operator.is_, state.values(), entries))
             for p, state, entries in zip(self.params, self._states, self._entries, strict=True)
         )  # fmt: skip
 
     def count(self) -> int | None:
-        """Count a step and return it; None, and nothing counted, where some parameters have been stepped alone."""
+        """Count a step and return it, or return None, counting nothing, if some parameters were stepped alone."""
         if bool((self._steps != self._steps[0]).any()):
             return None
         self._steps += 1
         return int(self._steps[0])
 
     def gather(self, gradients: Sequence[Tensor]) -> None:
-        """Fill `gradient` and the weight's part."""
+        """Copy gradients and weights into the buffers."""
         torch._foreach_copy_(self._gradients, list(gradients))
         torch._foreach_copy_(self._weights, list(self.params))
 
     def scatter(self) -> None:
-        """Write the weights back; all other parts are the state itself."""
+        """Copy the weights back; all other parts are views of the state."""
         torch._foreach_copy_(list(self.params), self._weights)
 
 
@@ -152,7 +149,7 @@ def _scratch(scratch: Scratch, role: str, size: int, dtype: torch.dtype, device:
 
 
 def local_gradient(p: Tensor, name: str) -> Tensor:
-    """The local part of the gradient of `p`; raises UnsupportedError where it is sparse or complex."""
+    """The local part of the gradient of `p`. Raises UnsupportedError if it is sparse or complex."""
     gradient = p.grad
     assert gradient is not None
     if gradient.layout != torch.strided or not gradient.is_floating_point():
@@ -167,7 +164,7 @@ def local_gradient(p: Tensor, name: str) -> Tensor:
 
 @contextmanager
 def flat_parts(parts: Parts) -> Iterator[Parts]:
-    """The local parts of a parameter as 1-D contiguous tensors: views, or copies that are copied back on leaving."""
+    """Yield the local parts of a parameter as 1-D contiguous tensors; copies are written back on exit."""
     sources = [[local(t) for t in tensors] for tensors in parts]
     flats = tuple(tuple(flat(t) for t in tensors) for tensors in sources)
     yield flats
@@ -177,15 +174,15 @@ def flat_parts(parts: Parts) -> Iterator[Parts]:
 
 
 def flat(t: Tensor) -> Tensor:
-    """`t` as a 1-D contiguous tensor: a view where it is contiguous."""
+    """`t` as a 1-D contiguous tensor: a view if `t` is contiguous."""
     return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1)
 
 
 def all_finite(gradients: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether no gradient on any rank has Inf or NaN: their sums say it, unless a sum overflows, which counts as Inf.
+    """Whether no gradient on any rank has Inf or NaN, judged by their sums; a sum that overflows counts as Inf.
 
-    Waits for `device`, where the flags meet. With torch.distributed running all ranks must call it together, those
-    without gradients too, and they get one answer.
+    Synchronises with `device`, where the flags are combined. With torch.distributed running all ranks must call this
+    together, also those without gradients, and they get the same answer.
     """
     sums = [g.sum(dtype=torch.float32).to(device) for g in gradients]
     finite = torch.stack([torch.zeros((), device=device), *sums]).isfinite().all().to(torch.float32)

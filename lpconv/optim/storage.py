@@ -1,20 +1,20 @@
-"""How an optimizer keeps a number: which tensors hold it, and how an fp32 result is put back into them.
+"""Storage of an optimizer's numbers: the tensors of each, and the conversion from and to fp32.
 
-An optimizer here computes in fp32 and differs from its rivals only in what survives the step. So a variant is a record:
-one `Storage` for the weight and one for each moment.
+Optimizers here compute in fp32 and differ only in what they store between steps. So a variant is a record with one
+`Storage` for the weight and one for each moment.
 
-    storage      tensors                  what is kept
+    storage      tensors                  what is stored
     BF16         bf16                     the nearest bf16 number
     STOCHASTIC   bf16                     one of the two neighbours, unbiased (for weights)
     KAHAN        bf16 + bf16              the nearest, and the compensation of Kahan's sum (for weights)
-    PAIR         bf16 + bf16              the nearest, and what it left: 16 bits or more (Collage)
+    PAIR         bf16 + bf16              the nearest, and its rounding error: 16 bits or more (Collage)
     MASTER       bf16 + fp32              everything; the bf16 weight is a copy
     FP32         fp32                     everything
 
-and for weights on unit scale, of which the matmul reads the first byte as it is:
+and for weights on unit scale, whose first byte the matmul reads without a cast:
 
     FP8          e4m3fn                   the nearest e4m3fn number
-    FP8_BF16     e4m3fn + bf16            the nearest, and what it left: 13 bits or more
+    FP8_BF16     e4m3fn + bf16            the nearest, and its rounding error: 13 bits or more
     FP8_FP8      e4m3fn + e4m3fn          the same in 2 bytes: 9 bits or more
     FP8_MASTER   e4m3fn + fp32            everything
 """
@@ -30,12 +30,12 @@ from torch import Tensor
 from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
 from lpconv.mcf.pairs import Rounding, join, split, stochastic_by_bits
 
-Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # of the weight, then of each moment
+Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # tensors of the weight, then of each moment
 Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]  # gradient, coefficients, random
 
 
 class Storage(Enum):
-    """Dtypes of the tensor itself and of its companion, if it has one, and what is lost of a number in normal range."""
+    """Dtypes of a tensor and its companion, if any, and the relative error of normal numbers."""
 
     BF16 = ("bf16", torch.bfloat16, None, 2.0**-8)
     STOCHASTIC = ("stochastic", torch.bfloat16, None, 2.0**-7)
@@ -65,7 +65,7 @@ _FP8_PAIRS = (Storage.FP8_BF16, Storage.FP8_FP8)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Where the bits of the weight, the first and the second moment go."""
+    """Storage of the weight and of both moments."""
 
     name: str
     weight: Storage
@@ -77,7 +77,7 @@ class Variant:
         return self.first, self.second
 
     def bytes_per_parameter(self, num_moments: int = 2, *, gradient: int = 2) -> int:
-        """Weight, state and gradient; the gradient is bf16 unless its size is given."""
+        """Bytes of weight, state and gradient per parameter; `gradient` is its size in bytes, by default bf16."""
         state = sum(m.bytes_per_number for m in self.moments[:num_moments])
         return self.weight.bytes_per_number + state + gradient
 
@@ -86,8 +86,8 @@ def _variant(name: str, weight: Storage, first: Storage, second: Storage) -> Var
     return Variant(name=name, weight=weight, first=first, second=second)
 
 
-# light and plus are those of Collage; full also keeps the first moment as a pair, whose rounding is what plus has left.
-# The others are what they are measured against. Bytes per parameter with a bf16 gradient: 10 12 14, 8 8 10 12 16.
+# light and plus are Collage's; full also stores the first moment as a pair, the only rounding left in plus. The others
+# are for comparison. Bytes per parameter with a bf16 gradient: 10 12 14, 8 8 10 12 16.
 VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
@@ -104,7 +104,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def new_parts(storage: Storage, tensor: Tensor) -> tuple[Tensor, ...]:
-    """`tensor` with the companion that makes the parts stand for its value: zeros, or an fp32 copy."""
+    """`tensor` and its initial companion: zeros, or an fp32 copy."""
     if storage.companion is None:
         return (tensor,)
     if storage in _MASTERS:
@@ -113,7 +113,7 @@ def new_parts(storage: Storage, tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def load(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
-    """The fp32 value a rule starts from: everything kept, but for Kahan's compensation, which joins the next update."""
+    """The fp32 value that a rule starts from. Kahan's compensation is not in it, but added to the next update."""
     if storage is Storage.PAIR:
         return join(*parts)
     if storage in _FP8_PAIRS:
@@ -124,14 +124,14 @@ def load(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def total(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
-    """Everything that is kept, as fp32."""
+    """The fp32 value of all stored parts."""
     return join(*parts) if storage is Storage.KAHAN else load(storage, parts)
 
 
 def store(
     storage: Storage, parts: tuple[Tensor, ...], value: Tensor, nearest: Rounding, random: Tensor | None = None
 ) -> None:
-    """Write the fp32 `value` into the parts. `random` (int32 below 2^16) is needed for STOCHASTIC only."""
+    """Write the fp32 `value` into the parts. Only STOCHASTIC needs `random` (int32 below 2^16)."""
     if storage is Storage.STOCHASTIC:
         assert random is not None
         parts[0].copy_(stochastic_by_bits(value, random))
@@ -157,7 +157,7 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _store_kahan(hi: Tensor, compensation: Tensor, value: Tensor, nearest: Rounding) -> None:
-    """Kahan's sum as bf16 optimizers use it: the update joins the compensation, rounded, before it joins the weight."""
+    """Kahan summation as in bf16 optimizers: round compensation + update, then add it to the weight."""
     old = hi.float()
     update = nearest(compensation.float() + (value - old)).float()
     new = nearest(old + update)
