@@ -1,4 +1,4 @@
-"""A model opened for a purpose, its task, its tokenizer, and inputs for it."""
+"""Opening models to run, trace, train or time; their tasks, tokenizers and example inputs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,16 +1,16 @@
-"""Weights that stay codes in memory: a tensor subclass that holds what lies in the file and decodes it as it is used.
+"""Weights that stay codes in memory: a tensor subclass that holds the stored bytes and decodes them on use.
 
-`CodedTensor` has the shape, the dtype and the place in the model that the decoded weight would have, so modules are
-those of transformers, and its renaming, tying and stacking of experts work as ever. A linear layer decodes blocks of
-rows and multiplies by each, an embedding the rows that are asked for; every other op decodes the whole tensor for as
-long as the op takes. Nothing decodes here but the forms themselves.
+`CodedTensor` has the shape, dtype and place in the model of the decoded weight, so modules are those of transformers,
+and its renaming, tying and stacking of experts work unchanged. A linear layer decodes blocks of rows and multiplies by
+each, an embedding decodes the requested rows; every other op decodes the whole tensor for the duration of the op. The
+decoding itself is done by the forms.
 
-*Bits.* A block of output rows gives each output from the same products in the same precision, but a BLAS may sum them
-in another order for a matrix of another size: outputs of a linear layer in fp32 are off those of the decoded weight by
-less than 2K·2⁻²⁴·Σ|x||w| over the K inputs, and mostly equal.
+*Bits.* With a block of output rows each output is the sum of the same products in the same precision, but a BLAS may
+sum them in another order for a matrix of another size: outputs of a linear layer in fp32 differ from those of the
+decoded weight by less than 2K·2⁻²⁴·Σ|x||w| over the K inputs, and are mostly equal.
 
-*What is refused.* Codes have no gradient and cannot be written to. A backward pass that reaches one raises
-UnsupportedError, and so does every op in place.
+*Limits.* Codes have no gradient and cannot be written to. A backward pass that reaches one raises UnsupportedError, and
+so does every in-place op.
 """
 
 import math
@@ -33,17 +33,17 @@ from lpconv.kernels.buffers import Buffers
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS
 
-_BLOCK = 2**18  # numbers that are decoded at once: they stay in a cache of a core
-# Room for the largest in fp32: matrices are cut into equal blocks, of up to half more numbers, and whole rows.
+_BLOCK = 2**18  # numbers that are decoded at once: they fit a core's cache
+# Enough for the largest block in fp32: equal blocks of whole rows may have up to half more numbers.
 _KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))
 _HINT = "open the model without resident=True to train or change it"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Codes:
-    """Numbers `start` to `stop` of a stored tensor. `parts` are the stored tensors that it is made of, by name.
+    """Numbers `start` to `stop` of a stored tensor. `parts` are its components by name.
 
-    With `source` they are in its files instead, and read as they are used.
+    With `source` the components stay in its files, and are read on use.
     """
 
     form: Stored
@@ -54,12 +54,12 @@ class Codes:
 
     @classmethod
     def of(cls, form: Stored, parts: Mapping[str, Tensor]) -> Self:
-        """The whole of a stored tensor."""
+        """All numbers of a stored tensor."""
         return cls(form=form, parts=parts, start=0, stop=form.num_elements)
 
     @classmethod
     def in_files(cls, source: StoredTensors, name: str) -> Self:
-        """The whole of a tensor of a checkpoint, of which nothing is read now."""
+        """All numbers of a checkpoint's tensor, left in its files for now."""
         form = source.forms[name]
         return cls(form=form, parts={}, start=0, stop=form.num_elements, source=source)
 
@@ -71,14 +71,14 @@ class Codes:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> "Codes":
-        """The numbers `start` to `stop` of these."""
+        """Numbers `start` to `stop` of this range."""
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def to(self, device: torch.device) -> "Codes":
         return replace(self, parts={n: x.to(device) for n, x in self.parts.items()})
 
     def decode_to(self, out: Tensor) -> Tensor:
-        """Fill `out`, 1-D, with what the numbers are, rounded from fp32 to its dtype."""
+        """Decode into `out` (1-D), rounding from fp32 to its dtype."""
         if self.source is not None:
             return out.copy_(self.source.values(self.form.name, self.start, self.stop))
         form = self.form
@@ -96,35 +96,35 @@ class Codes:
 
 
 class CodedTensor(torch.Tensor):
-    """A weight that is decoded as it is used: `pieces` are its numbers in order, all rows whole."""
+    """A weight that is decoded on use: `pieces` are its numbers in order, in whole rows."""
 
     pieces: tuple[Codes, ...]
 
     @staticmethod
     def __new__(cls, pieces: Iterable[Codes], shape: tuple[int, ...], dtype: torch.dtype) -> "CodedTensor":
         pieces = tuple(pieces)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pieces[0].device)
-        made.pieces = pieces
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pieces[0].device)
+        tensor.pieces = pieces
+        return tensor
 
     @classmethod
     def whole(cls, form: Stored, parts: Mapping[str, Tensor]) -> "CodedTensor":
-        """A stored tensor, with values in fp32."""
+        """Wrap a stored tensor, with values in fp32."""
         return cls((Codes.of(form, parts),), form.shape, torch.float32)
 
     @classmethod
     def in_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
-        """A tensor of a checkpoint that stays in its files, open for as long as this is used; values in fp32."""
+        """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
         return cls((Codes.in_files(source, name),), source.forms[name].shape, torch.float32)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """Decoded rows [rows, cols] in this dtype, block by block, with the number of the first row of each.
+        """Yield decoded rows [rows, cols] in this dtype, block by block, with the index of each block's first row.
 
-        A block is gone when the next one is asked for: they share memory that this thread keeps.
+        A block is valid until the next one: all share one buffer per thread.
         """
         cols, row = self.shape[-1], 0
         for piece in self.pieces:
-            unit = math.lcm(piece.form.cols, cols)  # blocks end where those of the stored tensor do
+            unit = math.lcm(piece.form.cols, cols)  # block ends of the stored tensor, too
             step = -(-len(piece) // max(round(len(piece) / _BLOCK), 1) // unit) * unit
             inner = range(piece.start // unit * unit + step, piece.stop, step)
             for first, last in zip((piece.start, *inner), (*inner, piece.stop), strict=True):
@@ -133,14 +133,14 @@ class CodedTensor(torch.Tensor):
                 row += len(values) // cols
 
     def _room(self, count: int) -> Tensor:
-        """Memory for so many numbers in this dtype: kept, since a heap that gives and takes it grows by gaps."""
-        (kept,) = _KEPT.on(self.device)
-        if count * self.dtype.itemsize > kept.numel():
+        """A buffer for `count` numbers in this dtype, reused because repeated allocation fragments the heap."""
+        (buffer,) = _KEPT.on(self.device)
+        if count * self.dtype.itemsize > buffer.numel():
             return torch.empty(count, dtype=self.dtype, device=self.device)
-        return room(kept, count, self.dtype)
+        return room(buffer, count, self.dtype)
 
     def decoded(self) -> Tensor:
-        """The weight as a plain tensor."""
+        """Decode into a plain tensor."""
         if not self.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         out = torch.empty((self.numel() // self.shape[-1], self.shape[-1]), dtype=self.dtype, device=self.device)
@@ -149,7 +149,7 @@ class CodedTensor(torch.Tensor):
         return out.view(self.shape)
 
     def part(self, start: int, stop: int, shape: tuple[int, ...]) -> "CodedTensor":
-        """The numbers `start` to `stop` in a shape of their own."""
+        """Numbers `start` to `stop` as a tensor of the given shape."""
         ends = list(accumulate(len(p) for p in self.pieces))
         cut = [
             p.part(max(start - (end - len(p)), 0), min(stop - (end - len(p)), len(p)))
@@ -162,7 +162,7 @@ class CodedTensor(torch.Tensor):
         return f"CodedTensor({self.pieces[0].form.words}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __tensor_flatten__(self) -> NoReturn:
-        """That it is there makes `Module.to` exchange the whole tensor; compiling one is not possible."""
+        """Its presence makes `Module.to` exchange the whole tensor. Compilation is not possible."""
         raise UnsupportedError("weights that stay codes cannot be compiled", hint=_HINT)
 
     @staticmethod
@@ -186,8 +186,8 @@ class CodedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         special = _AS_CODES.get(func)
-        if special is not None and (found := special(*args, **kwargs)) is not None:
-            return found
+        if special is not None and (result := special(*args, **kwargs)) is not None:
+            return result
         if func._schema.is_mutable:
             raise UnsupportedError("a weight that stays codes cannot be written to", hint=_HINT)
         args, kwargs = tree_map_only(CodedTensor, CodedTensor.decoded, (args, kwargs))
@@ -219,23 +219,23 @@ def _refuse_gradient(gradient: Tensor) -> NoReturn:
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, CodedTensor) or weight.ndim != 2 or isinstance(x, CodedTensor):
         return functional.linear(x, weight, bias)
-    found: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return found
+    output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return output
 
 
 def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = None, **kwargs: Any) -> Tensor:
-    """The rows of some ids; what `args` and `kwargs` say matters to gradients only."""
+    """The rows for `ids`; the options in `args` and `kwargs` affect gradients only."""
     if max_norm is not None or args[1:2] not in ((), (None,)):
         raise UnsupportedError("an embedding with a largest norm changes its rows, and codes stay", hint=_HINT)
-    wanted, place = torch.unique(ids, return_inverse=True)
-    cols, found = weight.shape[-1], []
-    breaks = (wanted.diff() != 1).nonzero().view(-1) + 1
-    for run in wanted.tensor_split(breaks.tolist()) if len(wanted) else ():
+    unique_ids, inverse = torch.unique(ids, return_inverse=True)
+    cols, runs = weight.shape[-1], []
+    breaks = (unique_ids.diff() != 1).nonzero().view(-1) + 1
+    for run in unique_ids.tensor_split(breaks.tolist()) if len(unique_ids) else ():
         first, count = int(run[0]), len(run)
         rows = weight.part(first * cols, (first + count) * cols, (count, cols))
-        found.append(rows.decoded())
-    table = torch.cat(found) if found else torch.empty(0, cols, dtype=weight.dtype)
-    return _wanting(table[place], weight)
+        runs.append(rows.decoded())
+    table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype)
+    return _wanting(table[inverse], weight)
 
 
 def _same(x: CodedTensor, **_: Any) -> CodedTensor:
@@ -252,22 +252,22 @@ def _moved(
 
 
 def _item(x: Any, index: Any) -> Tensor:
-    """One of the matrices of a stack as codes, anything else decoded."""
+    """One matrix of a stack as codes; anything else decoded."""
     is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
     if not isinstance(x, CodedTensor) or x.ndim < 3 or not is_one:
-        found: Tensor = x[index]
-        return found
+        values: Tensor = x[index]
+        return values
     size, at = x.numel() // x.shape[0], int(index) % x.shape[0]
     return _wanting(x.part(at * size, (at + 1) * size, tuple(x.shape[1:])), x)
 
 
-def _wanting(made: Tensor, weight: Tensor) -> Tensor:
-    """What was made of a weight, so that a gradient of it is refused as one of the weight is."""
-    return made.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
+def _wanting(derived: Tensor, weight: Tensor) -> Tensor:
+    """Let a tensor derived from a weight require a gradient like that weight, so that a backward pass is refused."""
+    return derived.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
 
 
 def _stack(tensors: list[Any], dim: int = 0) -> CodedTensor | None:
-    """Matrices of one shape, one behind the other."""
+    """Stack matrices of one shape."""
     if dim != 0 or not _all_coded(tensors):
         return None
     shape = (len(tensors), *tensors[0].shape)
@@ -275,7 +275,7 @@ def _stack(tensors: list[Any], dim: int = 0) -> CodedTensor | None:
 
 
 def _cat(tensors: list[Any], dim: int = 0) -> CodedTensor | None:
-    """Rows below rows, in each matrix of a stack."""
+    """Concatenate rows, in each matrix of a stack."""
     if not _all_coded(tensors) or tensors[0].ndim < 2 or dim % tensors[0].ndim != tensors[0].ndim - 2:
         return None
     lead, pieces = math.prod(tensors[0].shape[:-2]), []
@@ -305,7 +305,7 @@ _AS_CODES: dict[Any, Any] = {
 
 
 def save_as_codes(model: Any, others: Mapping[str, Tensor]) -> None:
-    """Let the `state_dict` of a model hold what is stored of its codes, and its codes refuse gradients.
+    """Make a model's `state_dict` return the stored components of its codes, and make its codes refuse gradients.
 
     `others` are stored tensors that the model does not have, and that are saved with it.
     """
@@ -317,7 +317,7 @@ def save_as_codes(model: Any, others: Mapping[str, Tensor]) -> None:
         for x in coded:
             assert isinstance(x, CodedTensor)
             for piece in x.pieces:
-                parts.update(piece.parts)  # of tied weights, the same
+                parts.update(piece.parts)  # the same for tied weights
         for name, part in parts.items():
             for renaming in renamings:  # `save_pretrained` undoes them
                 name, _ = renaming.rename_source_key(name)

@@ -1,4 +1,4 @@
-"""The model of a checkpoint without its weights: what the config alone says about modules, sizes and memory."""
+"""The model of a checkpoint without weights: its modules, sizes and memory from the config alone."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _HINT = "lpconv builds the models of this release of transformers"
 
 
 def empty_model(checkpoint: Checkpoint) -> nn.Module:
-    """The class that the config names, on the meta device. Raises UnsupportedError where it cannot be built."""
+    """Build the class that the config names, on the meta device. Raises UnsupportedError if that is not possible."""
     config = read_config(checkpoint, hint=_HINT)
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
         model: nn.Module = concrete(architecture(checkpoint.config), config)._from_config(config)
@@ -33,9 +33,9 @@ def empty_model(checkpoint: Checkpoint) -> nn.Module:
 
 
 def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What transformers reports when it loads tensors of these names and shapes into `empty_model`: fields of a `Fit`.
+    """The report of transformers on loading tensors of these names and shapes into `empty_model`: fields of a `Fit`.
 
-    Raises UnsupportedError where that cannot be built.
+    Raises UnsupportedError if the model cannot be built.
     """
     model = empty_model(checkpoint)
     name, config = type(model).__name__, read_config(checkpoint, hint=_HINT)
@@ -45,11 +45,11 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     try:
         with quiet_transformers():
             _, report = from_state(type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True)
-    except Exception as e:  # what its operations raise on tensors that do not go together
+    except Exception as e:  # raised by operations on tensors that do not fit together
         return {"model": name, "missing": _missing_experts(shapes), "error": first_line(e)}
     left = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
     extra = {n for n in left if n.startswith(tuple(lists))}
-    wrong = {n: (tuple(found), tuple(wanted)) for n, found, wanted in report["mismatched_keys"]}
+    wrong = {n: (tuple(stored), tuple(expected)) for n, stored, expected in report["mismatched_keys"]}
     experts = _missing_experts(shapes) if wrong else ()
     return {
         "model": name,
@@ -61,22 +61,22 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
 
 
 def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:
-    """Weights of single experts that other experts have: transformers only sees that a stack of them is too small."""
-    there = {m[0]: m.groups() for n in names if (m := _EXPERT.fullmatch(n))}
-    blocks, numbers, leaves = ({parts[i] for parts in there.values()} for i in range(3))
-    return tuple(sorted({f"{b}{i}{leaf}" for b in blocks for i in numbers for leaf in leaves} - there.keys()))
+    """Weights that some experts lack and others have; transformers only reports that a stack of them is too small."""
+    present = {m[0]: m.groups() for n in names if (m := _EXPERT.fullmatch(n))}
+    blocks, numbers, leaves = ({parts[i] for parts in present.values()} for i in range(3))
+    return tuple(sorted({f"{b}{i}{leaf}" for b in blocks for i in numbers for leaf in leaves} - present.keys()))
 
 
 def num_parameters(checkpoint: Checkpoint) -> int:
-    """Numbers in the model that config.json describes. Raises UnsupportedError where it cannot be built."""
+    """Number of parameters of the model that config.json describes. Raises UnsupportedError if it cannot be built."""
     return sum(p.numel() for p in empty_model(checkpoint).parameters())
 
 
 def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModules:
-    """The modules of a model that readers may take for quantised. Raises UnsupportedError where it cannot be built.
+    """The modules of a model that readers may treat as quantised. Raises UnsupportedError if it cannot be built.
 
-    `names` are those of the tensors in the files. Modules that transformers keeps in fp32, whatever a config says,
-    count with those that cannot be.
+    `names` are the names of the tensors in the files. Modules that transformers always keeps in fp32 count among those
+    that cannot be quantised.
     """
     model = empty_model(checkpoint)
     wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
@@ -84,13 +84,20 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
     plain: dict[str, str] = {}  # with the model's names
     others, fused = list[str](), set[str]()
     for x in linears(model):
-        found = stored.get(f"{x.name}.{x.parameter}", {})
-        if x.kind == "Linear" and x.is_plain and not _is_in(x.name, wide) and all(op is None for op in found.values()):
-            plain |= {n.removesuffix(".weight"): x.name for n in found} or {x.name: x.name}
-        elif x.kind != "Conv1D" and _STACKED not in found.values():
+        sources = stored.get(f"{x.name}.{x.parameter}", {})
+        if (
+            x.kind == "Linear"
+            and x.is_plain
+            and not _is_in(x.name, wide)
+            and all(op is None for op in sources.values())
+        ):
+            plain |= {n.removesuffix(".weight"): x.name for n in sources} or {x.name: x.name}
+        elif x.kind != "Conv1D" and _STACKED not in sources.values():
             others.append(x.name)
-            fused |= {*found} if x.kind == "experts" else set()
-    joined = {n: (t.rpartition(".")[0], op) for t, found in stored.items() for n, op in found.items() if op != _ALONE}
+            fused |= {*sources} if x.kind == "experts" else set()
+    joined = {
+        n: (t.rpartition(".")[0], op) for t, sources in stored.items() for n, op in sources.items() if op != _ALONE
+    }
     joined = {n: (t, op) for n, (t, op) in joined.items() if op is not None and n.endswith(".weight")}
     experts = {n: module for n, (module, op) in joined.items() if op == _STACKED}
     plain |= {n.removesuffix(".weight"): module for n, module in experts.items()}
@@ -106,30 +113,33 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
 
 
 def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str | None]]:
-    """The stored tensors that transformers makes each tensor of a model from; what it does first with those that it
-    does not take as they are, or `_ALONE` where it would not rename a scale beside them."""
+    """For each tensor of a model, the stored tensors that transformers builds it from and its first operation on each.
+
+    The operation is None if a tensor is used as stored, and `_ALONE` if a scale next to it would not be renamed with
+    it.
+    """
     conversions = get_model_conversion_mapping(model)
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     first = {p: type(c.operations[0]).__name__ for c in converters for p in c.source_patterns}
-    there = model.state_dict()
-    found: dict[str, dict[str, str | None]] = {}
+    state = model.state_dict()
+    sources: dict[str, dict[str, str | None]] = {}
     for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         renamed, beside = (rename_source_key(n, renamings, [])[0] for n in (name, f"{name}_scale"))
         alone = None if beside == f"{renamed}_scale" else _ALONE
-        if target in there:
-            found.setdefault(target, {})[name] = alone if pattern is None else first[pattern]
-    return found
+        if target in state:
+            sources.setdefault(target, {})[name] = alone if pattern is None else first[pattern]
+    return sources
 
 
 def _is_in(name: str, parts: Iterable[str]) -> bool:
-    """Whether a module's name has one of some parts of names."""
+    """Whether a module's name contains one of `parts`, which are whole name parts."""
     return any(f".{part}." in f".{name}." for part in parts)
 
 
 def check_memory(num_parameters: int, *, copies: int, what: str) -> None:
-    """Raise ResourceError unless memory holds so many copies of a model in fp32."""
+    """Raise ResourceError unless memory holds `copies` of a model in fp32."""
     needed = 4 * num_parameters * copies
     available = available_memory()
     if needed > available:

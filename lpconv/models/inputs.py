@@ -1,7 +1,7 @@
-"""Inputs for a model by the kind of what it reads, made of its config alone with a fixed seed.
+"""Example inputs for a model, by the kind of its input, made from its config alone with a fixed seed.
 
-A model reads token ids, pixels, a spectrogram or sound; the table `_KINDS` has a line for each. One that says which
-texts and images belong together reads two. Letters in shapes: B batch, L sequence length.
+A model reads token ids, pixels, a spectrogram or sound; the table `_KINDS` has a line for each. A model that matches
+texts with images reads two. Letters in shapes: B batch, L sequence length.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,35 +16,35 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
-_SAMPLES = 8000  # of sound: half a second at the usual 16 kHz
-# Their positions count from the padding id on, so two of them are no tokens.
+_SAMPLES = 8000  # audio samples: half a second at the usual 16 kHz
+# In these models positions start after the padding id, so two positions are unused.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
-# No two axes of one length, nor of a length that a model's own axes are likely to have: torch.export would take strides
-# that happen to agree for the same, and the graph would work for this length only or not at all.
+# Distinct lengths, and none that a model's own axes are likely to have: torch.export would take equal strides
+# for the same axis, and the graph would work for this length only or not at all.
 _TRACED = {"sequence": 13, "decoder_sequence": 11}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """How to make the inputs of a kind of model, and the names of their dynamic axes by position; none: not traced."""
+    """How to make the inputs of a kind of model, and the names of its dynamic axes by position; if none, no tracing."""
 
     make: Callable[[Any, torch.Generator], dict[str, Tensor]]
     axes: Mapping[int, str]
 
 
 def vocabulary_size(config: Any) -> int:
-    """How many ids the model embeds."""
+    """Number of ids that the model embeds."""
     return int(config.get_text_config().vocab_size)
 
 
 def max_length(config: Any) -> int | None:
-    """How many tokens the model has positions for; None where its config names no limit."""
+    """Number of tokens that the model has positions for, or None if its config names no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions and positions - (2 if config.model_type in _OFFSET_POSITIONS else 0)
 
 
 def sequence_length(config: Any, wanted: int | None) -> int:
-    """`wanted` tokens, by default 128 or the model's most; UsageError for more than the model has positions."""
+    """`wanted` tokens, by default 128 or the model's maximum. Raises UsageError if the model has fewer positions."""
     limit = max_length(config) or SEQ_LEN
     if wanted is not None and wanted > limit:
         raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
@@ -52,20 +52,20 @@ def sequence_length(config: Any, wanted: int | None) -> int:
 
 
 def random_ids(shape_BL: tuple[int, int], vocab_size: int, *, seed: int, first: int = 0) -> Tensor:
-    """Uniformly random ids from `first` on, the same for the same seed on every machine."""
+    """Uniformly random ids from `first` on, equal for equal seeds on every machine."""
     return torch.randint(first, vocab_size, shape_BL, generator=torch.Generator().manual_seed(seed))
 
 
 def example_inputs(model: Any) -> dict[str, Tensor]:
-    """Inputs for one forward pass, the same for every run of the same config.
+    """Inputs for one forward pass, the same for every run with the same config.
 
-    Raises UnsupportedError where the model reads something else.
+    Raises UnsupportedError if the model reads another kind of input.
     """
     return inputs_for(type(model), model.config, main=model.main_input_name)
 
 
 def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dict[str, Tensor]:
-    """`example_inputs` of a model that need not be there; `main` is what its objects say that they read."""
+    """`example_inputs` from a class and config, without a model; `main` overrides the class's `main_input_name`."""
     main = main or model_class.main_input_name
     kind = _KINDS.get(main)
     if kind is None:
@@ -81,7 +81,7 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
 
 
 def describe(inputs: Mapping[str, Tensor]) -> str:
-    """What `example_inputs` made, in words."""
+    """A description of the result of `example_inputs`."""
     shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
     return f"{shapes}, random with seed {_SEED}"
 
@@ -118,13 +118,13 @@ _DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
 
 
 def axes_of(name: str) -> dict[int, str]:
-    """The dynamic axes of an input; those beside the main one run along its tokens, or along the decoder's."""
+    """The dynamic axes of an input; auxiliary inputs have those of the tokens, or of the decoder's tokens."""
     kind = _KINDS.get(name, _KINDS["input_ids"])
     return dict(_DECODER_AXES if name.startswith("decoder") else kind.axes)
 
 
 def tracing_inputs(model: Any) -> dict[str, Tensor]:
-    """`example_inputs` with kinds of tokens where the model has them, every dynamic axis of another length."""
+    """`example_inputs` for tracing: with token types if the model has them, every dynamic axis of another length."""
     inputs = example_inputs(model)
     fixed = next((name for name in inputs if not axes_of(name)), None)
     if fixed is not None:
@@ -138,7 +138,7 @@ def tracing_inputs(model: Any) -> dict[str, Tensor]:
 
 
 def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inputs of other sizes on every dynamic axis, the last tokens of the first row masked as padding is."""
+    """Inputs of other sizes on every dynamic axis, with the last tokens of the first row masked like padding."""
     changed = {name: torch.cat([x, x[:1].flip(-1)]) for name, x in inputs.items()}
     for name, x in changed.items():
         if 1 in axes_of(name):

@@ -1,7 +1,7 @@
-"""The `Linear` modules of decoder families whose names say all, without transformers, which takes seconds to import.
+"""`Linear` modules of decoder families, known by name without transformers, whose import takes seconds.
 
-Every layer of these models has the same modules, whatever else its config says, and all other matrices are the
-embedding. That this is what transformers builds is tested for each of them.
+Every layer of these models has the same modules, whatever else the config says, and all other matrices are the
+embedding. A test compares each family with the model that transformers builds.
 """
 
 from collections.abc import Mapping
@@ -46,8 +46,8 @@ FAMILIES: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("Starcoder2ForCausalLM", "starcoder2"): (*_QKVO, "mlp.c_fc", "mlp.c_proj"),
 }
 
-# The norms of a layer, by `model_type`, of families whose sizes are known as well. Without `head_dim` in config.json,
-# only those in `_USUAL_HEADS` share out the width among heads.
+# Norms of a layer by `model_type`, for families whose shapes are known as well. Without `head_dim` in config.json,
+# only families in `_USUAL_HEADS` divide the width among heads.
 _TWO = ("input_layernorm", "post_attention_layernorm")
 _FOUR = (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -61,7 +61,7 @@ _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermed
 
 
 def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """The shape of every tensor of the model of a config by name, the head included; None where that is not known."""
+    """Shapes of all tensors of the model that a config describes, by name, including the head; None if unknown."""
     kind, sizes = str(config.get("model_type")), [config.get(k) for k in _SIZES]
     layer = FAMILIES.get(((config.get("architectures") or [""])[0], kind))
     is_usual = _has_whole_heads(config) and not any(v for k, v in config.items() if "bias" in k)
@@ -81,8 +81,8 @@ def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None
         leaves |= {f"{m}.bias": (rows[m.rpartition(".")[2]],) for m in _QKVO[:3]}
     leaves |= {f"{n}.weight": (head if n in _OF_HEADS else width,) for n in _NORMS[kind]}
     ends = {_EMBEDDING: (vocab, width), _HEAD: (vocab, width), "model.norm": (width,)}
-    found: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in ends.items()}
-    return found | {f"model.layers.{i}.{leaf}": shape for i in range(count) for leaf, shape in leaves.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in ends.items()}
+    return shapes | {f"model.layers.{i}.{leaf}": shape for i in range(count) for leaf, shape in leaves.items()}
 
 
 def linears_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> LinearModules:
@@ -96,10 +96,10 @@ def linears_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LinearModules | None:
-    """What `empty.linear_modules` says of the model of a config and of stored tensors by name, None where names do not.
+    """Result of `empty.linear_modules` for a config and stored tensors, from names alone; None if these do not suffice.
 
-    They do where the files hold just the matrices of the family. The head may be missing, as where it is tied. Nor is
-    anything known of heads that do not share out a model's width: transformers may refuse to build that.
+    They suffice if the files hold exactly the matrices of the family. The head may be missing, as in tied models. Heads
+    that do not divide the model's width evenly are unknown too: transformers may refuse to build such a model.
     """
     if {"auto_map", "quantization_config"} & config.keys():
         return None

@@ -1,4 +1,4 @@
-"""The model in a checkpoint directory, an output of any method included."""
+"""Load the model of a checkpoint directory, including outputs of any method."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -38,18 +38,18 @@ def load(
     """The model in a checkpoint directory, in evaluation mode, of `model_class` or the class that its config names.
 
     Scaled checkpoints (unit, Scalify) are decoded into `dtype`, by default the source's. A Collage checkpoint is opened
-    with its residual added back, in fp32 by default; with another `dtype` it is the sum rounded to it. The layouts of
-    others that lpconv reads are decoded too, without their packages. Further arguments go to `from_pretrained`. Raises
-    InputError where the residual does not belong to the weights, and for weights that the files lack of the class that
-    the config names, unless `allow_missing` leaves them random.
+    with its residual added, in fp32 by default; with another `dtype` the sum is rounded to it. Third-party layouts that
+    lpconv reads are decoded too, without their packages. Further arguments go to `from_pretrained`. Raises InputError
+    if the residual does not belong to the weights, and if the files lack weights of the class that the config names,
+    unless `allow_missing` leaves them random.
 
-    With `resident`, weights that are codes in the files stay codes in memory, and are decoded to `dtype` as they are
-    used (`models/coded.py`); the model runs, generates, and saves the same bytes again, and does not train. What is not
-    codes is opened as ever: vectors, plain checkpoints, Collage's pairs.
+    With `resident`, weights stored as codes stay codes in memory, and are decoded to `dtype` on use
+    (`models/coded.py`); the model runs, generates, and saves the same bytes again, but does not train. Everything else
+    is opened as usual: vectors, plain checkpoints, Collage's pairs.
     """
-    opened = load_with_missing if not resident else _load_resident
-    with torch.inference_mode(False):  # threads of transformers are never in that mode, and both kinds do not mix
-        model, missing = opened(path, dtype=dtype, model_class=model_class, **kwargs)
+    open_model = load_with_missing if not resident else _load_resident
+    with torch.inference_mode(False):  # transformers' threads never use that mode, and both kinds of tensors do not mix
+        model, missing = open_model(path, dtype=dtype, model_class=model_class, **kwargs)
     if missing and model_class is None and not allow_missing:
         raise InputError(
             f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {code_list(missing)}",
@@ -61,10 +61,10 @@ def load(
 def load_with_missing(
     path: Openable, *, dtype: torch.dtype | None = None, model_class: Any = None, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """`load`, and the names of the parameters that the checkpoint does not hold: they are freshly initialised."""
+    """`load`, plus the names of parameters that the checkpoint lacks and that are randomly initialised."""
     register()
     checkpoint = open_readable(path)
-    stored_shapes(checkpoint)  # of layouts that are read, which pickles say only now
+    stored_shapes(checkpoint)  # refuses pickles of layouts that lpconv cannot read
     cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
     has_residual = (checkpoint.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
@@ -80,40 +80,40 @@ def load_with_missing(
 def _load_resident(
     path: Openable, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """`load_with_missing`, with codes that stay what they are."""
+    """`load_with_missing` without decoding codes."""
     checkpoint = Checkpoint.open(path)
     if quantized_by(checkpoint.config) is None:
         return load_with_missing(checkpoint, dtype=dtype, model_class=model_class, **kwargs)
     cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
-    kwargs.setdefault("experts_implementation", "eager")  # which takes one at a time
+    kwargs.setdefault("experts_implementation", "eager")  # processes one expert at a time
     with StoredTensors.open(checkpoint) as stored:
         model, missing = _assembled(checkpoint, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
         save_as_codes(model, stored.others())
     model.config.quantization_config = checkpoint.config["quantization_config"]
-    if LOADER in str(getattr(model.config, "auto_map", "")):  # which `save_pretrained` does not copy
+    if LOADER in str(getattr(model.config, "auto_map", "")):  # the loader, which `save_pretrained` does not copy
         del model.config.auto_map
     return model, missing
 
 
 @contextmanager
 def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """The model in fp32 whose matrices stay in its files, and the parameters that these do not hold.
+    """Open the model in fp32 with its matrices left in the files; also returns the names of missing parameters.
 
-    A layer takes the memory of a few of its rows, for as long as it multiplies by them, and every pass reads the files
-    again. The model runs inside the context only.
+    A layer uses the memory of a few of its rows while it multiplies by them, and every pass reads the files again. The
+    model runs inside the context only.
     """
     checkpoint = Checkpoint.open(path)
     with StoredTensors.open(checkpoint) as stored, quiet_transformers():
         cls = architecture(checkpoint.config)
         model, missing = from_files(checkpoint, stored, model_class=cls, experts_implementation="eager")
-        model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
+        model.config.use_cache = False  # no key-value cache: nothing is generated
         yield model, missing
 
 
 def from_files(
     checkpoint: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
-    """The model in fp32 of open tensors, whose matrices stay in their files until somebody reads them."""
+    """The model in fp32 from open tensors, with matrices left in their files until they are used."""
     return _assembled(checkpoint, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
@@ -126,7 +126,10 @@ def _assembled(
     dtype: torch.dtype | None,
     **kwargs: Any,
 ) -> tuple[Any, tuple[str, ...]]:
-    """The model of open tensors, each as `tensor` gives it, in a dtype or the config's; and what is missing."""
+    """Build the model from open tensors, each as returned by `tensor`; also returns the names of missing ones.
+
+    `dtype` defaults to the config's.
+    """
     config = copy.deepcopy(kwargs.pop("config", None))
     if config is None:
         config, kwargs = transformers.AutoConfig.from_pretrained(
@@ -141,14 +144,13 @@ def _assembled(
 
 
 def missing_of(model_class: Any, report: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters that transformers did not find. A bare model that nobody named has hidden states without the
-    pooler that it has by default."""
+    """The parameters that transformers did not find, without the pooler that a bare AutoModel has by default."""
     names = sorted(report["missing_keys"])
     return tuple(n for n in names if model_class is not transformers.AutoModel or ".pooler." not in f".{n}")
 
 
 def _in_files(stored: StoredTensors, name: str) -> Tensor:
-    """A tensor as it is in such a model: what is no matrix of numbers is in memory."""
+    """A coded tensor that stays in its files; vectors and tensors that are not numbers are loaded."""
     form = stored.forms[name]
     if len(form.shape) < 2 or (isinstance(form, Kept) and form.dtype not in ("F64", "F32", "F16", "BF16")):
         return stored.tensor(name)
@@ -156,7 +158,7 @@ def _in_files(stored: StoredTensors, name: str) -> Tensor:
 
 
 def _resident(stored: StoredTensors, name: str) -> Tensor:
-    """A tensor as it stays in memory: matrices of codes as codes."""
+    """A coded tensor in memory for a matrix of codes; anything else is loaded."""
     form = stored.forms[name]
     if isinstance(form, Kept) or len(form.shape) < 2:
         return stored.tensor(name)
@@ -164,14 +166,14 @@ def _resident(stored: StoredTensors, name: str) -> Tensor:
 
 
 def _trusted(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
-    """Where the checkpoint's own Python code lies, where it may run."""
+    """The directory of the checkpoint's own Python code if it may run, else None."""
     return checkpoint.directory if kwargs.get("trust_remote_code") else None
 
 
 def from_state(model_class: Any, config: Any, state: dict[str, Tensor], **kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The model of a class and config with decoded tensors, by their names in a checkpoint; and transformers' report.
+    """Build the model of a class and config from decoded tensors by stored name; also returns transformers' report.
 
-    transformers renames and merges them as it does those of files. `config` loses what it says of codes.
+    transformers renames and merges them like tensors from files. The config's `quantization_config` is removed.
     """
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config

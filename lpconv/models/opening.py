@@ -1,6 +1,6 @@
-"""A model opened for a purpose: to run, to trace, to train, to time. Each takes any of our outputs.
+"""Opening a model for a purpose: to run, to trace, to train, to time. Accepts every output of lpconv.
 
-What cannot be opened is refused before a weight is read, as far as the config tells.
+Models that cannot be opened are refused before a weight is read, as far as the config tells.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,9 @@ _WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model in evaluation mode, and its task. `missing` names parameters that the checkpoint lacks: random ones.
+    """A model in evaluation mode. `missing` names parameters that the checkpoint lacks, which are random.
 
-    `read_whole` names matrices of which a rank was to open its rows, and held all for a while.
+    `read_whole` names matrices that this rank read whole instead of only its rows.
     """
 
     model: Any
@@ -40,15 +40,17 @@ class Opened:
 
     @property
     def task(self) -> Task:
-        """What the model is for."""
+        """The task of the model's class."""
         return task_of(type(self.model).__name__)
 
 
 @contextmanager
 def model_errors(what: str, *, hint: str, error: type[LpconvError] = UnsupportedError) -> Iterator[None]:
-    """Turn what transformers raises inside, which is anything at all for checkpoints it does not know, into an error
-    of ours: `error` with `what` in front, ResourceError where memory ran out, PeerLostError where another
-    process of the run went."""
+    """Convert exceptions of transformers, which may be of any type for unknown checkpoints, into lpconv errors.
+
+    The result is `error` with `what` in front, ResourceError if memory ran out, or PeerLostError if another process of
+    the run was lost.
+    """
     try:
         yield
     except LpconvError:
@@ -58,15 +60,16 @@ def model_errors(what: str, *, hint: str, error: type[LpconvError] = Unsupported
 
 
 def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Run the model once on the first of the inputs. Raises UnsupportedError where it does not run."""
+    """Run the model once on the first of the inputs. Raises UnsupportedError if it does not run."""
     with quiet_transformers(), model_errors("the model does not run", hint=_WHAT_OPENS), torch.no_grad():
         model(**{name: x[:1] for name, x in inputs.items()})
 
 
 def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
-    """The model in fp32 in the class that its config names; where the checkpoint lacks any of that, the bare model.
+    """Open the model in fp32 as the class that its config names, or as the bare model if weights for that are missing.
 
-    Random heads would compare nothing, and send random gradients through all below. `options` go to `from_pretrained`.
+    A random head would make comparisons meaningless and send random gradients into all layers. `options` go to
+    `from_pretrained`.
     """
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         model, missing = load_with_missing(checkpoint, dtype=torch.float32, **options)
@@ -77,7 +80,7 @@ def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
 
 
 def open_to_trace(checkpoint: Openable) -> Opened:
-    """`open_to_run` with attention (``eager``) and products of experts (``batched_mm``) that every opset has.
+    """`open_to_run` with implementations that every opset has: ``eager`` attention and ``batched_mm`` experts.
 
     Raises UnsupportedError for models that transformers does not open.
     """
@@ -91,11 +94,11 @@ def open_to_trace(checkpoint: Openable) -> Opened:
 def open_to_train(
     task: Task, checkpoint: Openable, *, seed: int, num_labels: int | None = None, mesh: DeviceMesh | None = None
 ) -> Opened:
-    """The model in fp32 with the task's head; what the checkpoint does not hold is drawn from `seed`.
+    """The model in fp32 with the task's head; weights that the checkpoint lacks are drawn from `seed`.
 
-    So a run and its twin begin alike. Codes, of lpconv or of others, are opened as the weights that they stand for.
-    Of a mesh every rank opens its rows, and the model runs once it is sharded. Raises UnsupportedError for models that
-    the task has no class for, and for layouts that lpconv does not read.
+    So a run and its twin start from the same weights. Codes, including third-party ones, are decoded. With a mesh every
+    rank opens its rows, and the model can run once it is sharded. Raises UnsupportedError for models that the task has
+    no class for, and for layouts that lpconv does not read.
     """
     opened = Checkpoint.open(checkpoint)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
@@ -114,26 +117,26 @@ def open_to_train(
             return Opened(model=_without_cache(model), missing=missing, read_whole=read_whole)
         model, missing = load_with_missing(opened, dtype=torch.float32, model_class=model_class, **options)
     if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
-        model.dequantize()  # the weights are decoded already: this only lets go of the codes' scales
+        model.dequantize()  # weights are already decoded: this only releases the codes' scales
     return Opened(model=_without_cache(model), missing=missing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model that is known and not built: its class, its config, and where its weights are (None: they are random)."""
+    """A model that is not built yet: its class, config and checkpoint (None: random weights)."""
 
     model_class: Any
     config: Any
     checkpoint: Checkpoint | None
 
     def empty(self) -> nn.Module:
-        """The model without memory, for counting."""
+        """The model on the meta device, for counting."""
         with quiet_transformers(), torch.device("meta"):
             model: nn.Module = self.model_class(self.config)
         return model
 
     def build(self, device: str, mesh: DeviceMesh | None = None) -> Opened:
-        """The model in fp32 on `device`; of a mesh, which a checkpoint only may have, every rank opens its rows."""
+        """Build the model in fp32 on `device`; with a mesh, for checkpoints only, every rank opens its rows."""
         missing: tuple[str, ...] = ()
         with quiet_transformers():
             if mesh is not None:
@@ -151,7 +154,7 @@ class Blueprint:
 
 
 def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
-    """What a preset's name or a checkpoint describes; UnsupportedError for what does not read token ids."""
+    """The blueprint of a preset or checkpoint. Raises UnsupportedError for models that do not read token ids."""
     if isinstance(preset_or_checkpoint, str):
         preset = PRESETS[preset_or_checkpoint]
         return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), checkpoint=None)
@@ -161,13 +164,13 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
 
 
 def read_config(checkpoint: Checkpoint, *, hint: str) -> Any:
-    """The config as transformers has it; UnsupportedError for models of another release, or with code of their own."""
+    """The transformers config. Raises UnsupportedError for models of another release or with their own code."""
     with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
 
 def reads_text(checkpoint: Checkpoint, *, hint: str) -> Any:
-    """The config of a model that reads token ids and nothing else; UnsupportedError for any other."""
+    """The config of a model that reads only token ids. Raises UnsupportedError for any other."""
     config = read_config(checkpoint, hint=hint)
     cls = concrete(architecture(checkpoint.config), config)
     if getattr(config, "is_encoder_decoder", False):
@@ -179,13 +182,12 @@ def reads_text(checkpoint: Checkpoint, *, hint: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what a library said, with the kind of error where that is not plain; two where the first ends
-    in a colon."""
+    """First line of an exception's message, with its type if that is not obvious; two lines if it ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return first if isinstance(error, (ValueError, LpconvError)) else f"{type(error).__name__}: {first}"
 
 
 def _without_cache(model: Any) -> Any:
-    model.config.use_cache = False  # keys and values of past tokens would be kept for nothing
+    model.config.use_cache = False  # no key-value cache: nothing is generated
     return model

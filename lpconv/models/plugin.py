@@ -1,14 +1,14 @@
-"""The transformers plug-in that opens lpconv's scaled checkpoints. It needs torch and transformers, and nothing else.
+"""The transformers plug-in that opens lpconv's scaled checkpoints. It needs only torch and transformers.
 
-A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape
-[1] under `NAME_scale`, or one for each tile of its rows, [tiles below each other, tiles beside each other], as numbers
-or as bytes of exponents; its value is codes · scale. What a tile is stands in the config, unless it is a row. Codes of
-few bits are packed along the last axis. Loading decodes into the dtype the model is opened with, so the result is the
-stock model, and saving encodes again with the same scales: an untouched weight gives the same bytes.
+A converted weight is stored as codes of shape [1, *shape] under the weight's own name, with one fp32 scale of shape [1]
+under `NAME_scale`, or one scale per tile of its rows, shape [tiles along rows, tiles along columns], as numbers or as
+bytes of exponents; its value is codes · scale. The config defines the tile, which is a row by default. Codes of few
+bits are packed along the last axis. Loading decodes into the dtype that the model is opened with, so the result is the
+stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes.
 
-Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` says how many each row has,
-`NAME_scale` has one scale a point, and the codes are [1, points, bytes of a row]. Fitting scales is the work of a
-conversion; so such a model is not saved as codes, only plainly, after `model.dequantize()`.
+Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` is the number of points of each
+row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
+these scales, so such a model cannot be saved as codes, only as plain weights after `model.dequantize()`.
 
 This file is copied into each output as its loader module for `trust_remote_code=True`; keep it free of other imports.
 """
@@ -55,26 +55,26 @@ DTYPES = {
 }
 
 
-# Rows and columns that share a scale, 0 for all of them, by what the config calls them.
+# Rows and columns that share a scale, 0 for all of them, by name in the config.
 TILES = {"row": (1, 0), "128x128": (128, 128), "mx": (1, 32)}
-# What codes of few bits stand for, in the order of the codes; those of 4 bits are two in a byte.
+# Values of codes of few bits, in the order of the codes; 4-bit codes are stored two to a byte.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NARROW_VALUES = {
     "int4": (*range(8), *range(-8, 0)),
     "int8": (*range(128), *range(-128, 0)),
     "e2m1": (*_E2M1, *(-v for v in _E2M1)),
 }
-# Integers of tensors with scales are stored with half their range added, which turns the top bit of each.
+# Scaled integers are stored with half their range added, which flips the top bit of each.
 _BIAS = {"int4": 0x88, "int8": 0x80}
-# The largest numbers that round to each of e2m1's, but its last one: ties go to the even code.
+# The largest numbers that round to each e2m1 number but the last: ties go to the even code.
 _E2M1_ENDS = (0.25, 0.75 - 2.0**-25, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
 
 
 class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
     """The `quantization_config` of a scaled checkpoint.
 
-    `leaves` are the last name parts of converted tensors (``weight``, for nearly all), `exceptions` the tensors whose
-    codes have another format than `format`. `granularity` says of tensors with several scales what has one.
+    `leaves` are the last name parts of converted tensors (mostly ``weight``), `exceptions` the tensors whose codes have
+    another format than `format`. `granularity` is the part of a tensor that has its own scale.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
 
 
 class ScaledConverter(WeightConverter):  # type: ignore[misc]
-    """A converter that hands its first operation (stored name, tensor) pairs, so that codes can find their scales.
+    """A converter that passes (stored name, tensor) pairs to its first operation, so that codes can find their scales.
 
-    `model_converter` is the model's own converter that this one stands for, if any.
+    `model_converter` is the model's own converter that this one replaces, if any.
     """
 
     model_converter: WeightConverter | None = None
@@ -117,16 +117,17 @@ class ScaledConverter(WeightConverter):  # type: ignore[misc]
         self.stored_names.setdefault(source_pattern, []).append(source_key)
 
     def materialize_tensors(self) -> dict[str, list[tuple[str, Tensor]]]:
-        found = super().materialize_tensors()
+        by_pattern = super().materialize_tensors()
         return {
-            pattern: list(zip(self.stored_names[pattern], tensors, strict=True)) for pattern, tensors in found.items()
+            pattern: list(zip(self.stored_names[pattern], tensors, strict=True))
+            for pattern, tensors in by_pattern.items()
         }
 
 
 class DecodeScaled(ConversionOps):  # type: ignore[misc]
-    """Codes with their scales, and counts of points → weights, in the stored order. What has no scale passes through.
+    """Decode codes with their scales and counts of points, in the stored order. Tensors without a scale are unchanged.
 
-    It comes before the operations of the model's own converters: experts are decoded before they are merged.
+    It runs before the operations of the model's own converters: experts are decoded before they are merged.
     """
 
     def __init__(self, hf_quantizer: "LpconvQuantizer", *, merging: bool = False) -> None:
@@ -169,7 +170,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
         return decode_scaled(codes, scale, self.hf_quantizer.format_of(name), self.hf_quantizer.tile)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeScaled":
-        """transformers copies the converter for every tensor; the scales must arrive at the one quantizer."""
+        """Returns itself: transformers copies the converter per tensor, but scales belong to one quantizer."""
         return self
 
     @property
@@ -178,12 +179,12 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
 
 
 class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Decodes on loading, encodes on saving. The model in between is the stock one, and trains like it."""
+    """Decodes on loading and encodes on saving. In between the model is the stock one, and trains like it."""
 
     def __init__(self, quantization_config: LpconvConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scales: dict[str, tuple[Tensor, str]] = {}  # with the format of the codes, by the model's name
-        self.merged_scales: dict[str, Tensor] = {}  # by the stored name, of tensors that the model merges or splits
+        self.scales: dict[str, tuple[Tensor, str]] = {}  # (scale, format of the codes) by the model's name
+        self.merged_scales: dict[str, Tensor] = {}  # by stored name, for tensors that the model merges or splits
         self._added: set[int] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -203,20 +204,22 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return bool(self.quantization_config.method == MULTIPOINT)
 
     def update_weight_conversions(self, weight_conversions: list[WeightTransform], *args: Any) -> list[WeightTransform]:
-        """Name each scale like its codes, so that both arrive at one parameter, and decode before anything else."""
+        """Rename each scale like its codes, so that both reach one parameter, and decode before anything else."""
         leaves = sorted(self.quantization_config.leaves, key=len, reverse=True)
         suffixes = (SCALE_SUFFIX, POINTS_SUFFIX) if self._has_points else (SCALE_SUFFIX,)
         renamings = [WeightRenaming(f"{leaf}{suffix}$", leaf) for leaf in leaves for suffix in suffixes]
         converters = [self._decode_first(c) if isinstance(c, WeightConverter) else c for c in weight_conversions]
-        given = _renamed_leaves(leaves, weight_conversions)
-        plain = [ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in dict.fromkeys((*leaves, *given))]
+        renamed_leaves = _renamed_leaves(leaves, weight_conversions)
+        plain = [
+            ScaledConverter(leaf, leaf, [DecodeScaled(self)]) for leaf in dict.fromkeys((*leaves, *renamed_leaves))
+        ]
         self._added = {id(t) for t in (*renamings, *plain)}
         return [*renamings, *converters, *plain]
 
     def _decode_first(self, converter: WeightConverter) -> ScaledConverter:
         sources, targets = list(converter._original_source_patterns), list(converter._original_target_patterns)
         scaled = ScaledConverter(sources, targets, [DecodeScaled(self, merging=True), *converter.operations])
-        # Where in the model a converter applies; releases differ in what they keep.
+        # The part of the model that a converter applies to; releases differ in these attributes.
         for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
             if hasattr(converter, name):
                 setattr(scaled, name, getattr(converter, name))
@@ -234,10 +237,10 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The model's tensors with every weight that came as codes encoded again; tied weights stay one tensor.
+        """The model's tensors, with every weight that was stored as codes encoded again; tied weights stay one tensor.
 
-        transformers renames the result back to the names of the checkpoint. What it would also split (merged experts)
-        is split here, since codes belong to the stored tensors.
+        transformers renames the result back to the names of the checkpoint. Merged experts, which it would also split,
+        are split here, since codes belong to the stored tensors.
         """
         if self._has_points:
             raise ValueError(
@@ -251,13 +254,15 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, (scale, fmt) in self.scales.items():
             encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, fmt)
             stored, beside = _renamed(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
-            state[beside if _renamed(beside, back) == stored else stored] = scale  # a last part takes no suffix along
+            state[beside if _renamed(beside, back) == stored else stored] = (
+                scale  # a renamed last part loses the suffix
+            )
         for name, tensor in tensors.items():
             if name not in merged:
                 state[name] = encoded.get(tensor.data_ptr(), tensor)
         renamings = [c for c in model._weight_conversions or () if isinstance(c, WeightRenaming)]
         for stored, tensor in revert_weight_conversion(model, merged).items():
-            name = _renamed(stored, renamings)  # transformers is about to undo it
+            name = _renamed(stored, renamings)  # transformers will undo it
             if stored not in self.merged_scales:
                 state[name] = tensor
                 continue
@@ -267,7 +272,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return state, {}
 
     def _merged(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters that the model's own converters make from other stored tensors, where those came as codes."""
+        """The parameters that the model's own converters build from other stored tensors, if those were codes."""
         if not self.merged_scales:
             return {}
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
@@ -283,7 +288,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return (1, int(count)) if count else TILES[kind]
 
     def format_of(self, name: str) -> str:
-        """The format of a stored tensor, whose name may have the base model's prefix more or less."""
+        """The format of a stored tensor, whose name may or may not have the base model's prefix."""
         for stored, fmt in self.quantization_config.exceptions.items():
             if stored == name or stored.endswith("." + name) or name.endswith("." + stored):
                 return str(fmt)
@@ -336,13 +341,13 @@ def decode_points(codes: Tensor, scales: Tensor, counts: Tensor, fmt: str) -> Te
 
 
 def _point_values(codes: Tensor, rows: Tensor, fmt: str) -> Tensor:
-    """Rows of codes [points, bytes] as fp32 numbers."""
+    """Decode rows of codes [points, bytes] to fp32."""
     raw = codes.view(torch.uint8)[rows]
     return raw.view(DTYPES[fmt]).float() if fmt in DTYPES else _narrow_values(raw, fmt)
 
 
 def _narrow_values(raw: Tensor, fmt: str) -> Tensor:
-    """Bytes [rows, bytes] of codes of few bits as fp32 numbers."""
+    """Decode bytes [rows, bytes] with codes of few bits to fp32."""
     table = torch.tensor(NARROW_VALUES[fmt], dtype=torch.float32, device=raw.device)
     if table.numel() == 16:
         raw = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(1)
@@ -350,11 +355,11 @@ def _narrow_values(raw: Tensor, fmt: str) -> Tensor:
 
 
 def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
-    """The fp32 weight of codes [1, *shape], packed along the last axis, and their scales: [1] or those of tiles."""
+    """Decode codes [1, *shape], packed along the last axis, to fp32 with their scales: [1], or one per tile."""
     rows = codes.reshape(-1, codes.shape[-1])
     if fmt in DTYPES:
         values = rows.float()
-    elif codes.dtype == torch.int32:  # words of integers, biased so that none is negative
+    elif codes.dtype == torch.int32:  # words of integers with a bias, so that none is negative
         values = _narrow_values(rows.view(torch.uint8) ^ _BIAS[fmt], fmt)
     else:
         values = _narrow_values(rows, fmt)
@@ -362,7 +367,7 @@ def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int])
 
 
 def encode_scaled(weight: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
-    """The codes of a weight; numbers beyond the format's largest are clamped to it, NaN stays NaN where one is."""
+    """Encode a weight; numbers beyond the format's largest are clamped to it, and NaN is kept if the format has NaN."""
     rows = weight.float().reshape(-1, weight.shape[-1])
     unit = rows / _spread(scale.to(weight.device), tile, rows)
     if fmt in DTYPES:
@@ -382,7 +387,7 @@ def _paired(codes: Tensor) -> Tensor:
 
 
 def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
-    """The scale of every number of rows, as it broadcasts to them."""
+    """Expand scales so that they broadcast to rows."""
     if scale.dim() == 1:
         return scale.reshape(1, 1)
     if scale.dtype == torch.uint8:
@@ -394,7 +399,7 @@ def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Make transformers know `quant_method: lpconv`; doing so twice is harmless."""
+    """Register `quant_method: lpconv` with transformers; may be called more than once."""
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(METHOD)(LpconvConfig)
         register_quantizer(METHOD)(LpconvQuantizer)

@@ -1,6 +1,6 @@
-"""Shapes of common models, by name, for timing without their weights. Imports neither torch nor models.
+"""Shapes of common models by name, for timing without their weights. Does not import torch or transformers.
 
-The numbers are those of the models' own config.json files; weights are random, which changes no time and no size.
+The numbers are from the models' own config.json files; weights are random, which affects neither time nor size.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A transformers config class, the model class for it, and what differs from the config's defaults."""
+    """A transformers config class, its model class, and the settings that differ from the config's defaults."""
 
     name: str
     config_class: str
@@ -18,7 +18,7 @@ class Preset:
     settings: Mapping[str, object]
 
     def config(self) -> Any:
-        """The config as transformers has it, which is imported now."""
+        """The transformers config; imports transformers."""
         import transformers
 
         return getattr(transformers, self.config_class)(**self.settings, architectures=[self.model_class])

@@ -1,4 +1,4 @@
-"""transformers without its bars and loading reports, for runs that say in their own result what those would say."""
+"""Silence transformers' progress bars and loading reports, for runs that report the same in their result."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import transformers
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars and no loading reports inside; what was set before comes back."""
+    """Disable progress bars and loading reports inside the context, then restore the settings."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

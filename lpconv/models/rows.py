@@ -1,7 +1,7 @@
-"""A model of which each rank of a mesh opens its own rows: the rest stays in the files.
+"""A model whose ranks each open their own rows; the rest stays in the files.
 
-transformers is given tensors that it can rename, stack and join without a number being read. What it does beyond that
-reads a tensor whole; its name is told.
+transformers receives tensors that it can rename, stack and join without reading a number. Any other operation reads a
+whole tensor, whose name is reported.
 """
 
 from typing import Any
@@ -20,11 +20,10 @@ from lpconv.storage.checkpoint import Checkpoint, Openable
 def load_rows(
     path: Openable, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-    """The model in fp32 with the parameters of this rank as DTensors, dealt out as FSDP2 does; all values are those of
-    `load_with_missing`.
+    """The model in fp32 with this rank's rows as DTensors, sharded like FSDP2; values are those of `load_with_missing`.
 
-    With the names of parameters that the checkpoint lacks, and of matrices that this rank held whole for a while.
-    Buffers and what is missing are whole too.
+    Also returns the names of parameters that the checkpoint lacks, and of matrices that this rank temporarily held
+    whole. Buffers and missing parameters are whole too.
     """
     checkpoint = Checkpoint.open(path)
     with StoredTensors.open(checkpoint) as stored:
@@ -35,14 +34,14 @@ def load_rows(
 
 
 def _keep_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave this rank's rows of every parameter, and buffers whole, in place; tied ones stay one."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    """Replace every parameter by this rank's rows, in place; buffers stay whole and tied parameters stay tied."""
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for key, p in module._parameters.items():
-            if p is not None and p not in made:
-                made[p] = nn.Parameter(_sharded(p.detach(), mesh), requires_grad=p.requires_grad)
+            if p is not None and p not in replacements:
+                replacements[p] = nn.Parameter(_sharded(p.detach(), mesh), requires_grad=p.requires_grad)
             if p is not None:
-                module._parameters[key] = made[p]
+                module._parameters[key] = replacements[p]
         coded = {key: x.decoded() for key, x in module._buffers.items() if isinstance(x, CodedTensor)}
         module._buffers.update(coded)
 
@@ -54,7 +53,7 @@ def _sharded(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Rows of `x` in memory of their own."""
+    """Copy rows of `x` to new memory."""
     if start == stop:
         return torch.empty((0, *x.shape[1:]), dtype=x.dtype)
     if not isinstance(x, CodedTensor):

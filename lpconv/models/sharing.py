@@ -1,4 +1,4 @@
-"""A model whose ranks each keep rows of every parameter, by FSDP2. Import this module lazily: that takes a second."""
+"""Sharding a model's parameters over ranks with FSDP2. Import this module lazily: the import takes a second."""
 
 import copy
 from collections.abc import Iterator
@@ -15,10 +15,9 @@ from lpconv.shards import is_sharded
 
 
 def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Leave on each rank of the mesh its rows of every parameter, by FSDP2, in place; a block's are gathered while it
-    computes.
+    """Shard every parameter over the ranks of the mesh with FSDP2, in place; blocks are gathered while they compute.
 
-    The model is whole on all ranks, or was opened by rows.
+    The model is either whole on all ranks, or was opened by rows.
     """
     with _whole_in_outline(model):
         for block in blocks_of(model):
@@ -28,7 +27,7 @@ def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
 
 
 def running_copy(model: nn.Module, mesh: DeviceMesh) -> Any:
-    """A copy of a model opened by rows, with the same tensors, that computes in fp32 and lets go of all it gathers."""
+    """A copy of a model opened by rows, on the same tensors, that computes in fp32 and frees all it gathers."""
     copied: Any = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
     share_out(copied, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))
     copied.set_reshard_after_forward(True)
@@ -37,9 +36,9 @@ def running_copy(model: nn.Module, mesh: DeviceMesh) -> Any:
 
 @contextmanager
 def _whole_in_outline(model: nn.Module) -> Iterator[None]:
-    """Rows give way to whole parameters without memory, which FSDP takes apart, and come back in the place of those.
+    """Replace rows by whole parameters on the meta device inside the context, for FSDP to shard, then restore the rows.
 
-    It pads them at the first forward pass, as it does with all that was exchanged.
+    FSDP pads them at the first forward pass, as it does for all exchanged parameters.
     """
     rows: list[tuple[nn.Module, str, Any]] = [
         (module, key, p) for module in model.modules() for key, p in module._parameters.items() if is_sharded(p)

@@ -1,4 +1,4 @@
-"""What a checkpoint is trained to do, and the class of transformers that does it."""
+"""Tasks of checkpoints, and the transformers classes for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lpconv.errors import UnsupportedError, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task by name and in words, the classes of transformers that do it, and what its loss is called."""
+    """A task: its name, description, loss, and transformers classes."""
 
     name: str
     words: str
@@ -59,72 +59,75 @@ NONE = Task(
     auto=transformers.AutoModel,
     mapping={},
 )
-# Classes that say which texts and images belong together.
+# Classes that match texts with images.
 TEXT_AND_IMAGE = frozenset(modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values())
 TASKS = {t.name: t for t in (SEQ2SEQ, CLASSIFICATION, MLM, CLM)}
 
 
 def task_of(class_name: str) -> Task:
-    """The task of a model class; `NONE` for bare models and for what lpconv trains nothing for."""
+    """The task of a model class; `NONE` for bare models and tasks that lpconv does not train."""
     return next((t for t in TASKS.values() if class_name in t.mapping.values()), NONE)
 
 
 def find_task(config: Mapping[str, Any], name: str, *, has_labels: bool) -> Task:
-    """The task called `name`; "auto" asks the checkpoint's config, and for a bare encoder whether there are labels.
+    """The task called `name`; "auto" derives it from the config, and for a bare encoder from the presence of labels.
 
-    Raises UsageError where that does not decide.
+    Raises UsageError if that does not decide.
     """
     if name != "auto":
         return TASKS[name]
-    named = (config.get("architectures") or [""])[0]
-    found = task_of(named)
-    if found is not NONE and not (has_labels and found in (MLM, CLM)):
-        return found
+    class_name = (config.get("architectures") or [""])[0]
+    task = task_of(class_name)
+    if task is not NONE and not (has_labels and task in (MLM, CLM)):
+        return task
     if has_labels:
         return CLASSIFICATION
     if "auto_map" in config:
         architecture(config)
     raise UsageError(
-        f"`{named or 'config.json'}` does not say what it is trained for",
+        f"`{class_name or 'config.json'}` does not say what it is trained for",
         hint="pass --task mlm, clm, classification or seq2seq",
     )
 
 
 def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> Any:
-    """The transformers class that config.json's `architectures` names; AutoModel where it names none.
+    """The transformers class that config.json's `architectures` names, or AutoModel if it names none.
 
-    With `trusted`, the directory of the checkpoint, its own Python code may run, and a class may be from there.
+    With `trusted`, the directory of the checkpoint, the class may come from the checkpoint's own Python code, which
+    then runs.
     """
     names = config.get("architectures") or []
     if not names:
         return transformers.AutoModel
-    found = getattr(transformers, names[0], None)
-    own = config.get("auto_map")
-    if found is None and isinstance(own, Mapping):
+    model_class = getattr(transformers, names[0], None)
+    auto_map = config.get("auto_map")
+    if model_class is None and isinstance(auto_map, Mapping):
         if trusted is not None:
-            return _own_class(own, names[0], trusted)
+            return _own_class(auto_map, names[0], trusted)
         raise UnsupportedError(
             f"`{names[0]}` is Python code of the checkpoint's own",
             hint="`convert` and `verify` run it with --trust-remote-code; other commands do not",
         )
-    if found is None:
+    if model_class is None:
         raise UnsupportedError(
             f"transformers {transformers.__version__} has no class `{names[0]}`",
             hint="install the release of transformers that config.json names, or a newer one",
         )
-    return found
+    return model_class
 
 
 def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
-    """A class of a checkpoint's own code, which this runs."""
-    for reference in (r for found in own.values() for r in (found if isinstance(found, list) else [found])):
+    """Import a class from a checkpoint's own code."""
+    for reference in (
+        r for references in own.values() for r in (references if isinstance(references, list) else [references])
+    ):
         if isinstance(reference, str) and reference.rpartition(".")[2] == name:
             return get_class_from_dynamic_module(reference, directory)
     raise UnsupportedError(f"auto_map of config.json does not say where `{name}` is", hint="add it there")
 
 
 def main_input(config: Mapping[str, Any]) -> str:
-    """What the class of config.json's `architectures` reads, by argument; token ids where transformers has none."""
+    """The main input argument of the class in config.json's `architectures`; "input_ids" if transformers names none."""
     name = (config.get("architectures") or [""])[0]
     if name in TEXT_AND_IMAGE:
         return "input_ids, pixel_values"
@@ -132,9 +135,9 @@ def main_input(config: Mapping[str, Any]) -> str:
 
 
 def concrete(cls: Any, config: Any) -> Any:
-    """The class that an Auto class makes of a config: Auto classes open directories, and only those.
+    """Resolve an Auto class to the class for a config, since Auto classes open directories only.
 
-    Raises UnsupportedError where it makes none.
+    Raises UnsupportedError if there is no such class.
     """
     if not hasattr(cls, "_model_mapping"):
         return cls

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and a text as windows of its tokens."""
+"""The tokenizer of a checkpoint, and windows of a text's tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +15,19 @@ from lpconv.models.quiet import quiet_transformers
 _FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
-# More text than any probe needs, and little enough to tokenise at once.
+# More text than any probe needs, but short enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 _MANY_UNKNOWN = 0.05
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """The tokenizer beside a checkpoint, or None where there is none; InputError where transformers cannot open it."""
+    """The tokenizer of a checkpoint, or None if it has none. Raises InputError if transformers cannot open it."""
     if not any((directory / name).exists() for name in _FILES):
         return None
     try:
         with quiet_transformers():
             return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as e:  # damaged files raise anything at all, in Python and in Rust
+    except Exception as e:  # damaged files raise any exception, in Python or in Rust
         first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(
             f"the tokenizer in `{directory}` does not open: {first}",
@@ -36,25 +36,27 @@ def read_tokenizer(directory: Path) -> Any:
 
 
 def token_ids(tokenizer: Any, *, vocab_size: int | None = None, **arguments: Any) -> Any:
-    """The ids that a tokenizer makes of a text or of several. Raises InputError where it fails, or makes ids that a
-    model with an embedding of `vocab_size` does not have."""
+    """Tokenize one or more texts into ids.
+
+    Raises InputError if the tokenizer fails or makes ids beyond an embedding of `vocab_size`.
+    """
     try:
         with quiet_transformers():
-            found = tokenizer(**arguments)["input_ids"]
-    except Exception as e:  # damaged settings show when they are used
+            ids_of_texts = tokenizer(**arguments)["input_ids"]
+    except Exception as e:  # damaged settings fail on use
         first = next(iter(str(e).splitlines()), "")
         raise InputError(
             f"the tokenizer does not read the text: {type(e).__name__}: {first:.120}",
             hint="compare the files of the tokenizer with those of the original model",
         ) from e
     if vocab_size is not None:
-        largest = max((max(ids, default=0) for ids in found), default=0)
+        largest = max((max(ids, default=0) for ids in ids_of_texts), default=0)
         check_largest_id(largest, vocab_size)
-    return found
+    return ids_of_texts
 
 
 def check_largest_id(largest: int, vocab_size: int) -> None:
-    """Raise InputError where a model that embeds so many ids has none for the largest."""
+    """Raise InputError if a vocabulary of `vocab_size` does not include the largest id."""
     if largest >= vocab_size:
         raise InputError(
             f"the tokenizer makes ids up to {largest}, the model embeds {vocab_size}",
@@ -63,22 +65,22 @@ def check_largest_id(largest: int, vocab_size: int) -> None:
 
 
 def special_id(tokenizer: Any, name: str) -> int | None:
-    """The id of the token that a tokenizer has for ``mask``, ``unk``, ``pad`` or ``eos``; None where it has none.
+    """The id of the tokenizer's ``mask``, ``unk``, ``pad`` or ``eos`` token, or None.
 
-    Raises InputError where its settings name a token that it cannot look up.
+    Raises InputError if its settings name a token that it cannot look up.
     """
     try:
-        found: int | None = getattr(tokenizer, f"{name}_token_id", None)
-    except Exception as e:  # a token that is unknown is looked for as the unknown one, and so on
+        token_id: int | None = getattr(tokenizer, f"{name}_token_id", None)
+    except Exception as e:  # unknown tokens are looked up as `unk`, which may be unknown too
         raise InputError(
             f"the tokenizer's {name} token has no id: {type(e).__name__}",
             hint="compare the files of the tokenizer with those of the original model",
         ) from e
-    return found
+    return token_id
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text; none where one text does not show them."""
+    """The special tokens before and after a text; empty if one example text does not show them."""
     plain, full = token_ids(tokenizer, text="a", add_special_tokens=False), token_ids(tokenizer, text="a")
     for at in range(len(full) - len(plain) + 1):
         if full[at : at + len(plain)] == plain:
@@ -88,10 +90,10 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Windows of token ids of shape (windows, L). `mask_id` is the tokenizer's mask token, None where it has none.
+    """Windows of token ids of shape (windows, L). `mask_id` is the tokenizer's mask token, or None.
 
     The first `num_prefix` and last `num_suffix` ids of a window are special tokens, which are never masked. `unknown`
-    is the share of the text's tokens that the tokenizer does not know.
+    is the fraction of the text's tokens that the tokenizer does not know.
     """
 
     windows: Tensor
@@ -102,7 +104,7 @@ class Tokens:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why figures on this text may say little, in words; empty where there is no reason."""
+        """Reasons why results on this text may be unreliable; usually none."""
         if self.unknown < _MANY_UNKNOWN:
             return ()
         share = f"{self.unknown:.0%}".replace("%", " %")
@@ -110,9 +112,10 @@ class Tokens:
 
 
 def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Tokens:
-    """Consecutive windows of a text file, each with the special tokens that the tokenizer puts around a text.
+    """Consecutive windows of a text file, each with the special tokens that the tokenizer adds to a text.
 
-    Raises InputError for a file that is no text, too short for one window, or has ids that the model does not embed.
+    Raises InputError for a file that is not text, is too short for one window, or has ids that the model does not
+    embed.
     """
     text = read_text(path, _MAX_CHARACTERS)
     ids = token_ids(tokenizer, text=text, add_special_tokens=False)

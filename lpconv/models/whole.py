@@ -1,8 +1,8 @@
-"""Whether the files of a checkpoint hold the model that its config describes: every weight, each in its shape.
+"""Check that the files of a checkpoint hold the model of its config: every weight in the right shape.
 
 transformers fills gaps with random numbers. So names and shapes are compared before anything is read: transformers
-itself loads tensors without data into a model without memory, with its own renaming, merging, tying and exceptions.
-It is not even imported where the model is of a known family and nothing is wrong.
+loads tensors without data into a model without memory, with its own renaming, merging, tying and exceptions. For known
+model families without errors it is not even imported.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The names in which files and model differ, and the weights of another shape: that in the files, and the model's.
+    """Differences between the files and the model: names, and shapes as (stored, expected).
 
-    `extra` are tensors among the model's layers that it does not have, so that config.json describes another one; those
-    of no layer, such as heads for other tasks, which sound checkpoints have too, are `unused`. `error` is what
-    transformers says where it cannot put the tensors together.
+    `extra` are tensors in the model's layers that it does not have, which means that config.json describes another
+    model. `unused` are tensors outside the layers, such as heads for other tasks, which sound checkpoints have too.
+    `error` is transformers' message if it cannot combine the tensors.
     """
 
     model: str = ""
@@ -36,31 +36,33 @@ class Fit:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, in words."""
-        found, what = [], f"`{self.model}`, the model of config.json"
+        """Errors, as sentences."""
+        problems, what = [], f"`{self.model}`, the model of config.json"
         if self.missing:
-            found.append(f"the files lack {plural(len(self.missing), 'weight')} of {what}: {code_list(self.missing)}")
+            problems.append(
+                f"the files lack {plural(len(self.missing), 'weight')} of {what}: {code_list(self.missing)}"
+            )
         if self.extra:
-            found.append(f"{what}, has no {code_list(self.extra)} in its layers")
+            problems.append(f"{what}, has no {code_list(self.extra)} in its layers")
         for name, (stored, wanted) in list(self.shapes.items())[:1]:
             count = plural(len(self.shapes), "weight")
-            found.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {wanted}")
-        if self.error is not None and not found:
-            found.append(f"{what}, cannot be made of these tensors: {self.error}")
-        return tuple(found)
+            problems.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {wanted}")
+        if self.error is not None and not problems:
+            problems.append(f"{what}, cannot be made of these tensors: {self.error}")
+        return tuple(problems)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is odd, in words."""
+        """Warnings, as sentences."""
         what = f"`{self.model}`, the model of config.json, does not use {code_list(self.unused)}"
         return (what,) if self.unused else ()
 
 
 def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
-    """The weights that the files lack, if `allow_missing`; none for models that transformers does not build.
+    """The weights that the files lack, if `allow_missing`; empty for models that transformers does not build.
 
-    `shapes` are by default those of `stored_shapes`, whose errors are raised too. Raises InputError for missing and
-    extra weights, and for wrong shapes whatever is allowed.
+    `shapes` defaults to `stored_shapes`, whose errors are raised too. Raises InputError for missing and extra weights,
+    and always for wrong shapes.
     """
     shapes = stored_shapes(checkpoint) if shapes is None else shapes
     try:
@@ -78,9 +80,9 @@ def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_m
 
 
 def fit_of(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
-    """The tensors that the files stand for beside the model that config.json describes.
+    """Compare the stored tensors with the model that config.json describes.
 
-    Raises UnsupportedError where transformers does not build the model.
+    Raises UnsupportedError if transformers does not build the model.
     """
     known, is_tied = known_shapes(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
     if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
