@@ -1,4 +1,4 @@
-"""Many jobs from one manifest: read it, run it, resume it, lock what it resolved to, report it as JUnit."""
+"""Run many jobs from one manifest, with resuming, a lock file and a JUnit report."""
 
 from typing import TYPE_CHECKING
 

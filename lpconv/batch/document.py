@@ -1,7 +1,8 @@
-"""A manifest file as plain mappings, lists and scalars: YAML, TOML or JSON, by suffix.
+"""Read a manifest file (YAML, TOML or JSON, by suffix) into plain mappings, lists and scalars.
 
-YAML scalars all stay text. PyYAML follows YAML 1.1, where ``on`` and ``no`` are booleans, ``1e-3`` is text and ``010``
-is eight; the manifest's fields know their own types, so no guess is needed. Keys given twice are refused everywhere.
+YAML scalars stay text. PyYAML follows YAML 1.1, in which ``on`` and ``no`` are booleans, ``1e-3`` is text and ``010``
+is eight; the manifest's fields know their types, so no type has to be guessed. Duplicate keys are an error in all
+three.
 """
 
 import json
@@ -17,7 +18,7 @@ from lpconv.lookup import find
 
 
 def read_document(path: Path) -> Any:
-    """The document in a manifest file. InputError where it cannot be read, UsageError where it does not parse."""
+    """Return the parsed manifest file. Raises InputError if it cannot be read, UsageError if it does not parse."""
     parse = find("kind of manifest", path.suffix.lower(), _PARSERS)
     try:
         text = path.read_text(encoding="utf-8")
@@ -33,7 +34,7 @@ def read_document(path: Path) -> Any:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """YAML loader that reads every scalar as text, so that no type is guessed."""
+    """YAML loader that keeps every scalar as text, so no type is guessed."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]

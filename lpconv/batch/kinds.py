@@ -1,7 +1,7 @@
-"""The kinds of job: the settings that each takes, the options they make, and how a finished output is recognised.
+"""The kinds of job: their settings, the options these make, and how a finished output is recognised.
 
-The options are the records that the commands themselves use. How the jobs are run is in `runners`, since that loads
-models; nothing here does.
+The options are the same records as for the commands. Running the jobs is in `runners`, which loads models; nothing here
+does.
 """
 
 import re
@@ -27,7 +27,7 @@ from lpconv.train.outcome import gate_problem
 
 MANIFEST_VERSION = 1
 MANIFEST_KEYS = ("version", "defaults", "jobs")
-DEFAULT_KIND = "convert"  # of a job that names none, as in manifests from before there were others
+DEFAULT_KIND = "convert"  # kind of jobs that name none, as in manifests of the first lpconv versions
 
 BENCH_FILE = "bench.json"
 JobOptions = ConvertOptions | FinetuneOptions | BenchOptions | ProbeOptions
@@ -37,9 +37,9 @@ JobOptions = ConvertOptions | FinetuneOptions | BenchOptions | ProbeOptions
 class Kind:
     """One kind of job.
 
-    `options` makes its options of the settings in a manifest, or raises UsageError; `words` are the settings that
-    matter most. A finished output holds the file `proof`, and `accepts` says whether that met its gates. `is_exact`
-    says that another run writes the same bytes, so that the lock pins them.
+    `options` converts the settings of a manifest to options, or raises UsageError; `words` summarises them in a line. A
+    finished output contains the file `proof`, and `accepts` tells from that file whether the gates passed. `is_exact`:
+    another run writes the same bytes, so the lock pins them.
     """
 
     fields: Mapping[str, Declared]
@@ -86,7 +86,7 @@ KINDS: dict[str, Kind] = {
         options=_convert_options,
         words=lambda options: f"{options.method} {options.format}",
         proof="SHA256SUMS",
-        accepts=lambda proof: True,  # what failed its gates was never published
+        accepts=lambda proof: True,  # an output that fails its gates is not published
         is_exact=True,
     ),
     "finetune": Kind(
@@ -128,8 +128,8 @@ def _read_id(text: str) -> str:
 class BatchJob:
     """One job. `model` is a hub id, an alias or an absolute path; `options` have their defaults filled in.
 
-    `needs` are the ids of earlier jobs without whose outputs it cannot run; `cpus`, `gpus` and `memory` (in bytes) are
-    its share of a machine that runs several jobs, and `split` is the number of workers that share a conversion.
+    `needs` are ids of earlier jobs whose outputs this one requires. `cpus`, `gpus` and `memory` (bytes) are reserved
+    for the job; `split` is the number of workers that share a conversion.
     """
 
     id: Annotated[str, Option("Name of the job, unique in the manifest", parse=_read_id, given=_ID_TEXT)]
@@ -151,5 +151,5 @@ class BatchJob:
 
 
 COMMON_FIELDS = options_of(BatchJob)
-# Those that `defaults` may give to all kinds of job at once.
+# Settings that `defaults` may set for all kinds of job at once.
 SHARED_FIELDS = {name: COMMON_FIELDS[name] for name in ("model", "cpus", "gpus", "memory")}

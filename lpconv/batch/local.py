@@ -1,4 +1,4 @@
-"""Tasks of a batch at the same time on this machine, each on cores of its own, as far as memory goes."""
+"""Run the tasks of a batch in parallel on this machine, each on its own cores, within the available memory."""
 
 import os
 import subprocess
@@ -11,9 +11,10 @@ from lpconv.machine import available_memory
 
 
 class LocalExecutor:
-    """Up to `parallel` tasks. A task that says nothing gets its share of cores and memory; `say` takes their lines.
+    """Executor for up to `parallel` tasks on this machine; `say` receives their lines of output.
 
-    GPUs are looked for where `wants_gpus`, since only torch knows them, which takes seconds to import.
+    A task without needs of its own gets an equal share of cores and memory. GPUs are counted only if `wants_gpus`,
+    because that imports torch (seconds).
     """
 
     def __init__(self, parallel: int, say: Callable[[str], None], *, wants_gpus: bool = False) -> None:
@@ -77,7 +78,7 @@ class LocalExecutor:
 
 
 def _gpu_names() -> list[str]:
-    """What CUDA calls the GPUs that this process may use."""
+    """CUDA's names of the GPUs that this process may use."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

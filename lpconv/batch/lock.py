@@ -1,8 +1,8 @@
-"""The lock of a batch: what every job resolved to, the settings it ran with, and hashes of what a conversion wrote.
+"""The lock file of a batch: resolved revisions, settings of each job, and hashes of the files that conversions wrote.
 
-It lies beside the manifest and belongs into version control. Resuming reads it to know which outputs are up to date;
-a locked run takes the very revisions in it and fails where a conversion comes out different. What a measurement finds
-differs from run to run, so of those the lock pins what is measured, never what was found.
+It is stored next to the manifest and belongs in version control. Resuming uses it to find outputs that are up to date.
+A `--locked` run uses exactly its revisions and fails if a conversion writes different files. Measurements differ from
+run to run, so for those the lock pins the inputs and settings but not the results.
 """
 
 import contextlib
@@ -22,16 +22,17 @@ from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, or
 from lpconv.storage.holding import wait_for
 from lpconv.storage.partfile import sha256_of, write_error, write_small
 
-# Settings that change neither the output nor how it was judged.
-_PERMISSIONS = {"trust_remote_code"}  # which a lock does not give
+# Settings that change neither the output nor its verdict.
+_PERMISSIONS = {"trust_remote_code"}  # every user has to grant these again
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockEntry:
-    """One finished job. A local `resolved` is a path from the manifest's folder, so that the lock can be shared.
+    """The lock entry of a finished job.
 
-    `files` are the weight files written, `checksums_sha256` is the hash of the output's SHA256SUMS; jobs that measure
-    have neither. `versions` are recorded to explain a difference; another version alone is none.
+    A local `resolved` is a path relative to the manifest's folder, so that the lock can be shared. `files` are the
+    weight files written, and `checksums_sha256` is the hash of the output's SHA256SUMS; jobs that measure have neither.
+    `versions` help to explain a difference; a different version alone is no difference.
     """
 
     id: str
@@ -48,7 +49,7 @@ class LockEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """The entries of a lock file, in the order of the manifest's jobs."""
+    """The entries of a lock file, in the manifest's order of jobs."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "batch-lock"
@@ -59,16 +60,16 @@ class Lock:
         return next((e for e in self.entries if e.id == job_id), None)
 
     def with_entry(self, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> "Lock":
-        """This lock with one entry added or replaced, in the order of `jobs`, without entries of other jobs."""
+        """A copy with one entry added or replaced, sorted as `jobs`, and without entries of other jobs."""
         by_id = {e.id: e for e in self.entries} | {entry.id: entry}
         return replace(self, entries=tuple(by_id[job.id] for job in jobs if job.id in by_id))
 
 
 def read_lock(path: Path) -> Lock | None:
-    """The lock file at `path`, None where there is none. InputError for a file that is no lock."""
+    """Read the lock file at `path`; None if it does not exist. Raises InputError if it is not a lock file."""
     try:
         text = path.read_text(encoding="utf-8")
-        return from_json(Lock, json.loads(text)) if text else None  # an empty one is about to be written
+        return from_json(Lock, json.loads(text)) if text else None  # an empty file has been created but not written yet
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
@@ -76,12 +77,12 @@ def read_lock(path: Path) -> Lock | None:
 
 
 def begin_lock(path: Path) -> Lock:
-    """The lock file, made where there is none. ResourceError where it cannot be written, found out before the work."""
+    """Read the lock file, creating it if needed. Raises ResourceError if it cannot be written, before any work."""
     return _change(path, lambda lock: lock)
 
 
 def enter(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
-    """Add an entry to the lock file, or replace it, and give what it holds then: others may have entered theirs."""
+    """Add or replace an entry in the lock file. Returns the new contents, including entries of other processes."""
     return _change(path, lambda lock: lock.with_entry(entry, jobs))
 
 
@@ -94,21 +95,21 @@ def _change(path: Path, change: Callable[[Lock], Lock]) -> Lock:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Keep other processes from changing the file inside. A reader sees the old one or the new one."""
+    """Exclusive lock on the file for the duration of the block. Readers see the old or the new contents."""
     while True:
         try:
-            f = path.open("a+b")  # some file systems lock for writers only
+            f = path.open("a+b")  # opened for writing because some file systems lock only writers
         except OSError as e:
             raise write_error(e, path) from e
         with f:
             wait_for(f.fileno())
-            if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # and nobody has replaced it
+            if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # not replaced meanwhile
                 yield
                 return
 
 
 def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
-    """The entry of a job that has just been done; `folder` is the manifest's."""
+    """The lock entry of a job that has just finished; `folder` is the manifest's folder."""
     kind = KINDS[job.kind]
     source = outcome.source
     return LockEntry(
@@ -121,12 +122,12 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
         source_files=source.files if source else (),
         files=outcome.files,
         checksums_sha256=sha256_of(job.output / kind.proof) if kind.is_exact else None,
-        versions=dict(sorted(outcome.versions.items())),  # a record that was read again has another order
+        versions=dict(sorted(outcome.versions.items())),  # records read back have another order
     )
 
 
 def _locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
-    """The options that decide what a job does and how it is judged, as JSON."""
+    """The options that determine a job's output or verdict, as JSON."""
     settings = _lockable(to_json(job.options), job)
     for declared in KINDS[job.kind].fields.values():
         if declared.option.is_path and settings[declared.field] is not None:
@@ -140,7 +141,7 @@ def _lockable(settings: Mapping[str, Any], job: BatchJob) -> dict[str, Any]:
 
 
 def _portable(name: str, folder: Path) -> str:
-    """A model's name, or for an absolute path the path from `folder`, which then starts with a dot."""
+    """A model's name, or an absolute path as a path relative to `folder`, which then starts with a dot."""
     if not Path(name).is_absolute():
         return name
     path = Path(os.path.relpath(name, folder)).as_posix()
@@ -148,7 +149,7 @@ def _portable(name: str, folder: Path) -> str:
 
 
 def stale_reasons(job: BatchJob, entry: LockEntry, folder: Path) -> list[str]:
-    """Why the finished output of `job` is not what a run would write; empty where it is up to date."""
+    """Reasons why the finished output of `job` is outdated; empty if it is up to date."""
     proof = job.output / KINDS[job.kind].proof
     if entry.checksums_sha256 is not None and (not proof.is_file() or sha256_of(proof) != entry.checksums_sha256):
         return [f"its {proof.name} is not the one in the lock"]
@@ -158,9 +159,9 @@ def stale_reasons(job: BatchJob, entry: LockEntry, folder: Path) -> list[str]:
 
 
 def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | None) -> None:
-    """Refuse a locked run of `jobs`, before any work, where the manifest or local sources differ from the lock.
+    """Raise an error, before any work, if manifest or local sources differ from the lock.
 
-    Raises VerificationError that names every difference, InputError where there is no lock.
+    Raises VerificationError that lists every difference, or InputError if there is no lock.
     """
     if lock is None:
         hint = "run the batch once without --locked, and keep the lock it writes"
@@ -182,16 +183,16 @@ def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | 
 
 
 def pinned_options(options: JobOptions, entry: LockEntry) -> JobOptions:
-    """The options with the revision of the lock, where the source has one."""
-    if isinstance(options, BenchOptions):  # which takes a model as it is cached
+    """The options with the revision from the lock, if the source has one."""
+    if isinstance(options, BenchOptions):  # benches use the cached revision of a model
         return options
     return replace(options, revision=entry.revision or options.revision)
 
 
 def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) -> None:
-    """Refuse an output that is not the one in the lock: it is moved aside and VerificationError raised.
+    """Raise VerificationError if the files of the output differ from the lock; the output is then moved aside.
 
-    A measurement wrote no files that the lock knows, so that it passes.
+    Measurements have no files in the lock and always pass.
     """
     was, now = ({f.name: f.sha256 for f in files} for files in (entry.files, outcome.files))
     differing = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
@@ -219,7 +220,7 @@ def _show(value: Any) -> str:
 
 
 def _source_differences(entry: LockEntry, folder: Path, *, since: float | None) -> Iterator[str]:
-    """Files of a local source that differ from the lock; with `since`, only those modified after that time."""
+    """Files of a local source that differ from the lock; with `since`, only files modified after that time."""
     directory = folder / entry.resolved
     if not entry.resolved.startswith(".") or not directory.is_dir():
         return
@@ -229,7 +230,7 @@ def _source_differences(entry: LockEntry, folder: Path, *, since: float | None) 
 
 
 def _is_changed(path: Path, record: FileRecord, since: float | None) -> bool:
-    """As `make` decides: by size, then by time, and by hash only for files that are newer and have one recorded."""
+    """Whether a file has changed: by size, then by time as in `make`, then by hash if one is recorded."""
     if not path.is_file() or path.stat().st_size != record.size_bytes:
         return True
     if since is not None and path.stat().st_mtime < since:

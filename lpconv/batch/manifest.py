@@ -1,4 +1,4 @@
-"""The manifest of a batch: what it may say, checked before any work."""
+"""The manifest of a batch, validated completely before any work."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _OF_JOB = "job:"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A batch, as its file says: `path` is absolute, and paths in the file are relative to its folder."""
+    """A parsed manifest. `path` is absolute; paths in the file are relative to its folder."""
 
     path: Path
     jobs: tuple[BatchJob, ...]
@@ -42,15 +42,15 @@ class Manifest:
 
     @property
     def lock_path(self) -> Path:
-        """Where the lock of this manifest lies: ``jobs.yaml`` has ``jobs.lock.json`` beside it."""
+        """Path of the lock file: ``jobs.lock.json`` next to ``jobs.yaml``."""
         return self.path.with_name(self.path.stem + ".lock.json")
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read and check a manifest (YAML, TOML or JSON by suffix).
+    """Read and validate a manifest (YAML, TOML or JSON by suffix).
 
-    Everything a file can get wrong is a UsageError that names the place, such as ``jobs[2].fromat``: unknown keys,
-    values of the wrong kind, settings that do not fit together, jobs with the same id or output.
+    Every mistake in the file raises a UsageError that names the place, such as ``jobs[2].fromat``: unknown keys, values
+    of the wrong type, settings that do not fit together, duplicate ids or outputs.
     """
     path = path.absolute()
     document = read_document(path)
@@ -79,7 +79,7 @@ def _job_list(top: dict[str, Any]) -> list[Any]:
 
 
 def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
-    """The default settings of each kind. Those of conversions stand alone, others under the name of their kind."""
+    """The default settings for each kind: at the top level for conversions, under the name of the kind for others."""
     others = [kind for kind in KINDS if kind != DEFAULT_KIND]
     given = read_mapping(raw, (*SHARED_FIELDS, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_ELSEWHERE)
     shared = {name: given[name] for name in SHARED_FIELDS if name in given}
@@ -93,7 +93,7 @@ def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:
-    """The mapping at `place` with every value read by its field."""
+    """The mapping at `place`, with every value parsed by its field."""
     settings = read_mapping(raw, fields, place, elsewhere=_ELSEWHERE)
     for name, value in settings.items():
         with _at(f"{place}.{name}"):
@@ -143,7 +143,7 @@ def _kind(raw: Any, place: str) -> str:
 
 
 def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:
-    """The job's model, with ``job:ID`` replaced by that job's output, and the jobs that must be done before."""
+    """The job's model, with ``job:ID`` replaced by that job's output, and the ids of the jobs to wait for."""
     by_id = {job.id: job for job in earlier}
     with _at(f"{place}.needs"):
         needs = [find("earlier job", need, by_id).id for need in own.get("needs", ())]
@@ -155,7 +155,7 @@ def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place:
 
 
 def _place(name: str, folder: Path) -> str:
-    """`name`, made absolute where it is a path: where it looks like one, or where the folder holds it."""
+    """`name`, made absolute if it is a path: if it looks like one, or if it exists in `folder`."""
     if is_url(name):
         return name
     path = folder / Path(name).expanduser()
@@ -179,7 +179,7 @@ def _check_unique(jobs: Sequence[BatchJob]) -> None:
 
 
 def _elsewhere() -> dict[str, str]:
-    """Hints for settings that belong to another kind of job than the one they stand in."""
+    """Hints for settings that belong to another kind of job."""
     kinds: dict[str, list[str]] = {}
     for name, kind in KINDS.items():
         for key in kind.fields:

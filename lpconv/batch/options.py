@@ -1,4 +1,4 @@
-"""How the jobs of a manifest are carried out. Plain Python."""
+"""Options of `lpconv batch`: how the jobs of a manifest are run. Plain Python."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,7 +12,7 @@ _EXECUTORS = ("local", "ray")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Which jobs run, where, and what counts as done."""
+    """Which jobs run, where, and which outputs count as done."""
 
     only: Annotated[tuple[str, ...], Option("Job to run; the others are left out", metavar="ID")] = ()
     keep_going: Annotated[bool, Option("Go on after a failed job; exit code 6")] = False

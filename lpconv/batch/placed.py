@@ -1,7 +1,7 @@
-"""The jobs of a batch on an executor: each as soon as what it needs is done, in no other order.
+"""Run the jobs of a batch on an executor. A job starts as soon as the jobs that it needs have finished.
 
-Nothing is known here of machines. A task that is lost with its machine is placed again, and goes on where it was; a
-task that fails is not.
+This module does not depend on the kind of executor. A task whose machine is lost is submitted again and resumes; a task
+that fails is not.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from lpconv.errors import UnsupportedError
 from lpconv.progress import Progress
 from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
 
-_MAX_LOST = 3  # machines that a task may lose
+_MAX_LOST = 3  # machines that may be lost during one task
 
 
 def _needs_of(job: BatchJob, executor: Executor) -> Needs:
-    """What a job takes of a machine: what the manifest says, else its share; a bench has a machine for itself."""
+    """Resources for a job: from the manifest, or else an equal share. A bench gets all cores of a machine."""
     largest = Needs(cpus=max(m.cpus for m in executor.machines), memory=max(m.memory for m in executor.machines))
     bound = getattr(job.options, "max_memory", None) or executor.share.memory
     return Needs(
@@ -41,7 +41,7 @@ def _needs_of(job: BatchJob, executor: Executor) -> Needs:
 
 
 def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
-    """Refuse, before anything starts, a job that no machine has room for. Raises UnsupportedError."""
+    """Raise UnsupportedError, before anything starts, if a job needs more than any machine has."""
     for job in jobs:
         needs = _needs_of(job, executor)
         if not any(needs.fits(machine) for machine in executor.machines):
@@ -55,7 +55,7 @@ def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
 
 @dataclass(eq=False)
 class _Step:
-    """A task of a job that waits or runs, and how many machines it has lost."""
+    """A waiting or running task of a job, and the number of machines lost during it."""
 
     job: BatchJob
     task: Task
@@ -65,8 +65,8 @@ class _Step:
 class Placement:
     """Runs `jobs` of a manifest on an executor.
 
-    `known` gives the result of a job that is up to date, and raises what speaks against running it. `flags` are added
-    to the commands; `started` and `finished` are told the index of a job.
+    `known` returns the result of a job that is up to date, and raises an error for a job that must not run. `flags` are
+    appended to the commands; `started` and `finished` are called with the index of a job.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Placement:
         self._flags, self._keep_going, self._progress = tuple(flags), keep_going, progress
         self._started, self._finished = started, finished
         self._waiting = list(jobs)
-        self._steps: list[_Step] = []  # that may run
-        self._parts: dict[str, int] = {}  # of jobs that are split: those that are not there yet
+        self._steps: list[_Step] = []  # ready to run
+        self._parts: dict[str, int] = {}  # number of unfinished parts of each split job
         self._running: dict[Future[Answer], _Step] = {}
         self._results: dict[str, JobResult] = {}
         self._seconds: dict[str, float] = {}
         self._failure: BaseException | None = None
 
     def run(self) -> tuple[tuple[JobResult, ...], BaseException | None]:
-        """The results of all jobs in their order, and what the last failed one raised."""
+        """Run everything. Returns the results of all jobs in order, and the exception of the last failed job."""
         _check_needs(self._jobs, self._executor)
         try:
             self._begin()
@@ -102,7 +102,7 @@ class Placement:
                 for future in wait(self._running, return_when=FIRST_COMPLETED).done:
                     self._end(self._running.pop(future), future)
                 self._begin()
-        except BaseException as e:  # signals too: what runs is ended, and can be resumed
+        except BaseException as e:  # signals too: running tasks are stopped and can be resumed
             self._failure = e
             self._executor.stop()
             for future, step in list(self._running.items()):
@@ -115,7 +115,7 @@ class Placement:
         return self._failure is not None and stops(self._failure, self._keep_going)
 
     def _begin(self) -> None:
-        """Begin what can begin now. A job that turns out to be done may let others begin."""
+        """Start everything that can start now. A job that is already done may make others ready."""
         while not self._is_over and (ready := [job for job in self._waiting if self._is_ready(job)]):
             for job in ready:
                 self._waiting.remove(job)
@@ -124,11 +124,11 @@ class Placement:
             self._steps = [step for step in self._steps if not self._place(step)]
 
     def _is_ready(self, job: BatchJob) -> bool:
-        """Whether all jobs that it needs have ended."""
+        """Whether all jobs that `job` needs have ended."""
         return not any(need == other.id and need not in self._results for need in job.needs for other in self._jobs)
 
     def _prepare(self, job: BatchJob) -> None:
-        """Find a job done, refused, or its tasks."""
+        """Queue the tasks of a job, or record its result if it is already done or must not run."""
         lacking = [
             need for need in job.needs if need in self._results and self._results[need].status in (FAILED, NOT_RUN)
         ]
@@ -158,8 +158,8 @@ class Placement:
         )
 
     def _place(self, step: _Step) -> bool:
-        """Submit a step if a machine has room; returns whether it need not wait any longer."""
-        if step.job.id in self._results:  # another part of it failed
+        """Submit a step if a machine has room. Returns whether the step is off the queue."""
+        if step.job.id in self._results:  # another part of the job failed
             return True
         if not self._executor.has_room(step.task.needs):
             return False
@@ -177,13 +177,13 @@ class Placement:
             self._take(step, answer)
 
     def _again(self, step: _Step, error: MachineLostError) -> None:
-        """Place a task once more, which goes on where it was."""
+        """Submit the task of a lost machine again with --resume, up to a limit."""
         if step.lost == _MAX_LOST or self._is_over:
             said = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
             self._record(failed_job(step.job, said), JobFailedError(step.job.id, said))
             return
         self._progress.message(f"{step.task.name}: {error}; once more")
-        again = dict.fromkeys((*step.task.arguments, "--resume"))  # once
+        again = dict.fromkeys((*step.task.arguments, "--resume"))  # adds --resume only once
         self._steps.append(
             _Step(job=step.job, task=dataclasses.replace(step.task, arguments=tuple(again)), lost=step.lost + 1)
         )
@@ -204,7 +204,7 @@ class Placement:
                 self._steps.append(self._step(job, "", "--finish"))
 
     def _conclude(self, job: BatchJob, result: JobResult) -> None:
-        """Record the end of a job, with the time of its longest part."""
+        """Record the result of a job; its time includes that of the longest part."""
         result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
 

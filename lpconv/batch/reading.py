@@ -1,6 +1,6 @@
-"""The settings of a manifest as values of options, by pydantic; its mistakes in our words; its JSON Schema.
+"""Parse the settings of a manifest to option values with pydantic, with lpconv's error messages, and its JSON Schema.
 
-Text stands for numbers and booleans too, because YAML arrives as text (see `document`).
+Numbers and booleans may also be text, because YAML scalars arrive as text (see `document`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ _NULL = (None, "", "null", "~")
 
 
 def read_setting(declared: Declared, raw: Any) -> Any:
-    """The option's value in a document. Raises UsageError, with the place inside of it, for what does not fit."""
+    """Parse an option's value from a document. Raises UsageError, with the place inside the value, if it is invalid."""
     if declared.nullable and raw in _NULL:
         return None
     if not declared.is_many:
@@ -55,7 +55,7 @@ def _read_one(declared: Declared, raw: Any, place: str) -> Any:
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The schema of manifests (JSON Schema 2020-12). Keys of several words are listed with dashes as well."""
+    """The JSON Schema (2020-12) of manifests. Keys of several words are also allowed with dashes."""
     top: dict[str, Any] = {
         "version": {"const": MANIFEST_VERSION},
         "defaults": _defaults(),
@@ -72,14 +72,14 @@ def manifest_schema() -> dict[str, Any]:
 
 
 def _job(kind: str) -> dict[str, Any]:
-    """A job of one kind: its keys, and the name of the kind, which may be left out for the default one."""
+    """Schema of a job of one kind: its keys, and the name of the kind, which is optional for the default kind."""
     schema = _mapping(COMMON_FIELDS | dict(KINDS[kind].fields))
     schema["properties"]["kind"] = {"const": kind, "description": COMMON_FIELDS["kind"].help}
     return schema | {"required": ["id"] if kind == DEFAULT_KIND else ["id", "kind"]}
 
 
 def _defaults() -> dict[str, Any]:
-    """Settings of conversions, and of each other kind under its name."""
+    """Schema of `defaults`: settings of conversions, and of each other kind under its name."""
     schema = _mapping(SHARED_FIELDS | dict(KINDS[DEFAULT_KIND].fields))
     for name, kind in KINDS.items():
         if name != DEFAULT_KIND:
@@ -111,7 +111,7 @@ def schema_of(declared: Declared) -> dict[str, Any]:
 
 @functools.cache
 def _adapter(declared: Declared) -> TypeAdapter[Any]:
-    """The pydantic adapter that reads one value."""
+    """The pydantic adapter that parses one value of an option."""
     o = declared.option
     if declared.type is FormatRule:
         return TypeAdapter(Annotated[Any, PlainValidator(_read_rule), WithJsonSchema(_RULE_SCHEMA)])
@@ -134,7 +134,7 @@ def _adapter(declared: Declared) -> TypeAdapter[Any]:
 
 
 def _no_flag(raw: Any) -> Any:
-    """Refuse a boolean where a number is expected; pydantic would take True for 1."""
+    """Reject a boolean in place of a number; pydantic would read True as 1."""
     if isinstance(raw, bool):
         raise ValueError("a flag")
     return raw
@@ -143,9 +143,9 @@ def _no_flag(raw: Any) -> Any:
 def read_mapping(
     raw: Any, known: Collection[str], place: str, *, elsewhere: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """A mapping with its keys in underscored spelling. UsageError, with `place`, for a key not in `known`.
+    """A mapping with dashes in its keys replaced by underscores. Raises UsageError, with `place`, for unknown keys.
 
-    `elsewhere` has hints for keys that would be known in another place.
+    `elsewhere` has hints for keys that are valid in another place.
     """
     hints = _NOT_A_KEY | dict(elsewhere or {})
     if not isinstance(raw, Mapping):
@@ -174,12 +174,12 @@ def _keys_hint(known: Collection[str]) -> str:
 def _show(raw: Any) -> str:
     if raw in (None, ""):
         return "nothing"
-    # Cut short: aliases make a YAML document of a few lines as large as memory when it is written out.
+    # Shortened: with aliases, a YAML document of a few lines can become huge when printed.
     return f"`{raw[:80] if isinstance(raw, str) else reprlib.repr(raw)}`"
 
 
 def _read_rule(raw: Any) -> FormatRule:
-    """PATTERN=FORMAT, or the two in a mapping."""
+    """Parse a rule: PATTERN=FORMAT, or the two in a mapping."""
     if isinstance(raw, str):
         return parse_rule(raw)
     if not isinstance(raw, Mapping):

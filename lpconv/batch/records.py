@@ -1,4 +1,4 @@
-"""What became of a job, as records: of what was done in this process, and of what another one said of it."""
+"""Results of jobs as records, for jobs run in this process and in others."""
 
 import traceback
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobOutcome, JobResul
 
 
 class JobFailedError(LpconvError):
-    """A job that failed in another process: its own error, with its exit code."""
+    """A job failed in another process. Carries that error and its exit code."""
 
     def __init__(self, job_id: str, error: JobError) -> None:
         super().__init__(f"{job_id}: {error.message}", hint=error.hint, details=error.details)
@@ -21,7 +21,7 @@ class JobFailedError(LpconvError):
 
 
 def job_result(job: BatchJob, status: str) -> JobResult:
-    """The record of a job of which only the status is known."""
+    """The record of a job for which only the status is known."""
     return JobResult(
         id=job.id,
         kind=job.kind,
@@ -33,12 +33,12 @@ def job_result(job: BatchJob, status: str) -> JobResult:
 
 
 def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
-    """The record of a job that does not run, for the jobs `lacking` that it needs."""
+    """The record of a job that is not run because the jobs `lacking`, which it needs, did not finish."""
     return replace(job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",))
 
 
 def fill_outcome(result: JobResult, outcome: JobOutcome) -> JobResult:
-    """Add the outcome of running or planning a job to its record."""
+    """A copy of a job's record with the outcome of running or planning it."""
     return replace(
         result,
         source=outcome.source,
@@ -56,13 +56,13 @@ def failed_job(job: BatchJob, error: JobError) -> JobResult:
 
 
 def job_error(error: BaseException) -> JobError:
-    """The record of what a job raised."""
+    """Convert an exception of a job to its record."""
     error = out_of_memory(error) or from_system(error) or error
     if isinstance(error, LpconvError):
         return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
                         details=to_json(error.details))  # fmt: skip
     if not isinstance(error, Exception):
-        # SIGINT is KeyboardInterrupt; anything else is what a handler of SIGTERM raises.
+        # SIGINT raises KeyboardInterrupt; anything else comes from a SIGTERM handler.
         code = 130 if isinstance(error, KeyboardInterrupt) else 143
         return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
     return JobError(
@@ -75,7 +75,7 @@ def job_error(error: BaseException) -> JobError:
 
 
 def said_result(job: BatchJob, answer: Answer) -> JobResult:
-    """The record of a job, by what the process said that ran `lpconv batch --only ID --json`."""
+    """The record of a job, from the answer of the process that ran `lpconv batch --only ID --json`."""
     document = answer.document or {}
     if answer.code == 0 and len(document.get("jobs", ())) == 1:
         return from_json(JobResult, document["jobs"][0])
@@ -83,7 +83,7 @@ def said_result(job: BatchJob, answer: Answer) -> JobResult:
 
 
 def said_error(answer: Answer) -> JobError:
-    """Why a process failed: the error that it printed, else how it ended, and its last words."""
+    """Why a process failed: the error that it printed, or else its exit status and last line of output."""
     document, code = answer.document or {}, answer.code
     if "error" in document:
         error = from_json(JobError, document["error"])

@@ -1,4 +1,4 @@
-"""Run the jobs of a manifest, one after another. What does them is passed in, so this module knows no tensors."""
+"""Run the jobs of a manifest one after another. The runners are passed in, so this module does not import torch."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class BatchEvents(Protocol):
     def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
 
     def batch_finished(self, result: BatchResult) -> None:
-        """Called once, whether jobs failed or not, before `run_batch` returns or raises."""
+        """Called once before `run_batch` returns or raises, whether or not jobs failed."""
 
 
 class SilentEvents:
@@ -52,7 +52,7 @@ class SilentEvents:
 
 
 class JobsFailedError(BatchError):
-    """The batch ran to its end and some jobs failed; `result` has all of them, and `details` the same as JSON."""
+    """The batch finished and some jobs failed. `result` holds all results, and `details` the same as JSON."""
 
     def __init__(self, result: BatchResult) -> None:
         failed = [job.id for job in result.failed]
@@ -77,15 +77,16 @@ def run_batch(
     events: BatchEvents | None = None,
     executor: Executor | None = None,
 ) -> BatchResult:
-    """Run the jobs in order, each by the runner of its kind, and keep the lock file up to date, entry by entry.
-    With an `executor` they run there, in processes of their own, as soon as what they need is done.
+    """Run the jobs in order, each with the runner of its kind, and update the lock file after every job.
 
-    `only` picks jobs by id, `dry_run` plans them, `resume` skips those whose output is up to date and continues
-    those that were cut off. `locked` takes revisions from the lock, writes none, and fails where anything differs.
+    With an `executor`, jobs run there in their own processes, each as soon as the jobs that it needs have finished.
 
-    After a failure the batch stops and raises that job's own error; with `keep_going` it runs the rest, but for jobs
-    that need what failed, and raises JobsFailedError. An interruption always stops it. Either way
-    `events.batch_finished` gets the result first.
+    `only` selects jobs by id, `dry_run` only plans them, `resume` skips jobs whose output is up to date and continues
+    interrupted ones. `locked` takes revisions from the lock, does not update it, and fails on any difference.
+
+    After a failure the batch stops and raises that job's error. With `keep_going` it runs the remaining jobs, except
+    those that need a failed one, and raises JobsFailedError. An interruption always stops it. In each case
+    `events.batch_finished` receives the result first.
     """
     events = events or SilentEvents()
     jobs = select_jobs(manifest, only)
@@ -121,7 +122,7 @@ def run_batch(
 def _run_all(
     jobs: tuple[BatchJob, ...], run_job: Callable[[BatchJob], JobResult], keep_going: bool, events: BatchEvents
 ) -> tuple[tuple[JobResult, ...], BaseException | None]:
-    """Run all jobs; returns their results and the exception of the last that failed."""
+    """Run all jobs; returns their results and the exception of the last failed job."""
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
@@ -142,7 +143,7 @@ def _run_all(
 
 @dataclass
 class _BatchRun:
-    """How jobs are done in this batch; `lock` grows with every job that is."""
+    """Runs single jobs with the settings of this batch; `lock` gains an entry for every finished job."""
 
     manifest: Manifest
     lock: Lock
@@ -153,11 +154,11 @@ class _BatchRun:
     locked: bool
 
     def do(self, job: BatchJob) -> JobResult:
-        """The job's result; raises whatever it fails with."""
+        """Run or plan a job and return its result; raises the job's exception if it fails."""
         return self.known(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
 
     def known(self, job: BatchJob) -> JobResult | None:
-        """The result of a job that needs no work. Raises an error for a job that must not run."""
+        """The result of a job that needs no work, or None. Raises an error for a job that must not run."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.dry_run:
             return replace(
@@ -171,7 +172,7 @@ class _BatchRun:
         return self._there_already(job)
 
     def _there_already(self, job: BatchJob) -> JobResult | None:
-        """Up to date, when resuming. Raises OutputExistsError for a finished output that is not, unless forced."""
+        """The record of a job that is up to date, if resuming. Raises OutputExistsError for a stale output."""
         entry = self.lock.get(job.id)
         if not self.resume or not _is_finished(job) or entry is None:
             return None
@@ -198,11 +199,11 @@ class _BatchRun:
         return fill_outcome(job_result(job, DONE[job.kind]), outcome)
 
     def _pinned(self, job: BatchJob) -> BatchJob:
-        """The job with the options of this batch."""
+        """A copy of the job with the batch's `resume`, `force` and locked revision."""
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.locked and entry else job.options
-        # A job that was cut off is continued; `force` is for outputs that are finished and stale. One that the lock
-        # does not know may be of a run that was killed before it entered it: what the same command made is taken over.
+        # Interrupted jobs are resumed; `force` applies to finished, outdated outputs. An output without a lock entry
+        # may come from a run that was killed before it wrote the entry: it is accepted if the same command made it.
         resume = self.resume and (not _is_finished(job) or entry is None)
         return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
 
@@ -215,25 +216,28 @@ class _BatchRun:
 
 
 def _is_finished(job: BatchJob) -> bool:
-    """Whether the output is a finished one that met its gates. A conversion's is there only if it is."""
+    """Whether a job's output is finished and met its gates. A conversion's output exists only in that case."""
     kind, proof = KINDS[job.kind], job.output / KINDS[job.kind].proof
     return job.output.exists() if kind.is_exact else proof.is_file() and kind.accepts(proof)
 
 
 def select_jobs(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
-    """The jobs with these ids, all where none is named. Raises UsageError for an id that no job has."""
+    """The jobs with the given ids; all if `only` is empty. Raises UsageError for an unknown id."""
     by_id = {job.id: job for job in manifest.jobs}
     wanted = {find("job", job_id, by_id).id for job_id in only}
     return tuple(job for job in manifest.jobs if job.id in wanted or not only)
 
 
 def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[JobResult, BaseException | None]:
-    """The job's result; where it fails, also what it raised. One job's bug must not cost the others their night."""
+    """Run a job and return its result and, if it failed, its exception.
+
+    A bug in one job thus does not stop the others.
+    """
     started = time.monotonic()
     error: BaseException | None = None
     try:
         result = run_job(job)
-    except BaseException as e:  # signals too: `stops` ends the batch on them, and they are raised in the end
+    except BaseException as e:  # signals too: `stops` ends the batch, and the exception is raised at the end
         error = e
         result = failed_job(job, job_error(e))
     return replace(result, seconds=time.monotonic() - started), error

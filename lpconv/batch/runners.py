@@ -1,6 +1,6 @@
 """How jobs of each kind are run and planned.
 
-Here models are loaded; what takes seconds to import is imported where a job needs it.
+This module loads models; slow imports are inside the functions that need them.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from lpconv.train.outcome import gate_problem
 
 @dataclass(frozen=True, kw_only=True)
 class JobRunner:
-    """Runs one kind of job, and plans it: what it would do, as far as that is known beforehand.
+    """Functions that run and plan one kind of job. A plan describes the job without doing it.
 
     Both raise an `LpconvError` for every failure that is not a bug. A job is done when `run` returns.
     """
@@ -46,7 +46,7 @@ class JobRunner:
 
 
 def converted(result: ConvertResult) -> JobOutcome:
-    """A conversion's outcome."""
+    """The outcome of a conversion."""
     return JobOutcome(
         source=result.source,
         files=result.files,
@@ -76,7 +76,7 @@ def _convert(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def write_part(job: BatchJob, part: Part, *, entry: LockEntry | None, resume: bool, progress: Progress) -> PartResult:
-    """Write one part of a conversion, as one of several workers; of the revision in the lock's `entry`, if given."""
+    """Write one part of a conversion that several workers share, at the revision of the lock's `entry` if given."""
     from lpconv.convert.parts import convert_part
 
     assert isinstance(job.options, ConvertOptions)
@@ -127,7 +127,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
         result = keep(bench(asked, progress=progress, on_result=keep))
     error = problem(result)
     if error is not None:
-        error.details.pop("result")  # it lies in the output
+        error.details.pop("result")  # it is stored in the output
         raise error
     speedups = {
         f"speedup {r.name}, {r.place}": r.ratio.value for r in result.rows if r.ratio is not None and not r.is_baseline
@@ -149,7 +149,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
 
 
 def _look(job: BatchJob) -> JobOutcome:
-    """Plan of a measurement: only its model is looked up, nothing is estimated."""
+    """Plan a measurement: only its model is resolved, nothing is estimated."""
     revision = None if isinstance(job.options, BenchOptions) else job.options.revision
     return JobOutcome(source=_source(job, revision=revision))
 
@@ -162,12 +162,12 @@ RUNNERS: dict[str, JobRunner] = {
 }
 
 
-# Where the parts of conversions are put together that workers have written.
+# Runners that combine the parts of conversions that workers have written.
 FINISHING = RUNNERS | {"convert": JobRunner(run=_finish, plan=_plan_conversion)}
 
 
 def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
-    """The source record of a job's model, with the sizes of its weight files; a bench's preset has none."""
+    """The source record of a job's model, with sizes of its weight files. A bench preset has no files."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
     return _record(Checkpoint.open(job.model, revision=revision))
@@ -180,6 +180,6 @@ def _record(checkpoint: Checkpoint) -> SourceRecord:
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
-    """The measured figures that gates can use."""
+    """The measured metrics that gates can use."""
     figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
     return {name: value for name, value in figures.items() if value is not None}

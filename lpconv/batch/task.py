@@ -1,7 +1,7 @@
-"""One command of a batch in a process of its own: what it needs, how it runs, what it answers.
+"""A task: one command of a batch in its own process, with its resources and its answer.
 
-Executors only place it. The command is what anybody could type, `lpconv batch MANIFEST --only ID --json`; it writes its
-entry of the lock file itself.
+Executors only decide where a task runs. The command is the public `lpconv batch MANIFEST --only ID --json`; it writes
+its own entry of the lock file.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-GRACE_S = 30.0  # for a run to write its journal after SIGTERM
-_OWN_COUNT = "[1/1] "  # of a batch of one job: the whole batch counts
+GRACE_S = 30.0  # time for a run to write its journal after SIGTERM
+_OWN_COUNT = "[1/1] "  # prefix of progress lines in a batch of one job, replaced by the outer batch's count
 
-# Begins a task in its own process, where a thread or a fork of this one could not: it is to die with who waits for it
-# (PR_SET_PDEATHSIG of <linux/prctl.h>, which outlives `execv`), so that one who does it again finds no lock held.
+# Starts a task as a new process that dies with the thread waiting for it (PR_SET_PDEATHSIG of <linux/prctl.h>, which
+# survives `execv`), so that a repeated task finds no lock held. A thread or fork of this process could not do that.
 _BEGIN = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -35,7 +35,7 @@ os.execv(sys.executable, [sys.executable, "-m", "lpconv", "batch", *sys.argv[3:]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Cores, GPUs and bytes of memory: of a task, or what a machine has."""
+    """Cores, GPUs and bytes of memory that a task needs or a machine has."""
 
     cpus: int = 1
     gpus: int = 0
@@ -53,7 +53,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`lpconv batch` with `arguments`. `name` stands before every line that it says."""
+    """The command `lpconv batch` with `arguments`. `name` is the prefix of its output lines."""
 
     name: str
     arguments: tuple[str, ...]
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How a task ended: its exit code, or minus a signal; the document it printed, if it did; its last line."""
+    """How a task ended: exit code (or minus the signal), time, the JSON document that it printed, and its last line."""
 
     code: int
     seconds: float = 0.0
@@ -71,26 +71,26 @@ class Answer:
 
 
 class MachineLostError(Exception):
-    """The machine that a task ran on died, or what ran the task there: nothing is known of it."""
+    """The machine that ran a task, or its worker process, died, so the task's state is unknown."""
 
 
 class Executor(Protocol):
-    """Where tasks run. `machines` are those there are, `share` what a task gets that says nothing."""
+    """Where tasks run. `machines` are the available resources; `share` is for tasks without needs of their own."""
 
     machines: tuple[Needs, ...]
     share: Needs
 
     def has_room(self, needs: Needs) -> bool:
-        """Whether to submit a task now, or after others have ended."""
+        """Whether a task can be submitted now, rather than after others have ended."""
 
     def submit(self, task: Task) -> Future[Answer]:
-        """Start a task. Its future raises MachineLostError if it has to be repeated."""
+        """Start a task. Its future raises MachineLostError if the task must be repeated."""
 
     def stop(self) -> None:
-        """End all tasks, so that they can be resumed; their futures come to an end soon."""
+        """Stop all tasks so that they can be resumed; their futures finish soon."""
 
     def close(self) -> None:
-        """Release resources once no task runs."""
+        """Release resources once no task is running."""
 
 
 def run_task(
@@ -101,9 +101,9 @@ def run_task(
     environment: Mapping[str, str] | None = None,
     begun: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
 ) -> Answer:
-    """Run a task on this machine and wait for it; an exception that arrives here, such as a cancellation, ends it.
+    """Run a task on this machine and wait for it. An exception in this thread, such as a cancellation, ends the task.
 
-    It runs on `cores`, where any are named, and is killed if this thread dies.
+    The task is pinned to `cores`, if given, and is killed if this thread dies.
     """
 
     started = time.monotonic()
@@ -114,7 +114,7 @@ def run_task(
             stdout=printed,
             stderr=subprocess.PIPE,
             env=dict(os.environ) | dict(environment or {}),
-            start_new_session=True,  # Ctrl-C is for who waits here
+            start_new_session=True,  # Ctrl-C goes only to the waiting process
         )
         begun(process)
         lines: list[str] = [""]
@@ -124,18 +124,18 @@ def run_task(
         try:
             while process.poll() is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)  # a cancellation arrives between two calls of the system
+                    process.wait(0.2)  # cancellations arrive between two system calls
         except BaseException:
             _end(process)
             raise
-        reader.join(5)  # what the task started itself may hold its stderr open
+        reader.join(5)  # child processes of the task may keep its stderr open
         printed.seek(0)
         seconds = time.monotonic() - started
         return Answer(code=process.returncode, seconds=seconds, document=_document(printed.read()), last=lines[-1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process: by SIGTERM, and by SIGKILL where that does not help."""
+    """End a process with SIGTERM, or with SIGKILL if it does not exit in time."""
     process.terminate()
     try:
         process.wait(GRACE_S)
