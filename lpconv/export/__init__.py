@@ -1,4 +1,4 @@
-"""Converted and plain checkpoints as ONNX, for runtimes that know nothing of lpconv."""
+"""Export converted and plain checkpoints to ONNX, for runtimes without lpconv."""
 
 from typing import TYPE_CHECKING
 

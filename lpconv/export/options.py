@@ -1,4 +1,4 @@
-"""What the user asked of an export, and the libraries it needs, checked before any work. Plain Python."""
+"""Options of an export, and a check for the libraries that it needs. Plain Python."""
 
 import dataclasses
 import importlib
@@ -12,9 +12,9 @@ from lpconv.options import AllowMissing, Force, Option, Revision
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source
 
-# Protobuf ends at 2 GiB; the graph needs a little of it too.
+# A protobuf file is limited to 2 GiB, and the graph takes a little of that.
 MAX_INLINE_BYTES = 2 * 10**9
-# Where torch's own translations begin, and where DequantizeLinear learnt fp8.
+# The lowest opset of torch's exporter, and the first one in which DequantizeLinear accepts fp8.
 _OLDEST_OPSET = 18
 _FP8_OPSET = 19
 _FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
@@ -22,10 +22,10 @@ _FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How to export. `opset` None takes the oldest that the formats need, so that most runtimes open the file.
+    """How to export. `opset` None selects the lowest that supports the formats, so that most runtimes open the file.
 
     `tolerance` bounds max |y - ŷ| / max |y| between the model in PyTorch and the file in ONNX Runtime, both in fp32.
-    `external_data` puts the weights beside the graph even where they would fit into it.
+    `external_data` stores the weights in a separate file even if they would fit into the graph.
     """
 
     opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that holds the formats")] = None
@@ -42,13 +42,13 @@ class ExportOptions:
 
 
 def has_fp8(checkpoint: Checkpoint) -> bool:
-    """Whether any tensor is in 8 bits, from headers alone."""
+    """Whether any tensor is stored in fp8. Reads headers only."""
     with closing(open_source(checkpoint)) as source:
         return any(e.info.dtype in _FLOAT8_DTYPES for e in source.entries.values())
 
 
 def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
-    """The opset to export with. Raises UsageError where `wanted` is too low for what the file will hold."""
+    """The opset to export with. Raises UsageError if `wanted` is too low for the contents of the file."""
     least = _FP8_OPSET if has_fp8 else _OLDEST_OPSET
     if wanted is None:
         return least
@@ -59,7 +59,7 @@ def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
 
 
 def require_packages(*modules: str) -> None:
-    """Raise UnsupportedError, with the line that installs them, unless all `modules` import."""
+    """Raise UnsupportedError, with the install command, unless all `modules` can be imported."""
     missing = []
     for name in modules:
         try:

@@ -1,8 +1,8 @@
-"""A graph whose weights are stored as in the checkpoint, as short sums of scaled components, in place of fp32 values.
+"""Replace the fp32 weights of a graph by their stored form: short sums of scaled components.
 
-A weight of the graph and a tensor of the checkpoint are paired by their values, not their names: an initializer is
-replaced only where the stored form decodes to its very bits. So nothing depends on how transformers renames tensors,
-tied weights are stored once, and a pair that does not fit leaves the fp32 values in place instead of wrong ones.
+Weights of the graph and tensors of the checkpoint are matched by value, not by name: an initializer is replaced only if
+the stored form decodes to exactly its bits. So the result does not depend on how transformers renames tensors, tied
+weights are stored once, and a mismatch leaves fp32 values in the graph instead of wrong ones.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentValues:
-    """Floating-point numbers of the weight's shape, and the factor they are multiplied by, or one for each row."""
+    """Floating-point codes of the weight's shape, and their scale: one factor, or one per row."""
 
     codes: Tensor
     scale: float | Tensor = 1.0
 
     @property
     def is_scaled(self) -> bool:
-        """Whether there is anything to multiply by."""
+        """Whether the scale is something other than 1."""
         return isinstance(self.scale, Tensor) or self.scale != 1
 
     @property
@@ -48,11 +48,11 @@ class StoredWeight:
 
     name: str
     components: tuple[ComponentValues, ...]
-    decoded_from: str | None = None  # codes that no graph has operators for
+    decoded_from: str | None = None  # description of a form that ONNX operators cannot decode
 
     @property
     def value(self) -> Tensor:
-        """The weight in fp32: the same operations, in the same order, as the graph's."""
+        """The weight in fp32, computed by the same operations in the same order as in the graph."""
         total = self.components[0].value
         for component in self.components[1:]:
             total = total + component.value
@@ -60,12 +60,12 @@ class StoredWeight:
 
     @property
     def form(self) -> str:
-        """The form in words, such as ``e4m3fn × scale``."""
+        """Description of the form, such as ``e4m3fn × scale``."""
         return " + ".join(_DTYPE_NAMES[c.codes.dtype] + (" × scale" if c.is_scaled else "") for c in self.components)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the components."""
+        """Size of the codes of all components in bytes."""
         return sum(c.codes.numel() * c.codes.element_size() for c in self.components)
 
 
@@ -76,10 +76,10 @@ _DTYPE_NAMES = {
 
 
 def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
-    """Every floating-point tensor of a checkpoint, one at a time, as the sum of components that it is stored as.
+    """Every floating-point tensor of a checkpoint, one at a time, as the sum of its stored components.
 
-    Collage's integer residuals, multipoint's rows and scales of blocks are nothing that a graph could add: those
-    weights come decoded, in fp32.
+    A graph cannot add Collage's integer residuals or multipoint rows, or apply block scales: those weights are decoded
+    to fp32.
     """
     with StoredTensors.open(checkpoint) as stored:
         for name in stored.forms:
@@ -91,13 +91,13 @@ def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
 
 
 def _is_other(codes: Tensor, form: Stored) -> bool:
-    """Whether numbers have another dtype than the codes of their form, because they were decoded."""
+    """Whether codes have another dtype than their form, because they were decoded."""
     return form.format is not None and codes.dtype != getattr(torch, form.format.torch or "", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten:
-    """What became of the graph's parameters: counts by stored form, and those that no stored tensor decodes to."""
+    """Result of rewriting a graph: counts by stored form, and the parameters that no stored tensor decodes to."""
 
     weights: tuple[FormatCount, ...]
     unmatched: tuple[str, ...]
@@ -105,9 +105,9 @@ class Rewritten:
 
 
 def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[StoredWeight]) -> Rewritten:
-    """Replace initializers by what the checkpoint stores; `parameters` are those of the exported model, in fp32.
+    """Replace initializers by the stored form of the checkpoint. `parameters` are those of the exported model, in fp32.
 
-    Stored tensors that the graph does not use, such as the pooler of a model without one, are left out of it.
+    Stored tensors that the graph does not use, such as the pooler of a model without one, are left out.
     """
     waiting = _by_value(model.graph, parameters)
     counts: Counter[str] = Counter()
@@ -136,20 +136,20 @@ def _by_value(graph: ir.Graph, parameters: Mapping[str, Tensor]) -> dict[bytes, 
 
 
 def _key(x: Tensor) -> bytes:
-    """Equal for tensors of one shape whose elements are equal; both zeros are one number here."""
+    """A key that is equal for tensors of the same shape and elements; -0 and 0 count as equal."""
     digest = hashlib.sha256(repr(tuple(x.shape)).encode())
     digest.update((x.detach().contiguous() + 0.0).view(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
 def _is_plain(weight: StoredWeight) -> bool:
-    """Whether the graph holds the weight as it is stored already."""
+    """Whether the weight is stored as unscaled fp32, so that the graph needs no change."""
     (first, *rest) = weight.components
     return not rest and first.codes.dtype == torch.float32 and not first.is_scaled
 
 
 def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWeight) -> None:
-    """Every use of `initializers`, which are one weight, reads the sum of the components instead."""
+    """Replace every use of `initializers`, which hold the same weight, by the sum of its components."""
     name = initializers[0].name or ""
     for value in initializers:
         assert value.name is not None
@@ -165,7 +165,7 @@ def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWe
 
 
 def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
-    """The value of one component: fp8 by DequantizeLinear, which runtimes know as fp8; the others by Cast and Mul."""
+    """The value of one component: for fp8 by DequantizeLinear, which runtimes recognise; for others by Cast and Mul."""
     codes = _initializer(graph, name, component.codes)
     scale = torch.as_tensor(component.scale, dtype=torch.float32)
     if component.codes.dtype in FLOAT8:

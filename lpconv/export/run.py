@@ -1,4 +1,4 @@
-"""`lpconv export onnx` as a library call: its light checks, before torch and transformers are imported."""
+"""`lpconv export onnx` as a library call: cheap checks first, before torch and transformers are imported."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from lpconv.storage.staging import check_apart, check_free
 def export_onnx(
     model: Openable, output: Path, options: ExportOptions, *, progress: Progress | None = None
 ) -> ExportResult:
-    """Export a checkpoint into the directory `output`, which appears only when everything has passed.
+    """Export a checkpoint into the directory `output`, which is published only after all checks have passed.
 
-    `model` is what `convert` takes, or an output of it. The weights stay in the format they are stored in. Raises an
-    `LpconvError` for every failure that is not a bug; VerificationError where the file's outputs differ from the
-    model's by more than the tolerance.
+    `model` is anything that `convert` accepts, or an output of it. Weights keep their stored format. Raises an
+    `LpconvError` for every failure that is not a bug; VerificationError if the file's outputs differ from the model's
+    by more than the tolerance.
     """
     check(options)
     _check_name(output)
@@ -28,13 +28,13 @@ def export_onnx(
     check_free(output, force=options.force)
     opset = choose_opset(options.opset, has_fp8=has_fp8(checkpoint))
     require_packages("onnxscript", *(["onnxruntime"] if options.validate else []))
-    from lpconv.export.write import export  # torch and transformers, which take seconds to import, from here on
+    from lpconv.export.write import export  # imports torch and transformers (seconds)
 
     return export(checkpoint, output, options, opset, progress or Silent())
 
 
 def _check_name(output: Path) -> None:
-    """Raise ResourceError for a place that the libraries of ONNX cannot name, where a conversion could be written."""
+    """Raise ResourceError for a path that is not valid UTF-8, which ONNX libraries cannot write to."""
     try:
         str(output.absolute()).encode()
     except UnicodeEncodeError as e:

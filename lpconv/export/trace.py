@@ -1,6 +1,6 @@
-"""The model of a checkpoint in fp32, inputs to trace it with, and the ONNX graph of it.
+"""The model of a checkpoint in fp32, inputs to trace it with, and its ONNX graph.
 
-The initializers of the graph carry the names of the model's parameters.
+The initializers of the graph are named after the model's parameters.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from lpconv.models.inputs import axes_of, tracing_inputs
 from lpconv.models.opening import model_errors, open_to_trace
 from lpconv.storage.checkpoint import Checkpoint
 
-# The model, ONNX Runtime's copy of it, and the fp32 values that it folds 16-bit weights into.
+# The model, ONNX Runtime's copy of it, and the fp32 values into which it folds 16-bit weights.
 _COPIES_IN_MEMORY = 3
 _HINT = "report it to lpconv with the model's config.json; `lpconv convert` needs no export"
 _OP = re.compile(r"target=torch\.ops\.([\w.]+)")
@@ -32,7 +32,7 @@ _PREFIX = "model."
 
 @dataclass(frozen=True, kw_only=True)
 class Traceable:
-    """A model in evaluation mode, the inputs to trace it with, and the name of the output that is exported."""
+    """A model in evaluation mode, the inputs to trace it with, and the name of the exported output."""
 
     model: nn.Module
     inputs: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Traceable:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter under each of its names: a tied weight has several, and the graph takes one of them."""
+        """Every parameter under each of its names. A tied weight has several, and the graph uses one of them."""
         return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
 
     @property
@@ -50,17 +50,17 @@ class Traceable:
         return {name: axes_of(name) for name in self.inputs}
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The exported output in PyTorch."""
+        """Compute the exported output in PyTorch."""
         with torch.inference_mode():
             found: Tensor = self.model(**inputs)[self.output]
         return found
 
 
 def traceable(checkpoint: Checkpoint) -> Traceable:
-    """Open a checkpoint; where it holds no weights for its architecture's head, the bare model.
+    """Open a checkpoint for tracing. Without weights for its architecture's head, the base model is opened.
 
-    Raises UnsupportedError for models that transformers does not open or lpconv has no inputs for, ResourceError where
-    memory will not do.
+    Raises UnsupportedError for models that transformers does not open or that lpconv has no inputs for, ResourceError
+    if memory is insufficient.
     """
     check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="exporting")
     opened = open_to_trace(checkpoint)
@@ -89,10 +89,11 @@ class _Positional(nn.Module):
 def trace(
     model: nn.Module, inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], *, output: str, opset: int
 ) -> ir.Model:
-    """The graph of `model`'s `output` with dynamic `axes` (input → position → name), in fp32, weights as they are.
+    """The ONNX graph of `model`'s `output` in fp32, with dynamic `axes` (input → position → name).
 
-    Constants are folded, weights are not: they stay initializers under their parameters' names. Raises UnsupportedError
-    that names the module where PyTorch cannot capture it, or the operator and its module where ONNX has none.
+    Constants are folded but weights are not: they stay initializers under their parameters' names. Raises
+    UnsupportedError with the name of the module that PyTorch cannot capture, or of the operator (and its module) that
+    ONNX lacks.
     """
     wrapper = _Positional(model, list(inputs), output).eval()
     with _quiet():
@@ -111,7 +112,7 @@ def trace(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's remarks to its own developers."""
+    """Silence the exporter's warnings, which are meant for its developers."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -132,7 +133,7 @@ def _captured(
         return torch.export.export(
             wrapper, inputs, dynamic_shapes=(dynamic,), strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
-    except Exception as e:  # whatever a model's own code raises on tensors without values
+    except Exception as e:  # tracing runs the model's own code, which may raise anything
         text = str(e).splitlines()[0] if str(e) else ""
         where = entered[-1].removeprefix(_PREFIX) if entered else "the model"
         raise out_of_memory(e) or UnsupportedError(
@@ -144,7 +145,7 @@ def _captured(
 
 
 def _follow(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
-    """Hooks that keep the names of the modules that are running; where one raises, it stays last."""
+    """Hooks that keep `entered` as the stack of running modules; if a module raises, its name is last."""
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: entered.append(name)
@@ -166,10 +167,10 @@ def _translated(
             program,
             dynamo=True,
             opset_version=opset,
-            dynamic_shapes=(tuple(axes),),  # the names of the axes
+            dynamic_shapes=(tuple(axes),),  # names of the axes
             input_names=names,
             output_names=[output],
-            optimize=False,  # it would fold the transposes of small weights into new initializers
+            optimize=False,  # optimising would fold the transposes of small weights into new initializers
             verbose=False,
         )
     except torch.onnx.errors.OnnxExporterError as e:
@@ -187,7 +188,7 @@ def _translated(
 
 
 def _module_of(program: torch.export.ExportedProgram, op: str) -> str:
-    """The innermost module that calls `op`, by its name in the model."""
+    """The name in the model of the innermost module that calls `op`."""
     for node in program.run_decompositions().graph.nodes:
         if str(node.target) == op:
             paths = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
@@ -196,7 +197,7 @@ def _module_of(program: torch.export.ExportedProgram, op: str) -> str:
 
 
 def _clean(graph: ir.Model) -> None:
-    """Initializers by their names in the model, not in our wrapper; no stack traces, which name files of a machine."""
+    """Name initializers as in the model, not our wrapper, and remove stack traces, which contain local paths."""
     for name, value in list(graph.graph.initializers.items()):
         if name.startswith(_PREFIX):
             value.name = name.removeprefix(_PREFIX)
@@ -211,7 +212,7 @@ def _clean(graph: ir.Model) -> None:
 
 
 def _fold_constants(graph: ir.Model, parameters: set[str]) -> None:
-    from onnxscript.optimizer import optimize_ir  # of the extra
+    from onnxscript.optimizer import optimize_ir  # needs the onnx extra
 
     def should_fold(node: ir.Node) -> bool | None:
         return False if any(v is not None and v.name in parameters for v in node.inputs) else None

@@ -1,4 +1,4 @@
-"""An exported file against the model it came from: checker, shape inference, and ONNX Runtime on fixed inputs."""
+"""Compare an exported file with its model: checker, shape inference, and ONNX Runtime on fixed inputs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Case = tuple[Mapping[str, Tensor], Tensor]
 
 
 def check_file(path: Path) -> None:
-    """`onnx.checker` with strict shape inference over the whole file. Raises VerificationError with what it says."""
+    """Run `onnx.checker` with strict shape inference on the file. Raises VerificationError with its message."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
@@ -27,19 +27,19 @@ def check_file(path: Path) -> None:
 
 
 def compare(path: Path, cases: Sequence[Case], *, tolerance: float) -> OnnxCheck:
-    """Run the file on the inputs of each case and compare with the outputs that PyTorch gave for them.
+    """Run the file on the inputs of each case and compare with PyTorch's outputs.
 
-    Raises VerificationError where ONNX Runtime does not open or run the file; a difference beyond `tolerance` is in the
-    record.
+    Raises VerificationError if ONNX Runtime cannot open or run the file. A difference beyond `tolerance` is not raised
+    but recorded.
     """
-    import onnxruntime  # of the extra
+    import onnxruntime  # needs the onnx extra
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors; it warns of every initializer that it folds
+    options.log_severity_level = 3  # errors only; it warns about every initializer that it folds
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()})[0] for inputs, _ in cases]
-    except Exception as e:  # its exceptions share no class of their own
+    except Exception as e:  # its exceptions have no common base class
         raise out_of_memory(e) or VerificationError(
             f"ONNX Runtime {onnxruntime.__version__} does not run the file: {_first_line(e)}",
             hint="try another --opset, or --no-validate to write the file for another runtime",
@@ -55,7 +55,7 @@ def compare(path: Path, cases: Sequence[Case], *, tolerance: float) -> OnnxCheck
 
 
 def _differences(wanted: Tensor, got: np.ndarray) -> tuple[float, float]:
-    """(max |y - ŷ|, that over max |y|), over the elements that are finite on both sides; NaN must meet NaN."""
+    """(max |y - ŷ|, the same over max |y|) for elements that are finite on both sides; inf if finiteness differs."""
     y, z = wanted.double(), torch.from_numpy(got).double()
     if y.shape != z.shape or not torch.equal(torch.isfinite(y), torch.isfinite(z)):
         return math.inf, math.inf

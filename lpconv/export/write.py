@@ -1,4 +1,4 @@
-"""One export to a published directory: trace the model, put the stored weights in, validate."""
+"""Write an export: trace the model, store the weights in their form, validate, publish."""
 
 import contextlib
 import dataclasses
@@ -53,7 +53,7 @@ def export(
 def _write_model(
     directory: Path, source: SourceRecord, checkpoint: Checkpoint, options: ExportOptions, opset: int, told: Progress
 ) -> ExportResult:
-    """Write the graph and check it; the record lacks the output's name and the time."""
+    """Write the graph and check it. The record lacks the output's name and the time."""
     provenance = read_marker(checkpoint.directory)
     told.start("opening the model", 0)
     opened = traceable(checkpoint)
@@ -80,18 +80,18 @@ def _write_model(
         versions=versions(),
         warnings=_warnings(opened, rewritten),
     )
-    del graph, opened  # a copy of the weights each; ONNX Runtime needs the room
+    del graph, opened  # each holds a copy of the weights, and ONNX Runtime needs the memory
     told.start("validating", 0)
     return dataclasses.replace(result, check=_check(directory / MODEL_FILE, cases, options))
 
 
 @contextlib.contextmanager
 def _tidied(staging: Staging) -> Iterator[None]:
-    """A failed run leaves nothing behind, but for a file that fails its validation: that is kept as OUT.failed."""
+    """Delete the output of a failed run, except a file that fails its validation: that is kept as OUT.failed."""
     try:
         yield
     except VerificationError as e:
-        # What is set aside says why, and whose it is: the next run replaces it.
+        # The rejected folder carries a marker with the error, so that the next run may replace it.
         write_small(staging.directory / MARKER, ordered_json_text({"format_version": 1, "error": e.to_dict()}))
         kept = staging.set_aside()
         hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
@@ -102,7 +102,7 @@ def _tidied(staging: Staging) -> Iterator[None]:
 
 
 def _source_record(checkpoint: Checkpoint) -> SourceRecord:
-    """The checkpoint that is exported, its weight files with their hashes."""
+    """The source record of an exported checkpoint, with hashes of its weight files."""
     files = tuple(
         FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
         for f in checkpoint.weight_files
@@ -113,7 +113,7 @@ def _source_record(checkpoint: Checkpoint) -> SourceRecord:
 
 
 def _describe(graph: ir.Model, source: SourceRecord, checkpoint: Checkpoint) -> None:
-    """The file says where it comes from, without a path of this machine."""
+    """Write the file's origin into its metadata, without local paths."""
     public, provenance = public_source(source), read_marker(checkpoint.directory)
     graph.producer_name, graph.producer_version = "lpconv", __version__
     origin = provenance.get("source") or {}
@@ -130,7 +130,7 @@ def _describe(graph: ir.Model, source: SourceRecord, checkpoint: Checkpoint) -> 
 
 
 def _save(graph: ir.Model, directory: Path, *, external: bool) -> tuple[FileRecord, ...]:
-    """The graph, with its weights in it, or beside it where they are too many for one protobuf or that was asked."""
+    """Save the graph, with the weights in a separate file if `external` or too large for a protobuf file."""
     size = sum(v.const_value.nbytes for v in graph.graph.initializers.values() if v.const_value is not None)
     beside = _DATA_FILE if external or size > MAX_INLINE_BYTES else None
     with writing(directory / MODEL_FILE):
@@ -176,7 +176,7 @@ def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxChe
 
 
 def _write_side_files(directory: Path, checkpoint: Checkpoint, result: ExportResult) -> None:
-    """Tokenizer and other side files, the config of the values, and the provenance, which holds no times."""
+    """Write tokenizer and other side files, the config of the decoded model, and the provenance (without times)."""
     copy_side_files(directory, checkpoint, model_side_files(checkpoint), renamed={})
     write_small(directory / "config.json", ordered_json_text(plain_config(checkpoint)))
     public = dataclasses.replace(result, source=public_source(result.source))
