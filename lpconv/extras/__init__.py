@@ -1,7 +1,7 @@
-"""Everything that needs an optional dependency: object stores (obstore), GGUF files (gguf) and clusters (Ray).
+"""Features with optional dependencies: object stores (obstore), GGUF files (gguf) and Ray clusters.
 
-This is the only door: the rest of lpconv imports these names from here, and none of the modules behind it, so that what
-is written here can be left unread and uninstalled. Each name loads its module when it is first used.
+The rest of lpconv imports these names only from here, never from the modules in this package, so that the optional
+packages need not be installed. Each name loads its module on first use.
 """
 
 from typing import TYPE_CHECKING

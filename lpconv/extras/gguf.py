@@ -1,7 +1,7 @@
-"""Make the checkpoint directory that stands for a GGUF file (see `lpconv.storage.gguf`).
+"""Make the checkpoint directory that represents a GGUF file (see `lpconv.storage.gguf`).
 
-Names, config, tokenizer and how tensors were rearranged are what transformers has for GGUF, asked through its own
-functions: what it opens with ``gguf_file=`` opens here, with the same values.
+Names, config, tokenizer and the rearrangement of tensors come from transformers' own GGUF functions, so every file that
+transformers opens with ``gguf_file=`` opens here, with the same values.
 """
 
 import json
@@ -32,7 +32,7 @@ _KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but 
 
 
 def make_view(file: Path, view: Path) -> None:
-    """Make the directory `view` of a GGUF file; raises as `as_directory` says."""
+    """Make the directory `view` for a GGUF file; raises as documented at `as_directory`."""
     reader = _read(file)
     with _as_error(f"transformers does not open `{file.name}`"):
         parsed = load_gguf_checkpoint(str(file))["config"]
@@ -43,7 +43,7 @@ def make_view(file: Path, view: Path) -> None:
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=parsed)
     names = get_gguf_hf_weights_map(model, processor)
     shapes = {n: list(x.shape) for n, x in model.state_dict().items()}
-    read = [t for t in reader.tensors if t.name in names]  # what has no name is of llama.cpp, as tables of rotations
+    read = [t for t in reader.tensors if t.name in names]  # others are llama.cpp's own
     tensors = {names[t.name]: _entry(t, shapes[names[t.name]], processor, file) for t in read}
     _check_complete(tensors, model, file)
     config.architectures, config.dtype = [type(model).__name__], torch.float32
@@ -57,22 +57,22 @@ def make_view(file: Path, view: Path) -> None:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as e:
-        if not (view / "config.json").exists():  # else another process was faster
+        if not (view / "config.json").exists():  # otherwise another process was faster
             raise write_error(e, view) from e
 
 
 def _read(file: Path) -> Any:
-    """The file's tables. Raises InputError where it is not sound, UnsupportedError for what is not read."""
-    from gguf import GGUFReader  # an extra of lpconv
+    """Read the tables of a GGUF file. Raises InputError if it is damaged, UnsupportedError for unknown types."""
+    from gguf import GGUFReader  # needs the gguf extra
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's, of numbers that overflow in a damaged file
+            warnings.simplefilter("ignore")  # numpy warns about overflows in damaged files
             reader = GGUFReader(file)
         unknown = sorted({t.tensor_type.name for t in reader.tensors} - BLOCKS.keys())
         named = reader.get_field("general.architecture")
         is_named = named is not None and isinstance(named.contents(), str)
-    except Exception as e:  # anything at all: ValueError, IndexError, OverflowError, KeyError
+    except Exception as e:  # a damaged file raises ValueError, IndexError, OverflowError, KeyError and others
         first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(f"`{file}` is no sound GGUF file: {first:.120}", hint="fetch the file again") from e
     if not is_named:
@@ -92,7 +92,7 @@ def _as_error(what: str) -> Iterator[None]:
     transformers.utils.logging.set_verbosity_error()
     try:
         yield
-    except Exception as e:  # transformers raises anything at all for metadata that it does not expect
+    except Exception as e:  # transformers raises arbitrary exceptions for unexpected metadata
         first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise UnsupportedError(f"{what}: {first:.160}", hint=_KNOWN) from e
     finally:
@@ -105,11 +105,11 @@ def _model_class(config: Any) -> Any:
 
 
 class _Unseen:
-    """Stands for weights that nobody looks at."""
+    """Placeholder for weights whose values are not used."""
 
 
 def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, Any]:
-    """Where a tensor lies, of what type and shape, and whether its values are processed after decoding."""
+    """Position, type and shape of a tensor in the file, and whether its values are processed after decoding."""
     stored = [int(n) for n in reversed(t.shape)]
     size, num_bytes = BLOCKS[t.tensor_type.name]
     count = math.prod(stored)
@@ -128,11 +128,11 @@ def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, An
 
 
 def _is_processed(processor: Any, name: str) -> bool:
-    """Whether transformers changes the values of a tensor: a processor that does has to look at them."""
+    """Whether transformers changes the values of a tensor: the processor returns something else, or fails."""
     unseen = _Unseen()
     try:
         return processor.process(weights=unseen, name=name).weights is not unseen
-    except Exception:  # whatever an object without values makes of it
+    except Exception:  # the processor tried to use the values
         return True
 
 
@@ -154,5 +154,5 @@ def _write(folder: Path, file: Path, config: Any, settings: dict[str, Any]) -> N
         with _as_error("the tokenizer does not open"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
             tokenizer.save_pretrained(folder)
-    except UnsupportedError:  # a model without one is still a model
+    except UnsupportedError:  # models without a tokenizer are valid
         pass

@@ -1,8 +1,10 @@
-"""Tasks of a batch on a Ray cluster. Ray books what they need and finds a machine; it neither retries nor limits them.
+"""Run the tasks of a batch on a Ray cluster.
 
-A worker runs the same command in a process of its own as this machine would, and answers with a small record. What the
-process says goes the way of Ray's logs. Paths have to mean the same everywhere, which is asked of every machine before
-anything starts. Whoever may use the cluster is Ray's affair: its token is never read here.
+Ray reserves resources and picks a machine; it neither retries nor limits tasks.
+
+A worker runs the same command as this machine would, in its own process, and returns a small record. Output of the
+process goes through Ray's logs. Paths must be valid on all machines; every machine is asked before anything starts.
+Access control is left to Ray: its token is never read here.
 """
 
 import hashlib
@@ -16,17 +18,17 @@ from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
-_LOOK_S = 60.0  # for every machine to say what it sees
+_LOOK_S = 60.0  # time limit for all machines to answer
 _CANCELLED = 143
-# Ray's names for what no fault of the task ended.
+# Ray's errors for tasks that ended through no fault of their own.
 _LOST = ("WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError", "ObjectLostError", "RaySystemError")
 
 
 class RayExecutor:
-    """The cluster at `address`, at RAY_ADDRESS, or one on this machine for as long as the batch runs.
+    """Executor on the Ray cluster at `address`, at RAY_ADDRESS, or on a local one that lives as long as the batch.
 
-    Up to `parallel` tasks at a time, None for as many as there is room for. Raises UnsupportedError without Ray, or
-    where a machine has another version of lpconv, and InputError where one does not see the manifest.
+    Runs up to `parallel` tasks at a time, or with None as many as fit. Raises UnsupportedError if Ray is not installed
+    or a machine has another version of lpconv, and InputError if a machine does not see the manifest.
     """
 
     share = Needs()
@@ -35,7 +37,7 @@ class RayExecutor:
         self._quiet, self._parallel = quiet, parallel
         self._refs: dict[Future[Answer], Any] = {}
         self._stdout = sys.stdout
-        sys.stdout = sys.stderr  # Ray writes of its machines there, and a result is all that may stand on ours
+        sys.stdout = sys.stderr  # Ray prints there, and stdout must contain nothing but the result
         try:
             self._ray = _connected(address, quiet)
             nodes = {n["NodeID"]: n["Resources"] for n in self._ray.nodes() if n["Alive"]}
@@ -68,7 +70,7 @@ class RayExecutor:
         sys.stdout = self._stdout
 
     def _pass_on(self, ended: Future[Answer], future: Future[Answer]) -> None:
-        """What Ray says of a task, in our words."""
+        """Convert Ray's outcome of a task to an Answer or an exception of ours."""
         errors = self._ray.exceptions
         try:
             future.set_result(ended.result())
@@ -82,7 +84,7 @@ class RayExecutor:
             future.set_exception(e)
 
     def _look(self, manifest: Path, nodes: list[str]) -> None:
-        """Ask every machine what it sees of the manifest, and which version it would run."""
+        """Check on every machine that it sees the same manifest and has the same version of lpconv."""
         pinned = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         look = self._ray.remote(_see)
         refs = [
@@ -107,8 +109,8 @@ class RayExecutor:
 
 
 def _connected(address: str | None, quiet: bool) -> Any:
-    """Ray, connected. Raises UnsupportedError where it is not there or does not answer."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of two jobs may be the same
+    """Connect to Ray and return its module. Raises UnsupportedError if it is not installed or does not answer."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # two jobs may print equal lines
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     try:
         import ray
@@ -134,7 +136,7 @@ def _needs(resources: dict[str, float]) -> Needs:
 
 
 def _see(manifest: Path) -> tuple[str, str, str | None]:
-    """On a worker: its machine, the version of lpconv, and what it reads of the manifest."""
+    """On a worker: its machine name, lpconv version, and the hash of the manifest as it sees it."""
     try:
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
     except OSError:
@@ -143,5 +145,5 @@ def _see(manifest: Path) -> tuple[str, str, str | None]:
 
 
 def _run(task: Task, quiet: bool) -> Answer:
-    """On a worker: a task, whose lines Ray brings to who waits for it."""
+    """On a worker: run a task. Ray forwards its lines to the waiting process."""
     return run_task(task, lambda line: None if quiet else print(line, file=sys.stderr, flush=True))

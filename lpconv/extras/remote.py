@@ -1,7 +1,7 @@
-"""Object stores and servers: what lies there, and reads and writes of it, through the package obstore.
+"""Objects in stores and on servers: listing, reading and writing, through the package obstore.
 
-obstore signs, connects, and repeats what a server refused or cut short. Credentials are read by obstore, from the
-environment variables of each provider; none is ever part of a URL here, or of a message.
+obstore signs and connects, and retries failed requests. It reads credentials from the environment variables of each
+provider; URLs and messages never contain any.
 """
 
 import datetime
@@ -18,10 +18,10 @@ from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError
 from lpconv.storage.hub import files_url, why_unreachable
 from lpconv.storage.urls import hub_names
 
-_PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # bytes of a part of an upload; S3 takes 10,000 of them
-_STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # for a read, for an answer
-# Each pause is drawn between the first and three times the one before: some ten seconds in all, in which a server that
-# throttles becomes free again.
+_PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # for uploads; S3 takes up to 10,000 parts
+_STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # per read, per answer
+# Each pause is drawn between the first pause and three times the previous one: about ten seconds in total, enough for a
+# throttling server to recover.
 _PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=15), "base": 3}
 _RETRIES = {"max_retries": 10, "retry_timeout": datetime.timedelta(minutes=2), "backoff": _PAUSES}
 _CREDENTIALS = {
@@ -34,7 +34,7 @@ _CREDENTIALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteObject:
-    """An object by its name below the checkpoint's URL. Not every server tells tag and time."""
+    """An object, by its name relative to the checkpoint's URL. Some servers omit tag and time."""
 
     name: str
     size_bytes: int
@@ -44,14 +44,14 @@ class RemoteObject:
 
 @functools.cache
 def store_at(url: str) -> Any:
-    """The obstore store of a URL, whose paths are names below it."""
+    """The obstore store for a URL. Paths in it are relative to that URL."""
     import obstore.store as stores
 
     parts = urlsplit(url)
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"))
     is_plain = parts.scheme == "http" or (parts.scheme == "s3" and any(e.startswith("http:") for e in endpoints))
     client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
-    if parts.scheme in ("http", "https") and (why := why_unreachable(url)):  # obstore tries for ten seconds
+    if parts.scheme in ("http", "https") and (why := why_unreachable(url)):  # obstore would retry for ten seconds
         raise InputError(f"cannot get `{url}`: {why}", hint="check the URL and the network")
     with _remote_errors(url):
         if parts.scheme == "hf":
@@ -64,14 +64,14 @@ def store_at(url: str) -> Any:
 
 
 def listing(url: str) -> list[RemoteObject]:
-    """All objects below a URL of a store that lists, in order of their names."""
+    """All objects below a URL, sorted by name. The store must support listing."""
     with _remote_errors(url):
         found = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
     return sorted(found, key=lambda o: o.name)
 
 
 def head(url: str, name: str) -> RemoteObject | None:
-    """What a server says of one object, None where there is none."""
+    """Metadata of one object, or None if it does not exist."""
     with _remote_errors(url, name):
         try:
             return _object(store_at(url).head(name), name)
@@ -85,9 +85,9 @@ def _object(meta: Any, name: str) -> RemoteObject:
 
 
 def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int] | None = None) -> Any:
-    """The bytes of an object, whole or from `span[0]` to `span[1]`, as a buffer.
+    """The bytes of an object as a buffer: all, or those from `span[0]` to `span[1]`.
 
-    Raises InputError where that fails after repeating it, and where the object is not the version of `e_tag`.
+    Raises InputError if reading fails after retries, or if the object no longer has the version `e_tag`.
     """
     options: dict[str, Any] = {} if e_tag is None else {"if_match": e_tag}
     if span is not None:
@@ -95,7 +95,7 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     with _remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
-    if e_tag not in (None, answer.meta["e_tag"]):  # not every server heeds the condition
+    if e_tag not in (None, answer.meta["e_tag"]):  # some servers ignore the condition
         raise _changed(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
         raise InputError(f"`{url}/{name}` is shorter than it was", hint="run again when nothing writes to it")
@@ -103,7 +103,7 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
 
 
 def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObject | None:
-    """Write a small object; None where it is to be created and there is one. Raises ResourceError."""
+    """Write a small object. With `create`, returns None if it already exists. Raises ResourceError."""
     import obstore.exceptions as raised
 
     with _remote_errors(url, name, writing=True):
@@ -115,15 +115,15 @@ def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObje
 
 
 def delete(url: str, names: Sequence[str]) -> None:
-    """Delete objects in this order, those that are there. Raises ResourceError."""
-    for name in names:  # at once they would go in any order
-        # Another writer may have deleted it, of which S3 says nothing, and others do.
+    """Delete objects in this order, ignoring missing ones. Raises ResourceError."""
+    for name in names:  # one by one, to keep the order
+        # Another writer may have deleted it. S3 ignores that; other stores report an error.
         with _remote_errors(url, name, writing=True), suppress(FileNotFoundError):
             store_at(url).delete(name)
 
 
 def upload_bytes(size_bytes: int) -> int:
-    """Memory that the upload of an object takes: the parts on their way, and the one that is filled."""
+    """Memory that uploading an object takes: the parts in flight and the one being filled."""
     return (_AT_A_TIME + 1) * _part_bytes(size_bytes)
 
 
@@ -132,7 +132,7 @@ def _part_bytes(size_bytes: int) -> int:
 
 
 class Upload:
-    """A large object that is sent in parts as it is written, and is there when it is closed."""
+    """A large object, sent in parts as it is written. It exists once it is closed."""
 
     def __init__(self, url: str, name: str, size_bytes: int) -> None:
         import obstore
@@ -145,17 +145,17 @@ class Upload:
     def write(self, data: bytes | memoryview) -> None:
         """Send the next bytes. Raises ResourceError."""
         with self._errors():
-            self._writer.write(bytes(data))  # a copy: obstore keeps what it is given, and callers use buffers again
+            self._writer.write(bytes(data))  # copied, since obstore keeps it and callers reuse buffers
 
     def close(self) -> None:
-        """Make it an object. Raises ResourceError."""
+        """Complete the upload, which creates the object. Raises ResourceError."""
         with self._errors():
             self._writer.close()
 
 
 @contextmanager
 def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterator[None]:
-    """Turn what obstore raises inside into an error of ours, without anything that may be a secret."""
+    """Convert obstore's exceptions to lpconv errors, without anything that may be a secret."""
     import obstore.exceptions as raised
 
     where = f"{url}/{name}" if name else url
@@ -177,7 +177,7 @@ def _changed(where: str) -> InputError:
 
 def _failed(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
-    if re.search(r"status code: 40[13]\b", first):  # beside it stands how many milliseconds that took
+    if re.search(r"status code: 40[13]\b", first):  # anchored, because the message also contains a time in ms
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
         return UnreadError(f"there is no access to `{where}`", hint=hint)
     kind, done = (ResourceError, "written") if writing else (UnreadError, "read")

@@ -1,7 +1,7 @@
 """Ranged reads of an object in a store.
 
-A conversion asks for blocks of half a megabyte front to back, so whole pieces are fetched, some ahead of what is asked
-for, and kept for as long as the reader is near.
+A conversion reads blocks of half a megabyte from front to back. So whole pieces are fetched, some ahead of the reader,
+and cached while the reader is near.
 """
 
 import functools
@@ -13,15 +13,15 @@ from typing import Any
 from lpconv.errors import InputError
 from lpconv.extras.remote import fetch
 
-_PIECE = 4 * 2**20  # bytes that are fetched at once
-_HELD, _AHEAD = 24, 8  # pieces that are kept, and fetched before they are asked for
-# What is kept, and answers on their way, which obstore holds in chunks and then in one piece.
+_PIECE = 4 * 2**20  # bytes per request
+_HELD, _AHEAD = 24, 8  # pieces in the cache, and pieces fetched ahead
+# Cached pieces, and answers in flight, which obstore holds first in chunks and then in one piece.
 WINDOW_BYTES = (_HELD + 2 * _AHEAD) * _PIECE
-_LITTLE, _FEW = 2**18, 2  # so few reads of so few bytes are not worth a piece: a header and its length
+_LITTLE, _FEW = 2**18, 2  # a few small reads, such as a header and its length, do not fetch a piece
 
 
 class RemoteFile:
-    """An object that is read by ranges, from any thread; `store` is a URL, `name` what it is called below that."""
+    """An object that any thread can read by ranges. `store` is a URL, `name` is relative to it."""
 
     def __init__(self, *, store: str, name: str, e_tag: str | None, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -47,7 +47,7 @@ class RemoteFile:
             out[low - start : high - start] = piece[low - begin : high - begin]
 
     def fetch_piece(self, index: int) -> Any:
-        """The bytes of a piece."""
+        """Fetch the bytes of a piece."""
         return self._fetch(span=(index * _PIECE, min((index + 1) * _PIECE, self.size_bytes)))
 
     @property
@@ -59,19 +59,19 @@ class RemoteFile:
 
 
 class _Window:
-    """The pieces of all files that were read last, or are on their way."""
+    """Cache of recently read pieces of all files, and of pieces in flight."""
 
     def __init__(self) -> None:
         self._lock, self._pool = Lock(), ThreadPoolExecutor(_AHEAD, thread_name_prefix="lpconv-fetch")
         self._held: OrderedDict[tuple[RemoteFile, int], Future[Any]] = OrderedDict()
 
     def holds(self, file: RemoteFile, index: int) -> bool:
-        """Whether a piece is here or on its way."""
+        """Whether a piece is cached or in flight."""
         with self._lock:
             return (file, index) in self._held
 
     def piece(self, file: RemoteFile, index: int) -> "Future[Any]":
-        """A piece; where the one before it was asked for too, those that follow are on their way."""
+        """Future of a piece. After the piece before it (a sequential read), the following ones are prefetched."""
         with self._lock:
             is_going_on = (file, index - 1) in self._held
             last = min(index + (_AHEAD if is_going_on else 1), file.num_pieces)
@@ -87,7 +87,7 @@ class _Window:
             return found
 
     def forget(self, file: RemoteFile) -> None:
-        """Let go of the pieces of a file."""
+        """Drop the pieces of a file."""
         with self._lock:
             for key in [k for k in self._held if k[0] is file]:
                 self._held.pop(key).cancel()

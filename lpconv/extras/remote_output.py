@@ -1,13 +1,13 @@
-"""A conversion's output in an object store, which has no rename: what is half written must not look finished.
+"""The output of a conversion in an object store, which has no rename: a partial output must not look finished.
 
-The working folder of such an output holds its small files and, for each weight file, a pointer to what has been
-uploaded; so everything reads it like one on a disk. In the store lie, in this order: a claim, by a conditional create,
-that says what is being written; weight files, each with a record of its hashes beside the claim; after the verification
-the small files, `config.json` the last of them; and `lpconv.json` by another conditional create, which makes it an
-output. Then claim and records are deleted. A run that resumes takes over what a claim like its own has records of.
+The local working folder holds the small files and, for each weight file, a pointer to the uploaded object, so it can be
+read like an output on disk. Objects are written in this order: a claim, by a conditional create, that describes the
+run; weight files, each with a record of its hashes next to the claim; after verification the small files, `config.json`
+last; and `lpconv.json`, by another conditional create, which completes the output. Then claim and records are deleted.
+A resumed run reuses everything recorded under a claim of the same command.
 
-Two runs that resume at once write the same bytes, but for reports. The one that meets the output of the other ends
-before it writes anything more: small files are created, and replaced only while there is no output.
+Two runs that resume at once write the same bytes, except for reports. The one that finds a finished output stops before
+it writes anything more: small files are created, and are replaced only while there is no output.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ _WRITTEN = ("s3", "gs", "az")
 
 
 def check_free_url(url: str, *, resume: bool, force: bool) -> str:
-    """A URL that an output can be written to, as it is recorded.
+    """Validate a URL for an output and return it as it is recorded.
 
-    Raises OutputExistsError where something is, UnsupportedError for what is not written, and as `check_url`.
+    Raises OutputExistsError if something exists there, UnsupportedError for schemes that cannot be written, and errors
+    of `check_url`.
     """
     url = check_url(url)
     if url.partition("://")[0] not in _WRITTEN:
@@ -57,12 +58,12 @@ def _check(url: str, there: set[str], *, resume: bool, force: bool) -> None:
 
 
 def working_folder(url: str) -> Path:
-    """Where the output at a URL is worked on, on this machine."""
+    """Local working folder for the output at a URL."""
     return cache_folder("remote") / "outputs" / PurePosixPath(url.replace("://", "/"))
 
 
 class RemoteStaging(Staging):
-    """The working folder of an output at a URL. Raises OutputExistsError where another run writes there."""
+    """The working folder of an output at a URL. Raises OutputExistsError if another run writes there."""
 
     def __init__(self, url: str, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
         self.url = check_free_url(url, resume=resume, force=force)
@@ -75,7 +76,7 @@ class RemoteStaging(Staging):
             raise
 
     def _take(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
-        """Claim the place, or take over what a claim of the same command has."""
+        """Claim the URL, or continue the claim of an interrupted run of the same command."""
         there = {o.name: o for o in listing(self.url)}
         if force:
             names = [MARKER, *(n for n in there if n not in (MARKER, _CLAIM)), _CLAIM]
@@ -91,7 +92,7 @@ class RemoteStaging(Staging):
             self._take_over(_read(self.url, name), there)
 
     def _take_over(self, record: dict[str, Any], there: dict[str, RemoteObject]) -> None:
-        """Count the files of a record as written, where the objects are those that were uploaded."""
+        """Mark the files of a record as written if the objects in the store are the recorded ones."""
         found = {name: there.get(name) for name in record["tags"]}
         if all(o is not None and o.e_tag == record["tags"][name] for name, o in found.items()):
             for o in filter(None, found.values()):
@@ -99,7 +100,7 @@ class RemoteStaging(Staging):
             self.done.append(record["line"])
 
     def uploaded(self, o: RemoteObject) -> None:
-        """Let a file of the working folder stand for an object."""
+        """Represent an uploaded object in the working folder: a copy if it is small, else a pointer."""
         path = self.directory / o.name
         path.parent.mkdir(parents=True, exist_ok=True)
         if o.size_bytes < MIN_POINTER_BYTES:
@@ -109,7 +110,7 @@ class RemoteStaging(Staging):
         self._tags[o.name] = o.e_tag
 
     def check_alone(self) -> None:
-        """Raise OutputExistsError where another run has published meanwhile, or has begun anew with --force."""
+        """Raise OutputExistsError if another run has published meanwhile, or has started over with --force."""
         if head(self.url, MARKER) is not None:
             self._lose()
         claim = head(self.url, _CLAIM)
@@ -117,8 +118,8 @@ class RemoteStaging(Staging):
             raise OutputExistsError(f"another run has taken `{self.url}`", hint="choose another --output")
 
     def _lose(self) -> NoReturn:
-        tidy(self.url)  # also of what came after the other run had tidied up
-        # This run's own may be there, where the answer to its first request was lost.
+        tidy(self.url)  # including files that arrived after the other run's clean-up
+        # The output may be this run's own, if the answer to its first request was lost.
         raise OutputExistsError(
             f"another run has just finished `{self.url}`",
             hint="the same command with --resume says whether that is its output; or choose another --output",
@@ -129,14 +130,14 @@ class RemoteStaging(Staging):
         return _Upload(self, name, size_bytes)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Keep a record of a shard beside the claim."""
+        """Append to the journal, and for a shard write its record next to the claim."""
         super().append(line)
         if "shard" in line:
             record = {"line": line, "tags": {f["name"]: self._tags[f["name"]] for f in line["files"]}}
             put(self.url, f"{UNFINISHED}{line['shard']}.json", json.dumps(record).encode())
 
     def publish(self) -> None:
-        """Upload the small files, and last what makes them an output. Raises OutputExistsError where one is."""
+        """Upload the small files, and the marker last. Raises OutputExistsError if another run has finished."""
         paths = {p.relative_to(self.directory).as_posix(): p for p in self.directory.rglob("*") if p.is_file()}
         names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL})
         self.check_alone()
@@ -148,32 +149,32 @@ class RemoteStaging(Staging):
         shutil.rmtree(self.directory)
 
     def _put_small(self, name: str, data: bytes) -> None:
-        """Create a small file, or replace one that a run left which did not come to its end."""
+        """Create a small file, or replace the one of an unfinished run."""
         if put(self.url, name, data, create=True) is None and bytes(fetch(self.url, name)) != data:
             self.check_alone()
             put(self.url, name, data)
 
     def discard(self) -> None:
-        """Delete the folder, and what this run has in the store; a store that fails meanwhile keeps it."""
+        """Delete the working folder and this run's objects. If the store fails meanwhile, the objects remain."""
         super().discard()
-        with contextlib.suppress(LpconvError):  # what failed before is told, not this
+        with contextlib.suppress(LpconvError):  # the original error is reported instead
             self.check_alone()
             delete(self.url, sorted(self._tags))
             tidy(self.url)
 
     def set_aside(self) -> str:
-        """Leave what was uploaded, without what would make it an output."""
+        """Keep the uploaded objects, without the marker that would complete the output."""
         return self.url
 
 
 def tidy(url: str) -> None:
-    """Delete what a run had beside an output that is published."""
+    """Delete a run's claim and records next to a published output."""
     names = sorted(o.name for o in listing(url) if o.name.startswith(UNFINISHED))
-    delete(url, sorted(names, key=lambda name: name == _CLAIM))  # while the claim is there, so may be the rest
+    delete(url, sorted(names, key=lambda name: name == _CLAIM))  # the claim last: it covers the records
 
 
 class _Upload(PartFile):
-    """A file on its way into a store, as a `PartFile`: bytes go as they are hashed, in order."""
+    """A `PartFile` that is uploaded: bytes are sent in order, as they are hashed."""
 
     def __init__(self, staging: RemoteStaging, name: str, size_bytes: int) -> None:
         self._staging, self._name, self._size = staging, name, size_bytes
@@ -184,7 +185,7 @@ class _Upload(PartFile):
         self.digest(data)
 
     def write(self, position: int, data: bytes | memoryview) -> None:
-        """Nothing yet: `digest` gets the same bytes in order."""
+        """Does nothing: `digest` receives the same bytes in order."""
 
     def digest(self, data: bytes | memoryview) -> None:
         self._hash.update(data)
@@ -202,7 +203,7 @@ class _Upload(PartFile):
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """What was sent does not become an object; the store keeps it until its own rules delete it."""
+        """Leave the upload incomplete, so no object is created; the store deletes the parts by its own rules."""
 
 
 def _read(url: str, name: str) -> dict[str, Any]:

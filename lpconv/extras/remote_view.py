@@ -1,8 +1,8 @@
-"""A remote checkpoint as a directory: small files copied, weight files as pointers (`place.py`), in a cache.
+"""A cached directory for a remote checkpoint: small files are copied, weight files are pointers (`place.py`).
 
-All that reads checkpoints reads such a directory, as it reads that of a GGUF file. It is made once for every state of
-what lies at a URL, as names, sizes and tags tell; another state gets another directory. `config.json` is written last,
-so a directory that has one is whole, and one whose making was interrupted is completed by the next who wants it.
+Such a directory can be read like any local checkpoint, as with GGUF files. It is made once for every state of the
+objects at a URL (names, sizes and tags); another state gets another directory. `config.json` is written last, so a
+directory that has one is complete, and an interrupted one is completed by the next caller.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from lpconv.storage.staging import MARKER
 from lpconv.storage.urls import UNFINISHED, hub_names
 
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
-_AT_ONCE = 8  # requests
-_STEP = 32 * 2**20  # bytes of a file that is copied whole
-# What a server without a listing is asked for, where no SHA256SUMS of ours says what there is.
+_AT_ONCE = 8  # parallel requests
+_STEP = 32 * 2**20  # bytes per request when copying a file
+# Files to look for on a server without listing, if there is no SHA256SUMS written by lpconv.
 _USUAL = (
     _CONFIG, "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -39,10 +39,10 @@ _USUAL = (
 
 
 def view_of(url: str, *, whole: bool) -> Path:
-    """The directory that stands for the checkpoint at a checked URL; with `whole`, a copy of it.
+    """The directory that represents the checkpoint at a checked URL; with `whole`, a full copy of it.
 
-    A copy that is there is used without `whole` too. Pickles and GGUF files are always copied: what opens them needs
-    files. Raises InputError where nothing is found or read, ResourceError where the cache cannot be written.
+    An existing copy is also used without `whole`. Pickles and GGUF files are always copied, because their readers need
+    local files. Raises InputError if nothing is found or read, ResourceError if the cache cannot be written.
     """
     if url.endswith(".gguf"):
         folder, _, name = url.rpartition("/")
@@ -57,7 +57,7 @@ def view_of(url: str, *, whole: bool) -> Path:
 
 
 def copy_of(url: str, name: str) -> Path:
-    """A copy of one object below a checked URL, as it is now. Raises InputError where there is none."""
+    """Copy one object below a checked URL and return the path. Raises InputError if there is none."""
     found = head(url, name)
     if found is None:
         raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` says what it holds")
@@ -66,12 +66,12 @@ def copy_of(url: str, name: str) -> Path:
 
 
 def _cached(url: str) -> Path:
-    """Where the cache keeps what comes from a URL."""
+    """Folder in the cache for a URL."""
     return cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
 
 
 def _objects(url: str) -> list[RemoteObject]:
-    """What there is at a URL that a checkpoint is made of."""
+    """The objects at a URL that belong to a checkpoint."""
     scheme = urlsplit(url).scheme
     if scheme == "hf":
         found = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
@@ -98,7 +98,7 @@ def _is_safe(name: str) -> bool:
 
 
 def _asked_for(url: str) -> list[RemoteObject]:
-    """The files that a server has of those that are in our checksums, or are usual, or named by an index."""
+    """Files on a server without listing: those in lpconv's SHA256SUMS, or else usual names and those in an index."""
     if (sums := head(url, _SUMS)) is not None:
         lines = bytes(fetch(url, _SUMS, sums.e_tag)).decode(errors="replace").splitlines()
         return [sums, *_there(url, [line[66:] for line in lines if _is_safe(line[66:])])]
@@ -107,7 +107,7 @@ def _asked_for(url: str) -> list[RemoteObject]:
         try:
             files = set(json.loads(bytes(fetch(url, index.name, index.e_tag)))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # reading the checkpoint says what is wrong with it
+            continue  # reading the checkpoint will report the error
         found += _there(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
     return sorted({o.name: o for o in found}.values(), key=lambda o: o.name)
 
@@ -118,7 +118,7 @@ def _there(url: str, names: Iterable[str]) -> list[RemoteObject]:
 
 
 def _made(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
-    """The directory of these objects, made or completed where it is not there; the file `last` says that it is."""
+    """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`."""
     state = json.dumps([url, [astuple(o) for o in objects]])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     copy, view = _cached(url) / f"{digest}-copy", _cached(url) / digest
@@ -137,9 +137,10 @@ def _has(view: Path, o: RemoteObject) -> bool:
 
 
 def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
-    """Write a pointer to an object or its bytes, with its time; the file appears by a rename.
+    """Write an object's bytes, or a pointer to it, under its modification time; the file appears by a rename.
 
-    It is made beside the view: what is in there when a process is killed would be taken for a file of the checkpoint.
+    The temporary file is outside of the view: if a process is killed, a file left in the view would count as part of
+    the checkpoint.
     """
     path = view / o.name
     try:
