@@ -1,4 +1,4 @@
-"""Inspection: what a checkpoint holds and what is wrong with it, from headers, and with statistics of its values."""
+"""Inspect a checkpoint: its contents and its defects, from headers alone or with statistics of the values."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""What is wrong with a checkpoint that others quantised, as far as headers and config tell: no torch, no data.
+"""Defects of a checkpoint quantised by another tool, found from headers and config without torch or data.
 
-*Problems* are contradictions: a part of a weight without the others, a config that describes other files. *Warnings*
-are what loads somewhere and is worse than it looks, or is refused there. `scales.py` beside this reads the scales too.
+*Problems* are contradictions: an incomplete weight, a config that does not match the files. *Warnings* are files that
+some readers refuse, or load with worse results than expected. `scales.py` also reads the scales.
 """
 
 import fnmatch
@@ -17,9 +17,9 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import code_list
 from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_of
 
-# Modules that readers (vLLM, SGLang, TensorRT-LLM) put into one matrix, by the last parts of their names.
+# Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
-# What a config that names a format promises of the codes, in words of ours and by number format.
+# Number formats that each format name in a config allows for the codes.
 _FORMATS = {
     "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
     "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
@@ -32,7 +32,7 @@ _SURELY_CODES = (".weight_packed", ".qweight")
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What is wrong, and what is odd, in words."""
+    """Problems and warnings about a checkpoint, as text."""
 
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Findings:
 
 
 def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
-    """All that names, sizes and config contradict."""
+    """Contradictions among names, sizes and config."""
     method = headers.quantised_by
     codes = [n for n, i in headers.root.items() if i.dtype.startswith(("F8", "F4")) or n.endswith(_SURELY_CODES)]
     if method is None and codes:
@@ -55,7 +55,7 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Weights that readers fuse: where they lie, and their names, two or more."""
+    """(common prefix, names) of every group of two or more weights that readers fuse."""
     there = set(names)
     for members in _FUSED:
         for name in sorted(there):
@@ -77,7 +77,7 @@ def _strays(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
 
 
 def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Formats, group sizes and lists of modules that the config has otherwise than the files."""
+    """Formats, group sizes and module lists of the config that do not match the files."""
     config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
     top = config.get("format"), config.get("quant_algo")
     for said, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
@@ -100,7 +100,7 @@ def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[s
 
 
 def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
-    """Groups and zero points that are other than the only scheme of the config says."""
+    """Group sizes and zero points that do not match the config's only scheme."""
     groups = config.get("config_groups")
     schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
     schemes = [s for s in schemes if isinstance(s, dict)]
@@ -128,7 +128,7 @@ def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[s
 
 
 def _inputs(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
-    """Scales of inputs that are not there, where one scheme of the config, or one of ours, needs them."""
+    """Input scales that are missing although a scheme of the config, or one of lpconv's, requires them."""
     groups = headers.quantization.get("config_groups")
     schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     modules, missing = [n.removesuffix(".weight") for n in coded], []
@@ -147,7 +147,7 @@ def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
-    """As compressed-tensors has it: names, or ``re:`` expressions; others also take globs and ends of names."""
+    """Whether a module is in an ignore list: names or ``re:`` expressions (compressed-tensors), or globs (others)."""
     for p in patterns:
         if p.startswith("re:"):
             try:
@@ -164,7 +164,7 @@ def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
     found = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
     if found:
         yield f"{code_list(found)}: the last blocks are smaller ({grids[found[0]].words}); some readers refuse that"
-    # A hint of the config makes a tile of a scale for a whole tensor, too: those are vectors.
+    # In the config, a scale of the whole tensor may look like one tile; such scales are vectors.
     tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
     fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
     odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
@@ -174,9 +174,9 @@ def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
 
 
 def _half_fused(forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Weights that readers fuse, stored in different ways: these refuse such files, or read all as the first.
+    """Fused weights that are stored in different ways: readers refuse such files, or read all as the first.
 
-    llama.cpp fuses none, and mixes its types on purpose.
+    llama.cpp fuses no weights and mixes types on purpose.
     """
     if any(isinstance(form, Blocks) for form in forms.values()):
         return

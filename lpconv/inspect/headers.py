@@ -1,4 +1,4 @@
-"""Look at a checkpoint from its headers alone: no torch, no weights read."""
+"""Inspect a checkpoint from its headers alone: imports no torch, reads no weights."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -16,15 +16,15 @@ from lpconv.storage.gguf import header_of
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.staging import read_marker
 
-VALUES = "values of the weights (--stats)"  # until they are read
+VALUES = "values of the weights (--stats)"  # listed as not checked until they are read
 
 InFiles = Sequence[tuple[TensorInfo, str]]
 
 
 def inspect(model: Openable) -> InspectResult:
-    """Dtypes, shapes, sizes, scales, ties and what is wrong. Problems are reported, not raised, where one can go on.
+    """Dtypes, shapes, sizes, scales, ties and defects of a checkpoint. Defects are recorded, not raised, if possible.
 
-    Raises InputError where there is nothing to look at, and for `.bin` checkpoints, whose tables are pickles.
+    Raises InputError if there is no checkpoint, and for `.bin` checkpoints, whose headers are pickles.
     """
     checkpoint = Checkpoint.open(model)
     if checkpoint.kind == "torch":
@@ -37,7 +37,7 @@ def inspect(model: Openable) -> InspectResult:
 
 
 def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
-    """The record of a checkpoint whose tensors, with their files, are known; codes and scales are one tensor."""
+    """The record of a checkpoint, given its tensors and their files. Codes and their scales count as one tensor."""
     provenance = read_marker(checkpoint.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     there = {info.name: (info, file) for info, file in stored}
@@ -79,15 +79,16 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
 
 
 def _not_read(layout: str | None) -> tuple[str, ...]:
-    """What headers do not tell. Scales that `judged` can read are the first, until it does."""
+    """Checks that headers do not allow. "scales" comes first and is removed once `judged` has read them."""
     scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 
 
 def beside_model(found: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
-    """`found` with what names and shapes tell beside the model that config.json describes, where nothing else is wrong.
+    """Add a comparison of names and shapes with the model described by config.json, if nothing else is wrong.
 
-    Models other than those of known families are only built if `thorough`, since importing transformers takes seconds.
+    Only shapes of known families are computed directly; other models are built only if `thorough`, since importing
+    transformers takes seconds.
     """
     what = "names and shapes against config.json"
     why = " (--strict)" if not thorough and known_shapes(checkpoint.config) is None else ""

@@ -1,8 +1,7 @@
-"""What is wrong with the scales of a checkpoint that others quantised: these are read, codes only where they must be.
+"""Defects in the scales of a checkpoint quantised by another tool. Reads scales, and codes only if necessary.
 
-Scales that make no number of a code are problems. That two weights which readers fuse have unequal scales, or that a
-weight would be far larger than the others, is no contradiction, and yet what most files that "load, speak and are
-wrong" have in common.
+Scales that cannot decode a code are problems. Unequal scales in fused weights, or a weight far larger than the others,
+are no contradictions, but most files that load and produce wrong text have one of these.
 """
 
 import math
@@ -26,23 +25,26 @@ from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import INPUT_SCALES
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 
-# No weight of a trained model is so large; what is larger than others' by so much has lost its scale.
+# Weights of trained models are smaller than this; a weight that exceeds the others by this factor has lost its scale.
 _LARGEST, _FACTOR = 1e4, 256.0
 _E4M3FN = FORMATS["e4m3fn"].max
-_MANY_CUT, _LEAST_CUT = 0.25, 8  # scales at the end of e4m3fn, as a share and a number: of a sound weight a few are
-_FEW_ODD = 1e-3  # of the scales of a weight that are far from the others: more are its nature
+_MANY_CUT, _LEAST_CUT = 0.25, 8  # share and number of scales at e4m3fn's maximum; sound weights have a few
+_FEW_ODD = 1e-3  # share of a weight's scales that may be outliers; more are a property of the weight
 NOT_JUDGED = f"scales off by less than {_FACTOR:.0f} times (`lpconv verify --against`)"
-_ZERO = 1e-6  # up to here the scale of a weight of zeros
-_LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # of the largest number of a weight, in the middle of a model
-_UNEQUAL = 1.001  # of scales that went through bf16 and back, nothing is left beyond that
+_ZERO = 1e-6  # largest magnitude of a weight that counts as all zeros
+_LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # range of the median over all weights of the largest magnitude
+_UNEQUAL = 1.001  # ratio that a round trip of scales through bf16 can explain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Of one weight: the least and largest scale with all factors, how many are zero, no number, at the end of e4m3fn
-    (`num_cut`) and far from the others (`num_odd`), and `one`, the scale or factor that the whole tensor has, if any.
-    `bound` is what its largest code would become, in the column with the least factor where columns have any: no more
-    is sure, since smoothing gives large codes to those."""
+    """Statistics of the scales of one weight, including all factors.
+
+    `least` and `most` are the extremes, and the counts are of scales in total, zero, invalid (negative, NaN or
+    infinite), at e4m3fn's maximum (`num_cut`) and far from the others (`num_odd`). `one` is the scale or factor of the
+    whole tensor, if any. `bound` is the decoded value of the largest code; with column factors, in the column with the
+    smallest factor, which is the only certain bound because smoothing gives large codes to those columns.
+    """
 
     least: float = math.inf
     most: float = 0.0
@@ -69,8 +71,11 @@ class Scales:
 
 
 def judged(found: InspectResult, model: Openable) -> InspectResult:
-    """The record of a checkpoint with what its scales tell. Unchanged if headers have problems, or scales are among the
-    codes. Raises InputError where files cannot be read."""
+    """Add the defects found in the scales to a checkpoint's record.
+
+    Returns `found` unchanged if the headers have problems, or if the scales are stored among the codes. Raises
+    InputError if files cannot be read.
+    """
     if "scales" not in found.not_checked or found.problems or found.not_judged:
         return found
     checkpoint = Checkpoint.open(model)
@@ -100,7 +105,7 @@ def _of_weights(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoin
 
 
 def _of_products(grids: Mapping[str, Grid], found: Mapping[str, Scales], source: Source) -> Iterator[str]:
-    """Scales of no weight, by which readers divide those of several, so that numbers fit e4m3fn, and multiply sums."""
+    """Warnings about `weight_scale_2`, by which readers divide weights to fit e4m3fn, and multiply the sums."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM takes one for them, and refuses others"
@@ -112,7 +117,7 @@ def _of_products(grids: Mapping[str, Grid], found: Mapping[str, Scales], source:
 
 
 def _of_inputs(source: Source) -> Findings:
-    """What the scales of inputs tell: those of weights that readers fuse meet the same inputs."""
+    """Findings about input scales. Fused weights have the same inputs, so their input scales should be equal."""
     names = {n: n.rpartition(".")[0] for n in source.entries if n.rpartition(".")[2] in INPUT_SCALES}
     found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
     wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
@@ -122,7 +127,7 @@ def _of_inputs(source: Source) -> Findings:
 
 
 def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
-    """Positive scales by weight, where those of weights that readers fuse are not alike."""
+    """Warning about fused weights with unequal positive scales, given the scales by weight."""
     ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
     ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
     unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
@@ -133,7 +138,7 @@ def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Itera
 
 
 def _fetch_from(source: Source) -> Fetch:
-    """Reads elements of stored tensors."""
+    """A function that reads elements of stored tensors."""
 
     def fetch(component: Component, start: int, stop: int) -> Tensor:
         return read_range(source, component.name, start, stop)
@@ -142,14 +147,14 @@ def _fetch_from(source: Source) -> Fetch:
 
 
 def _whole(grid: Grid) -> Iterator[Span]:
-    """Each matrix of a weight, in the order of the file."""
+    """The full span of each matrix of a weight, in file order."""
     rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
     for index in range(math.prod(grid.shape[:-2])):
         yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
 
 
 def _side_of(grid: Grid, source: Source) -> Side:
-    """What a weight has beside codes and scales, read."""
+    """Read the side tensors of a weight, other than codes and scales."""
     return {c.name: read_tensor(source, c.name) for c in grid.side}
 
 
@@ -164,13 +169,13 @@ def _look(grid: Grid, source: Source) -> Scales:
         if grid.scales.component.dtype == "F8_E4M3":
             num_cut = int((grid.scales.numbers(raw, span) == grid.scales.ends[1]).sum())
             total = replace(total, num_cut=total.num_cut + num_cut)
-        if grid.factor is None and grid.scales.component.shape in ((), (1,)):  # [1, 1] may be a block
+        if grid.factor is None and grid.scales.component.shape in ((), (1,)):  # [1, 1] could be a block
             total = replace(total, one=float(scales))
     return total
 
 
 def _columns(grid: Grid, side: Side) -> Tensor:
-    """The least factor of the columns of each block, [blocks of a row]; 1 where they have none."""
+    """The smallest column factor in each block of columns, shape [blocks per row]; 1 without column factors."""
     if grid.columns is None:
         return torch.ones(1)
     numbers, width = side[grid.columns.name].float(), grid.block[1]
@@ -193,7 +198,7 @@ def _count(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
 
 
 def _is_odd(numbers: Tensor) -> Tensor:
-    """Which positive numbers are out of proportion to the others."""
+    """Mask of positive numbers that differ from the median by more than `_FACTOR`."""
     is_sound = torch.isfinite(numbers) & (numbers > 0)
     usual = float(numbers[is_sound].median()) if is_sound.any() else 0.0
     return is_sound & ((numbers < usual / _FACTOR) | (numbers > usual * _FACTOR))
@@ -206,7 +211,7 @@ def _no_numbers(found: Mapping[str, Scales]) -> Iterator[str]:
 
 
 def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
-    """Scales of zero, where their codes are not."""
+    """Weights with scales of zero whose codes are not zero."""
     for name in (n for n, s in found.items() if s.num_zero and n in grids):
         lost = _num_codes(grids[name], source, lambda scales: scales == 0)
         if lost:
@@ -214,7 +219,7 @@ def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source
 
 
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
-    """The codes of a weight that are not zero, under the stored scales that are `chosen`."""
+    """Number of nonzero codes of a weight whose stored scale is selected by `chosen`."""
     fetch, num = _fetch_from(source), 0
     for span in _whole(grid):
         codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
@@ -224,7 +229,7 @@ def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -
 
 
 def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
-    """Scales that were too large for their dtype."""
+    """Weights whose scales exceeded the range of their dtype and were clipped."""
     cut = [n for n, s in found.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
     if cut:
         s = found[cut[0]]
@@ -232,7 +237,7 @@ def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
 
 
 def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
-    """Single scales that are out of proportion to the others of their weight, with codes that are not zero."""
+    """Weights with a few outlier scales whose codes are not zero, and columns with outlier factors."""
     few = [n for n, s in found.items() if 0 < s.num_odd <= max(1.0, _FEW_ODD * s.num)]
     odd = [n for n in few if _num_codes(grids[n], source, _is_odd)]
     if odd:
@@ -246,7 +251,7 @@ def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source)
 
 
 def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
-    """Weights so large that one of their scales can only be inverted or lost."""
+    """Weights so large that one of their scales must have been inverted or lost."""
     wrong = [n for n in grids if found[n].bound > _LARGEST]
     if wrong:
         first = grids[wrong[0]]
@@ -259,7 +264,7 @@ def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterato
 
 
 def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
-    """Shapes, orders of groups and zero points that contradict the rest."""
+    """Shapes, group orders, factors and zero points that contradict the rest of the file."""
     for name, grid in grids.items():
         side = _side_of(grid, source)
         if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
@@ -284,8 +289,11 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
 
 
 def _lost(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
-    """Scales that somebody may have left out. Codes of ours may use few of their numbers: unit scaling makes their RMS
-    one, and the bound of a weight is far above it."""
+    """Weights whose scales may have been dropped.
+
+    Codes written by lpconv may use little of their range: unit scaling makes their RMS 1, far below the bound of a
+    weight.
+    """
     ones = [n for n, s in found.items() if s.least == s.most == 1.0]
     if ones:
         yield f"{code_list(ones)}: all scales are 1: were they dropped?"

@@ -1,7 +1,7 @@
-"""`inspect --stats`: RMS, largest magnitude and non-finite counts of every floating tensor, by reading the data.
+"""`inspect --stats`: RMS, largest magnitude and non-finite counts of every floating-point tensor, from the data.
 
-Of what others quantised these are of the decoded weights; and their codes are counted, of which few are the largest
-that there are unless scales are too small.
+For checkpoints quantised by another tool the statistics are those of the decoded weights, and saturated codes are
+counted: only few codes have the largest magnitude, unless scales are too small.
 """
 
 import dataclasses
@@ -26,14 +26,15 @@ from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.source import Source, open_source, read_range
 
 _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-# The share of largest codes that is odd: that of a scale half as large as it should be is 0.15 of 8 bits, 0.45 of 4.
+# Suspicious share of saturated codes, by bits. A scale of half the right size saturates 0.15 of 8-bit and 0.45 of 4-bit
+# codes.
 _MANY = {4: 0.3, 8: 0.05}
 
 
 def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResult:
-    """`inspect`, with statistics in each tensor's record. Opens `.bin` checkpoints too.
+    """`inspect`, with statistics in each tensor's record. Also opens `.bin` checkpoints.
 
-    Codes of lpconv are measured unscaled. What others quantised is only read where nothing is wrong with it.
+    Codes of lpconv are measured unscaled. A checkpoint quantised by another tool is read only if it has no problems.
     """
     checkpoint = Checkpoint.open(model)
     with closing(open_source(checkpoint)) as source:
@@ -89,7 +90,7 @@ def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progre
 
 
 def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
-    """The record of a weight with the share of its codes that are the least or the largest that its format has."""
+    """The record of a weight with the share of its codes at the smallest or largest number of the format."""
     form = stored.forms[t.name]
     if not isinstance(form, Grid):
         return t
