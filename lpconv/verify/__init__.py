@@ -1,4 +1,4 @@
-"""Verification: an output against its hashes, against what its source implies, and by what both models compute."""
+"""Verify an output against its hashes, against its source, and by comparing the outputs of both models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A published output beside the source that it came from: its weights, its documents, what both models compute."""
+"""Verify a published output against its source: weights, config and index, and the outputs of both models."""
 
 import dataclasses
 import math
@@ -32,9 +32,9 @@ _ABSENT = object()
 def prepare_again(
     provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
 ) -> Job:
-    """The conversion that made an output, to be verified to the depth `verify`; its source is open.
+    """The conversion that made an output, prepared for verification at level `verify`. The caller closes its source.
 
-    Which tensors it converts is said by the records. Raises InputError where no source is found.
+    The records determine which tensors it converts. Raises InputError if the source is not found.
     """
     recorded = from_json(SourceRecord, provenance["source"])
     if against is None and is_url(recorded.name):
@@ -49,7 +49,7 @@ def prepare_again(
         max_shard_size=None,
         revision=None if against else recorded.revision,
         verify=verify,
-        allow_missing=True,  # of what is published already
+        allow_missing=True,  # the output is published already
         trust_remote_code=trust_remote_code,
     )
     try:
@@ -68,15 +68,15 @@ def check_source(
     gates: Sequence[Gate],
     progress: Progress,
 ) -> VerifyResult:
-    """`result`, of the hashes of an output, with what the source of `job` says, and gates.
+    """Add to `result` (hashes of an output) the comparison with the source of `job`, and the gates.
 
-    Raises InputError where the source is not the one that was converted, UnreadError where disk or network fail.
+    Raises InputError if the source is not the one that was converted, UnreadError if disk or network fail.
     """
     records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
     _check_same_tensors(job, records)
     try:
         found = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
-    except (InputError, UnsupportedError) as e:  # the files cannot even be read as what they should be
+    except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
         return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, finding(e)))
     depth = job.plan.options.verify
     if depth != "weights":
@@ -107,7 +107,7 @@ def _check_weights(
     result: VerifyResult,
     progress: Progress,
 ) -> VerifyResult:
-    """`result` with what the weights, the config and the index are found to be."""
+    """Add the comparison of weights, config and index to `result`."""
     plan = _as_recorded(job.plan, records)
     if plan.num_calibrated:
         plan = _calibrated(plan, provenance)
@@ -131,7 +131,7 @@ def _check_weights(
 def _compared(
     planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
 ) -> tuple[ComparedTensor, ...]:
-    """The figures of the records, the worst first; those of tensors that are not `wrong` were met."""
+    """The recorded figures of each tensor, worst first. Verified tensors (not in `wrong`) have met theirs."""
     found = [
         ComparedTensor(
             name=name,
@@ -147,7 +147,7 @@ def _compared(
 
 
 def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
-    """A plan with the decisions that the records name: another release of lpconv may decide otherwise."""
+    """The plan with the recorded decision for each tensor, because another lpconv version may decide differently."""
     tensors = []
     for t in plan.tensors:
         settings = settings_for(plan.options, plan.linears, t.name)
@@ -164,7 +164,7 @@ def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
 
 
 def _calibrated(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
-    """A plan with what calibration found: the text is not read again."""
+    """The plan with the recorded calibration, so that the text is not read again."""
     found = from_json(CalibrationRecord, provenance.get("calibration")).absmax
     missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in found]
     if missing:
@@ -175,7 +175,7 @@ def _calibrated(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
 def _document_problems(
     job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
 ) -> list[str]:
-    """What config.json, the index and lpconv.json say otherwise than source and conversion do."""
+    """Differences of config.json, the index and lpconv.json from the source and the conversion."""
     wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
     problems = [f"config.json: `{k}` is not what the source and the conversion make it" for k in keys]

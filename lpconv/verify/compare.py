@@ -1,7 +1,7 @@
-"""Two checkpoints by their weights, whatever layouts they are in: signal to noise of each tensor, the worst first.
+"""Compare the weights of two checkpoints in any layouts: SQNR of each tensor, worst first.
 
-The second one is the reference. Beside the noise, each group of weights is asked by which factor it is larger than the
-reference's: rounding leaves that near 1, a wrong scale does not, and drowns in the noise of a tensor of many groups.
+The second checkpoint is the reference. In addition, each group of weights is fitted with one factor relative to the
+reference: rounding leaves it near 1, while a wrong scale does not, even if the tensor's SQNR hides it.
 """
 
 import math
@@ -27,20 +27,24 @@ from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.ties import tie_candidates
 
-# Factors of a group that no rounding to 4 bits or more explains: a largest weight of nearly 8 may be cut to 6 (0.75).
+# Range of group factors that rounding to 4 bits or more can cause: a largest weight of nearly 8 may be clipped to 6
+# (0.75).
 _LOW, _HIGH = 0.6, 1.6
-_GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less of the mean energy are not asked
-_NARROWEST = 4  # bits from which that is so
-# The share of noise that may be a shift, where codes have at most so many bits, and a weight so many elements.
+_GROUP, _FAINT = 32, 1e-3  # elements of a row; groups with less than this share of the mean energy are skipped
+_NARROWEST = 4  # bits from which those factors hold
+# Share of the noise that may be a common shift, for codes up to this many bits in weights of at least so many elements.
 _ONE_SIDED, _WIDEST, _FEW = 0.1, 8, 1024
-# dB that storing a weight in so many bits leaves at least, whatever its distribution; rounding to nearest leaves more.
+# Least SQNR in dB that storing a weight in so many bits leaves for any distribution; rounding to nearest leaves more.
 _LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Of some blocks: Σx², Σ(y - x)², the largest |y - x| / |x|, Σ(y - x), the count of numbers and of groups, groups
-    that are off by a factor, and lost numbers."""
+    """Sums over blocks of a tensor x and its copy y.
+
+    `signal` Σx², `noise` Σ(y - x)², `relative` the largest |y - x| / |x|, `lean` Σ(y - x), `num` elements, `groups`
+    groups compared, `off` groups with a wrong factor, `lost` elements that became NaN or Inf.
+    """
 
     signal: float = 0.0
     noise: float = 0.0
@@ -53,7 +57,7 @@ class _Sums:
 
     @property
     def one_sided(self) -> float:
-        """The share of the noise that is the mean error: nearly 0 for rounding, 1 where all are shifted alike."""
+        """Share of the noise due to the mean error: nearly 0 for rounding, 1 if all elements are shifted equally."""
         return self.lean**2 / (self.num * self.noise) if self.noise else 0.0
 
     def __add__(self, other: "_Sums") -> "_Sums":
@@ -70,10 +74,11 @@ class _Sums:
 
 
 def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
-    """What the weights of one checkpoint are beside those of `reference`.
+    """Compare the weights of one checkpoint with those of `reference`.
 
-    It passes where every tensor is there in its shape, no number was lost, no group is off by a factor, and the noise
-    is no more than the bits of the layout explain; and by the `gates`. Raises what opening a checkpoint raises.
+    The comparison passes if every tensor exists with the same shape, no element became NaN or Inf, no group has a wrong
+    factor, the noise is within what the bits of the layout explain, and the `gates` pass. Raises the errors of opening
+    a checkpoint.
     """
     parsed = [CONVERT_GATES.parse(g) for g in gates]
     with StoredTensors.open(model) as ours, StoredTensors.open(reference) as theirs:
@@ -108,14 +113,14 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
 
 
 def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
-    """What one checkpoint has and the other has not, unless that ties it to another weight."""
+    """Tensors of one checkpoint that the other lacks, unless it ties them to another weight."""
     shapes = {n: (form.shape, "") for n, form in one.forms.items()}
     tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
         yield f"{code_list(absent)}: {who} does not have that"
     reshaped = [n for n, form in one.forms.items() if n in other.forms and other.forms[n].shape != form.shape]
-    if reshaped and who != "it":  # once is enough
+    if reshaped and who != "it":  # report it once
         yield f"{code_list(reshaped)}: {who} has it in another shape"
 
 
@@ -130,7 +135,7 @@ def _compare(a: Source, b: Source, name: str) -> _Sums:
 
 
 def _sums(x: Tensor, y: Tensor) -> _Sums:
-    """Of rows `y` beside the reference's `x`; what is not finite there is not asked."""
+    """Compare rows `y` with the reference's rows `x`; elements that are not finite in `x` are skipped."""
     known = torch.isfinite(x)
     lost = int((known & ~torch.isfinite(y)).sum())
     x, y = torch.where(known, x, 0.0), torch.where(known, y, 0.0).nan_to_num(0.0, 0.0, 0.0)
@@ -171,9 +176,9 @@ def _bits(form: Stored) -> int:
 
 
 def _has_codes(form: Stored) -> bool:
-    """Whether numbers are stored that mean nothing without their packing and scales."""
+    """Whether the stored numbers need packing and scales to be interpreted."""
     if isinstance(form, Blocks):
-        return form.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 are those of safetensors
+        return form.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 equal those of safetensors
     return not isinstance(form, (Kept, Pair))
 
 

@@ -1,7 +1,7 @@
-"""Two checkpoints by the files beside their weights: config, generation config, tokenizer, chat template and others.
+"""Compare the files next to the weights of two checkpoints: configs, tokenizer, chat template and others.
 
-A value that both files hold must be the same. Tools leave defaults out or write them down, so a key that only one file
-holds is judged by what transformers makes of both files; if it does not open them, the key counts as a difference.
+A value in both files must be equal. Tools may omit or write defaults, so a key in only one file is judged by opening
+both files with transformers; if that fails, the key counts as a difference.
 """
 
 import functools
@@ -20,19 +20,19 @@ _TOKENIZER = re.compile(
     r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"
 )
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
-# Keys that say who wrote a file and which class opens it: reported if they differ, judged by what opens.
+# Keys that describe the writer or the class that opens a file: reported if they differ, but not a failure.
 _BOOKKEEPING = re.compile(
     r"(.*\.)?(_name_or_path|name_or_path|transformers_version|_?commit_hash|dtype|torch_dtype|auto_map|tokenizer_class"
     r"|backend|is_local|local_files_only|processor_class|special_tokens_map_file|tokenizer_file)"
 )
-_SHOWN, _WIDTH = 3, 60  # differences of a document, and characters of a value, that a message shows
+_SHOWN, _WIDTH = 3, 60  # most differences shown per document, and characters per value
 _ABSENT = object()
 
 
 def compare_files(model: Openable, reference: Openable, *, config: bool = True) -> FilesCheck:
     """Compare the small files of a checkpoint with those of `reference`; config.json only if `config` is set.
 
-    Raises what reading a checkpoint raises.
+    Raises the errors of reading a checkpoint.
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
     if config and GGUF in {c.kind for c in pair}:
@@ -65,22 +65,22 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
 
 
 class _Found:
-    """What has been compared so far, what differs, and what nobody judged."""
+    """Files compared so far, differences, and files or keys that were not compared."""
 
     def __init__(self) -> None:
         self.compared, self.different, self.not_compared = list[str](), list[str](), list[str]()
 
     def compare(self, name: str, pair: Sequence[Any], opened: Callable[[], Iterable[Any]] | None = None) -> None:
-        """Compare two documents; `opened` gives what transformers makes of them, asked if one lacks a key."""
+        """Compare two documents. `opened` opens both with transformers and is called if one lacks a key."""
         self.compared.append(name)
         found = list(_differences(*pair))
         told = [d for d in found if _ABSENT not in d[1:]]
         if len(told) < len(found):
             try:
                 effects = list(_differences(*opened())) if opened else found
-            except Exception:  # transformers and tokenizers raise anything at all for files that they do not know
+            except Exception:  # transformers and tokenizers raise arbitrary exceptions for unknown files
                 effects = found
-            if not effects and name != "config.json":  # which keeps every key as it opens; a tokenizer may drop some
+            if not effects and name != "config.json":  # a config keeps every key when opened; a tokenizer may drop some
                 self.not_compared += [
                     f"{name}: {d[0]} (only in one, and opens the same)" for d in found if d not in told
                 ]
@@ -108,7 +108,7 @@ def _words(key: str, ours: Any, theirs: Any) -> str:
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Any:
-    """A file as JSON if it is that, else as text."""
+    """A file as parsed JSON if possible, else as text."""
     data = (checkpoint.directory / name).read_bytes()
     try:
         return json.loads(data)
@@ -117,7 +117,7 @@ def _read(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _config(checkpoint: Checkpoint) -> Any:
-    import transformers  # takes seconds
+    import transformers  # slow to import (seconds)
 
     return transformers.CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(plain_config(checkpoint))
 
@@ -129,7 +129,7 @@ def _generation(settings: dict[str, Any]) -> Any:
 
 
 def _tokenizers(pair: Sequence[Checkpoint], files: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the tokenizers are once opened: their parts, special tokens, template and every setting of either."""
+    """The opened tokenizers as documents: parts, special tokens, template, and every setting that either has."""
     from lpconv.models.tokenizer import read_tokenizer
 
     keys = {k for both in files for k in both.get("tokenizer_config.json", {})} | {"chat_template"}

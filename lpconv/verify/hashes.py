@@ -1,4 +1,4 @@
-"""The files of an output against the hashes that it lists."""
+"""Check the files of an output against its list of hashes."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +13,16 @@ from lpconv.storage.staging import MARKER, SUMS
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Every file that SHA256SUMS lists; the weights, the config and the record must be among them.
+    """Check every file in SHA256SUMS; weights, config and lpconv.json must be among them.
 
-    Raises InputError where there is no such list.
+    Raises InputError if there is no such list.
     """
     digests = _listed_files(directory)
     there = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(there.values()))
     weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
     mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
         found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, digests)
         for (name, digest), hashed in zip(digests.items(), found, strict=True):
             mismatched += [] if hashed == digest else [name]
@@ -31,7 +31,7 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
 
 
 def _listed_files(directory: Path) -> dict[str, str]:
-    """The names and digests of the list that `sha256sum` writes. Raises InputError where there is none."""
+    """Names and digests from SHA256SUMS (the format of `sha256sum`). Raises InputError if it is missing."""
     path, digests = directory / SUMS, {}
     if not path.exists():
         raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")

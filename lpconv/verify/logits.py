@@ -1,8 +1,8 @@
-"""Run source and output on the same inputs and compare what they say.
+"""Run source and output on the same inputs and compare their outputs.
 
-One model at a time is in memory. Inputs are made from the config alone with a fixed seed: token ids for text models,
-noise for images and sound. Where the head of the architecture has no weights in the checkpoint, the bare model's hidden
-states are compared instead, because random heads would compare nothing.
+One model at a time is in memory. Inputs are made from the config with a fixed seed: token ids for text models, noise
+for images and sound. If the checkpoint has no weights for the architecture's head, the hidden states of the base model
+are compared instead, because outputs of a random head would be meaningless.
 """
 
 from collections.abc import Sequence
@@ -25,28 +25,30 @@ from lpconv.storage.checkpoint import Checkpoint
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
 _UNLIKE, _REPORT = "the source opens and the output does not", "report this, or use another --layout"
-_COPIES_IN_MEMORY = 2  # the model, and the values that it is given
+_COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Refuse a model that memory does not hold before it is built; only its own code knows the size of one with any."""
+    """Raise ResourceError if the model does not fit in memory, unless its own code determines its size."""
     if "auto_map" not in checkpoint.config:
         check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="running the model")
 
 
 def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
-    """Refuse a model that will not open, or that no inputs can be made for, before the work: by its config alone."""
+    """Raise an error, from the config alone, if the model will not open or has no inputs that lpconv can make."""
     if trust_remote_code and "auto_map" in checkpoint.config:
-        return  # which only its own code knows
+        return  # only the model's own code can tell
     cls = architecture(checkpoint.config)
     config = read_config(checkpoint, hint="use --verify weights")
     inputs_for(concrete(cls, config), config)
 
 
 def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
-    """Outputs of both models in fp32 on the CPU. Raises UnsupportedError where no inputs can be made for the model.
+    """Compare the outputs of both models in fp32 on the CPU.
 
-    With `in_files` their matrices stay in their files, and memory is that of activations.
+    Raises UnsupportedError if no inputs can be made for the model.
+
+    With `in_files` the matrices are read from their files as needed, so memory holds only activations.
     """
     if in_files:
         return _check_in_files(source, output)
@@ -74,7 +76,7 @@ def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
 
 
 def _check_whole(missing: Sequence[str]) -> None:
-    """Raise UnsupportedError where weights are random, since outputs of two such models say nothing."""
+    """Raise UnsupportedError if weights are missing, because outputs of random weights cannot be compared."""
     if missing:
         raise UnsupportedError(
             f"the source lacks {code_list(missing)} of its model: its outputs would be those of random numbers",
@@ -83,7 +85,7 @@ def _check_whole(missing: Sequence[str]) -> None:
 
 
 def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits in fp32, of a bare model its last hidden states. Raises UnsupportedError where it returns neither."""
+    """Logits in fp32, or a base model's last hidden states. Raises UnsupportedError if there are neither."""
     with torch.no_grad():
         out = model(**inputs)
     found = next((out[k] for k in _OUTPUTS if out.get(k) is not None), None)
@@ -94,7 +96,7 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
-    """Outputs of one model beside those of another on the same inputs, both named in words."""
+    """Compare the outputs of two models on the same inputs; `model` and `inputs` describe both."""
     finite = torch.isfinite(wanted)
     reference = wanted[finite].double()
     difference = reference - got[finite].double()

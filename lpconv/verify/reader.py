@@ -15,19 +15,19 @@ from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.staging import MARKER, check_marked
 
 _FORMAT_VERSION = 1
-# What else may have a lpconv.json.
+# Other outputs that have an lpconv.json.
 _OTHER_KINDS = {
     "onnx": "a checkpoint exported to ONNX",
     "part": "one part of a conversion",
     "repair": "a repaired checkpoint",
     "restore": "a restored checkpoint",
 }
-# What is read from lpconv.json, and the JSON type it has.
+# Fields read from lpconv.json, with their JSON types.
 _PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": dict, "tensors": list}
 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
-    """The document `lpconv.json` of an output. Raises InputError where there is none, a broken one or a newer one."""
+    """The document `lpconv.json` of an output. Raises InputError if it is missing, damaged or from a newer version."""
     check_marked(directory)
     document = read_json(directory / MARKER)
     kind = _OTHER_KINDS.get(str(document.get("kind")))
@@ -46,8 +46,8 @@ def read_provenance(directory: Path) -> dict[str, Any]:
 class OutputReader(StoredTensors):
     """The tensors of a converted checkpoint under their source names.
 
-    `records` says how each was converted; `from_directory` takes them from the output itself, and checks that the
-    residual belongs to the weights. Raises InputError where the files do not hold what the records say.
+    `records` describe how each was converted; `from_directory` reads them from the output, and checks that the residual
+    belongs to the weights. Raises InputError if the files do not match the records.
     """
 
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:

@@ -1,6 +1,6 @@
-"""`lpconv verify`: an output against its own hashes, and against the source it came from.
+"""`lpconv verify`: check an output against its own hashes, and against its source.
 
-What each level sees is told, and shown by planted damage, in docs/verify.md.
+docs/verify.md shows which planted damage each level detects.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ from lpconv.verify.reader import read_provenance
 
 
 def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
-    """Check a published output up to a level; deeper levels include the shallower ones.
+    """Check a published output at a level; deeper levels include the shallower ones.
 
-    None is ``hash``; but with `against` ``weights``, and ``logits`` where the models are small. ``weights`` and
-    ``logits`` need the source, `against` or else the one that lpconv.json names. Raises InputError where a source is
-    needed and not found, or is another one.
+    None means ``hash``, or with `against` ``weights``, and ``logits`` if the models are small. ``weights`` and
+    ``logits`` need the source: `against`, or else the one in lpconv.json. Raises InputError if the source is needed and
+    not found, or is a different one.
 
-    ``values`` compares the weights of any two checkpoints by what they stand for; it is the level of a `directory` that
-    is no output of a conversion, or was trained.
+    ``values`` compares the decoded weights of any two checkpoints. It is the default for a `directory` that is not an
+    output of a conversion, or was trained.
 
-    With the text `data` both models say it besides (`text.py`), whatever their size: its first `max_tokens` tokens, in
-    windows of `seq_len`.
+    With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
+    size (`text.py`).
     """
     check_verify(options)
     against, level = options.against, options.level
     is_tuned = (directory / TUNED).exists()
     if options.data is not None:
         check_text(options.data)
-        assert against is not None  # check_verify asks for it
+        assert against is not None  # required by check_verify
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         found = verify_output(directory, before, progress=progress)
@@ -50,7 +50,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
         assert against is not None
         ours, reference = open_readable(directory), _reference(against)
-        from lpconv.verify.compare import compare  # torch takes seconds to import
+        from lpconv.verify.compare import compare  # imports torch (seconds)
 
         return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]
@@ -63,27 +63,27 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or parsed):
         return result
-    from lpconv.verify.against import check_source, prepare_again  # torch takes seconds to import
+    from lpconv.verify.against import check_source, prepare_again  # imports torch (seconds)
 
     depth = "logits" if asked else "auto" if automatic else "weights"
     job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
         found = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
-        # The config is not compared: it was made again, and is equal.
+        # The config is not compared: it was already recomputed and found equal.
         return _with_files(found, Checkpoint.open(directory), job.checkpoint, config=False)
     finally:
         job.source.close()
 
 
 def _reference(name: str) -> Checkpoint:
-    """The checkpoint to compare with, its files those that the hub promised."""
+    """The checkpoint to compare with; its files are checked against the hub's hashes."""
     found = open_readable(name)
     found.check_promised()
     return found
 
 
 def _with_files(found: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
-    """`found` with what the files beside the weights say."""
+    """Add the comparison of the files next to the weights to `found`."""
     from lpconv.verify.compare_files import compare_files
 
     files = compare_files(ours, reference, config=config)
@@ -94,15 +94,15 @@ def _with_files(found: VerifyResult, ours: Checkpoint, reference: Checkpoint, *,
 def _with_text(
     found: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
-    """`found` with what both models say of a text; gates ask for that."""
-    from lpconv.verify.text import compare_on_text  # transformers takes seconds to import
+    """Add the comparison of both models on a text to `found`, and check the gates."""
+    from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
     parsed = [CONVERT_GATES.parse(g) for g in options.gates]
     logits = compare_on_text(
         directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
-    unknown = dataclasses.replace(logits, bit_equal=None)  # nothing is said here of whether they should be equal
+    unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
     result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
     met = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))

@@ -1,11 +1,11 @@
-"""Two checkpoints on a text, by what their models say of every token: KL both ways, first choices, perplexities.
+"""Compare two models on every token of a text: KL both ways, top-1 agreement, perplexities.
 
-One model at a time runs, in fp32, its matrices read from its files as they are multiplied by (`models/load.py`,
-`open_in_files`), so that memory is that of activations. Bodies come first, on as many windows at once as memory allows,
-and leave the last hidden state of every token; heads then say the outputs of both for a few tokens at a time, because
-those of a whole text would take the size of a model.
+One model at a time runs in fp32, with its matrices read from their files during multiplication (`models/load.py`,
+`open_in_files`), so memory holds only activations. First the bodies run, on as many windows at once as memory allows,
+and produce the last hidden state of every token; then the heads compute the logits of both for a few tokens at a time,
+because logits of a whole text would take as much memory as a model.
 
-Letters in shapes: N windows, L tokens of each, T tokens of a few, H hidden size, V words.
+Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden size, V vocabulary.
 """
 
 import math
@@ -32,15 +32,18 @@ from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
 _HINT = "verify by weights: leave --data out"
-AT_ONCE = 1024  # tokens that bodies run on together
-_HEAD_BYTES, _EXACT = 2**26, 16  # what the outputs of a head may take; tokens whose outputs are compared in fp64
-_FIXED_BYTES = 150_000_000  # rows of weights, and what libraries take as they run
+AT_ONCE = 1024  # most tokens per forward pass of a body
+_HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose logits are compared in fp64 at a time
+_FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sums:
-    """Over tokens: count, KL of the source to the result and back, equal first choices, Σ(y - ŷ)², Σy², the largest
-    |y - ŷ|, whether all bits agree; and the losses of the next token, of the result and of the source."""
+    """Sums over tokens.
+
+    `num` tokens, `kl` KL of the source to the result and `back` the reverse, `same` equal top-1 choices, `error` Σ(y -
+    ŷ)², `signal` Σy², `largest` |y - ŷ|, `equal` whether all bits agree; and next-token losses of result and source.
+    """
 
     num: int = 0
     kl: float = 0.0
@@ -73,10 +76,10 @@ class _Sums:
 def compare_on_text(
     model: Openable, reference: Openable, data: Path, *, seq_len: int | None, max_tokens: int, progress: Progress
 ) -> LogitsCheck:
-    """What the models of two checkpoints say of a text, in windows of `seq_len` tokens, `max_tokens` at most.
+    """Compare the models of two checkpoints on a text, in windows of `seq_len` tokens, `max_tokens` at most.
 
-    The tokenizer is the reference's. Raises InputError where neither has one, UnsupportedError for models without a
-    head over tokens, ResourceError where memory does not hold the activations of one window.
+    The tokenizer is the reference's, if it has one. Raises InputError if neither has one, UnsupportedError for models
+    without a head over tokens, ResourceError if memory cannot hold the activations of one window.
     """
     ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
     config = reads_text(ours, hint=_HINT)
@@ -124,7 +127,7 @@ def _exp(x: float) -> float:
 def windows_of(
     where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
 ) -> tuple[Tokens, int]:
-    """A text in windows, and their length. Raises InputError where no checkpoint has a tokenizer."""
+    """A text cut into windows, and their length. Raises InputError if no checkpoint has a tokenizer."""
     length = sequence_length(config, seq_len)
     found = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
     tokenizer = next(found, None)
@@ -147,16 +150,16 @@ def _opened(checkpoint: Checkpoint) -> Iterator[Any]:
 
 
 def window_bytes(config: Any, length: int) -> int:
-    """What the activations of a body take for a window of so many tokens."""
+    """Bytes of a body's activations for a window of `length` tokens."""
     text = config.get_text_config()
     hidden: int = text.hidden_size
     inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
-    # In fp32: the residual, its norm, queries, keys, values, a sum or two; three of the inner size.
+    # In fp32: the residual, its norm, queries, keys, values, a sum or two; three tensors of the inner size.
     return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
 
 
 def _at_once(config: Any, length: int) -> int:
-    """Windows that bodies run on together, by the memory that is free."""
+    """Number of windows per forward pass that fit into free memory."""
     needed = window_bytes(config, length)
     free = available_memory() - _FIXED_BYTES - 3 * _HEAD_BYTES
     if needed > free:
@@ -182,9 +185,9 @@ def _hidden(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) ->
 
 
 def _pieces(bodies: list[Tensor], windows_NL: Tensor, words: int) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
-    """A few tokens at a time: ids [1, T], the hidden states of both [1, T, H], and the ids that follow [T].
+    """A few tokens at a time: ids [1, T], the hidden states of both models [1, T, H], and the next ids [T].
 
-    The last token of a window has none, -1.
+    The last token of a window has no next id; it gets -1.
     """
     following_NL = functional.pad(windows_NL[:, 1:], (0, 1), value=-1)
     step = max(_HEAD_BYTES // (4 * words), 1)
@@ -195,7 +198,7 @@ def _pieces(bodies: list[Tensor], windows_NL: Tensor, words: int) -> Iterator[tu
 
 
 def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
-    """What all after the body says, [T, V]: the model runs with a body that has said its part already."""
+    """Logits [T, V]: runs the model with a body that returns the given hidden states."""
     body = model.base_model
     body.forward = lambda *args, **kwargs: model.lpconv_body(last_hidden_state=hidden_1TH)
     try:

@@ -1,13 +1,13 @@
-"""Is what lies in the files what the source implies? The weights, converted again and compared.
+"""Check that the stored weights are what the source implies, by converting it again and comparing.
 
-Three things have to agree for every tensor. Its side tensors (scales, counts) are those that the first pass over the
-source finds now. Every stored block is, byte for byte, what encoding the source's block gives. And decoded, it is what
-the slow reference of the form says, an implementation that the encoder does not share. The figures measured on the way
-(scale, RMS, SQNR, largest error) must be those that the record of the conversion names.
+Three things must agree for every tensor. Its side tensors (scales, counts) equal those of a new first pass over the
+source. Every stored block equals, byte for byte, the encoded block of the source. And the decoded block agrees with the
+slow reference of the form, which shares no code with the encoder. The figures measured on the way (scale, RMS, SQNR,
+largest error) must equal those in the record of the conversion.
 
-*Another machine.* Sums are taken in another order where vectors have another width, so RMS, exact scales and fitted
-points may differ in their last bits. Then the recorded figures do too, which tells such a machine from this one: only
-where they are not equal to the last bit, though close, may side tensors differ, as long as no block is worse for it.
+*Other machines.* Machines with another vector width sum in another order, so RMS, exact scales and fitted points may
+differ in their last bits. The recorded figures then differ as well, which reveals such a machine: only if they are
+close but not bit-equal may side tensors differ, and only if no block gets worse.
 """
 
 import math
@@ -33,16 +33,19 @@ from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.verify.reader import OutputReader
 
 _PIECE = 2**14  # elements of a sample
-_SMALL, _TOGETHER = 2**11, 512  # elements of a tensor that is confirmed with others, and how many of those
-# What another order of summing may change: of the figures in dB and as a share, and of a block's squared error.
+_SMALL, _TOGETHER = 2**11, 512  # largest tensor that is confirmed together with others, and how many of them
+# Differences that another order of summing may cause: of figures in dB, and relative, also of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """Blocks beside the source's: whether they are right for the stored side tensors, and no worse than for the implied
-    ones; the error of what is stored, and that which encoding the source now has. `left` is what the reference has not
-    confirmed yet."""
+    """Result of comparing blocks with the source.
+
+    `right`: the blocks are right for the stored side tensors, and no worse than with the implied ones. `error` is the
+    error of the stored values, `implied` the error of encoding the source now. `left` still has to be confirmed by the
+    reference.
+    """
 
     right: bool = True
     stats: BlockStats = field(default_factory=BlockStats)
@@ -62,7 +65,7 @@ class _Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Small:
-    """A whole small tensor that waits for the slow reference: its numbers in fp32, and what is stored of them."""
+    """A whole small tensor that waits for the slow reference: its values in fp32, and the decoded stored values."""
 
     form: Form
     value: Tensor
@@ -71,7 +74,7 @@ class _Small:
 
 
 def _wrong_of(waiting: Iterable[_Small]) -> Iterator[str]:
-    """The tensors that are not what the reference says: one call takes hardly longer for hundreds than for one."""
+    """Names of the tensors that differ from the reference. Checks in batches, since one call for hundreds is cheap."""
     alike = defaultdict[tuple[Any, ...], list[tuple[_Small, Tensor]]](list)
     for s in waiting:
         scales = s.form.rows_of_scales(s.side)
@@ -83,9 +86,9 @@ def _wrong_of(waiting: Iterable[_Small]) -> Iterator[str]:
 
 
 def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset[str]:
-    """The tensors that can be compared whole in about so many seconds of one core, the smallest first.
+    """The tensors that can be compared completely in about `seconds` on one core, smallest first.
 
-    The times are those of `Form.checked_per_second`, not measured now: a conversion says the same wherever it runs.
+    The speeds are the constants `Form.checked_per_second`, not measured, so the choice is the same on every machine.
     """
     chosen, left = set(), seconds
     for t in sorted(tensors, key=lambda t: (t.info.num_elements, t.name)):
@@ -104,9 +107,9 @@ def check_weights(
     *,
     whole: frozenset[str] | None = None,
 ) -> WeightsCheck:
-    """Compare what is stored of `tensors`, by name, with the source that `workers` read, and measure errors again.
+    """Compare the stored `tensors`, by name, with the source that `workers` read, and measure their errors again.
 
-    Of tensors that are not in `whole` (None: all are) three pieces are compared, their side tensors only with the
+    Tensors outside of `whole` (None: all are inside) are compared in three pieces, and their side tensors with the
     records.
     """
     names = [n for n in output.records if n in tensors]
@@ -155,10 +158,10 @@ def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[
 def _compare_whole(
     t: PlannedTensor, output: OutputReader, workers: Workers, progress: Progress
 ) -> tuple[TensorRecord, bool, _Small | None]:
-    """The record of a tensor as the files have it, and whether all of it is right; what is left to be confirmed.
+    """(record measured from the files, whether all is right, what the reference must still confirm) for a whole tensor.
 
-    Its side tensors are taken for those that the source implies, until all blocks have been looked at; if they are not,
-    the blocks are compared again.
+    The stored side tensors are assumed to be the implied ones until all blocks have been read; if they are not, the
+    blocks are compared again.
     """
     side = _side(t, output)
 
@@ -196,7 +199,7 @@ def _compare_whole(
 
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
-    """The first, a middle and the last piece of a tensor: how many elements, and whether they are right."""
+    """(number of elements, whether they are right) for the first, a middle and the last piece of a tensor."""
     side = _side(t, output)
     count, right = 0, t.format is None or t.form.scale(side) == output.records[t.name].scale
     for start, stop in _sample_ranges(t.info.num_elements):
@@ -212,13 +215,13 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
 
 
 def _side(t: PlannedTensor, output: OutputReader) -> Side:
-    """The stored side tensors of the planned form: who only reads may know the files by another, which holds fewer."""
+    """The side tensors stored for the planned form, even if a reader knows the files under a form with fewer."""
     held = output.side(t.name)
     return held if held.keys() >= {c.name for c in t.form.side} else output.read_side(t.form)
 
 
 def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
-    """At most three pieces, the first, a middle and the last, on even offsets so that packed formats divide."""
+    """Up to three ranges (first, middle, last piece), at even offsets that packed formats can start at."""
     if num_elements <= 3 * _PIECE:
         if num_elements:
             yield 0, num_elements
@@ -231,8 +234,10 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 def _compare(
     block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
 ) -> _Compared:
-    """One block of the files beside `x`, the source's. `found` has the stored side tensors, `implied` others if the
-    source implies others."""
+    """Compare a stored block with `x`, the source's block.
+
+    `found` has the stored side tensors; `implied` has those that the source implies, if they differ.
+    """
     form, start, stop = block.tensor.form, block.start, block.stop
     stored = output.read(form, start, stop, found.side)
     again = form.encode(x, start, found, work)
@@ -240,7 +245,7 @@ def _compare(
     if form.format is None:
         return _Compared(right=right)
     stats = again.stats or BlockStats()
-    if right and implied is None:  # the codes are those of the encoder, and so is their error
+    if right and implied is None:  # equal codes have equal errors
         error = again.error or BlockError()
         if stop <= _SMALL and stop == form.num_elements and form.rows_of_scales(found.side) is not None:
             value, got = x.to(torch.float32, copy=True), form.decode(stored, start, stop, found.side)
@@ -251,7 +256,7 @@ def _compare(
     value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
     right = right and form.is_right(value, got, start, found.side)
     if torch.isnan(got).any():
-        got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # a lost number is no small error
+        got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # NaN for a number: infinite error
     error = block_error(value, got)
     wanted = (again if implied is None else form.encode(x, start, implied, work)).error or BlockError()
     right = right and error.sum_squares <= wanted.sum_squares * (1 + _SHARE)
@@ -259,7 +264,7 @@ def _compare(
 
 
 def _is_close(measured: TensorRecord, record: TensorRecord) -> bool:
-    """Whether a record differs from what was measured by no more than the order of sums may change."""
+    """Whether a record equals the measured one up to what another order of summing may change."""
     figures = ("scale", "rms", "absmax", "max_rel_error")
     pairs = [(getattr(measured, n), getattr(record, n)) for n in figures]
     alike = all(a == b or (a and b and math.isclose(a, b, rel_tol=_SHARE)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""Judge the files of a conversion: before anything is published, and again by `lpconv verify`."""
+"""Verify the files of a conversion before they are published, and again in `lpconv verify`."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from lpconv.verify.reader import OutputReader
 from lpconv.verify.weights import check_weights, whole_tensors
 
 _WITHOUT = "use --verify weights, with --resume to keep what is written"
-_SECONDS = 5  # of one core, for comparing weights before publishing: whole tensors within it, pieces of the others
+_SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
 
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
-    """Check the files in `directory` as the job's options ask, and its gates.
+    """Check the files in `directory` at the level of the job's options, and its gates.
 
-    Raises UnreadError where disk or network fail meanwhile: what was written is not judged then, and can be resumed.
+    Raises UnreadError if disk or network fail: the files then get no verdict, and the run can be resumed.
     """
     level = job.plan.options.verify
     if level == "none" and not job.gates:
@@ -33,7 +33,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     try:
         with OutputReader(directory, tensors, find_residual(directory)) as output:
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
-    except InputError as e:  # of the source too: it cannot be compared with
+    except InputError as e:  # also for the source, which then cannot be compared
         return VerifyResult(level="weights", passed=False, problems=(finding(e),))
     problems = weights_problems(weights)
     logits = None
@@ -60,7 +60,7 @@ def check_stored(
     *,
     whole: frozenset[str] | None = None,
 ) -> WeightsCheck:
-    """`check_weights` of the job's source on the job's workers."""
+    """`check_weights` for the job's source, on the job's workers."""
     with SingleThreadedTorch():
         workers = Workers(job.source, job.memory.workers)
         try:
@@ -70,12 +70,12 @@ def check_stored(
 
 
 def weights_problems(weights: WeightsCheck) -> tuple[str, ...]:
-    """What is wrong with the weights, in words."""
+    """Descriptions of wrong weights."""
     return tuple(f"tensor `{n}` is not what the source says" for n in weights.mismatched)
 
 
 def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """What is wrong with what the models compute, in words."""
+    """Descriptions of problems with the models' outputs."""
     if logits.skipped or logits.max_abs_diff is None:
         return ()
     if not math.isfinite(logits.max_abs_diff):
@@ -86,12 +86,12 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
 
 
 def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
-    """Run both models, or say why not. What was asked for explicitly must run; what is `automatic` may be skipped."""
+    """Run both models and compare, or record why not. Only an `automatic` comparison may be skipped."""
     skip = job.memory.no_logits if automatic else None
     if skip is not None:
         return LogitsCheck(skipped=skip)
     from lpconv.models.opening import first_line
-    from lpconv.verify.logits import check_logits, check_model  # transformers takes seconds to import
+    from lpconv.verify.logits import check_logits, check_model  # imports transformers (seconds)
 
     try:
         if not job.memory.in_files:
@@ -113,7 +113,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
         return LogitsCheck(skipped=e.message)
     except LpconvError:
         raise
-    except Exception as e:  # transformers raises anything at all for checkpoints it does not know
+    except Exception as e:  # transformers raises arbitrary exceptions for unknown checkpoints
         text = f"the model could not be run: {first_line(e)}"
         if not automatic:
             raise out_of_memory(e) or UnsupportedError(text, hint=_WITHOUT) from e
