@@ -40,15 +40,15 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from benchmarks.reproduce.finetune import package_folder, smollm2
-from lpconv.advise.candidates import Conversion, conversions
-from lpconv.advise.infer import open_converted
+from lpconv.advise.candidates import Settings, conversions
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
-from lpconv.advise.subject import Subject, open_subject
+from lpconv.advise.subject import Subject, open_converted, open_subject
 from lpconv.data import demo_text
 from lpconv.errors import LpconvError
 from lpconv.progress import Silent
 from lpconv.results import AdviceResult, GapEstimate, RunRecord, from_json, to_json
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps
@@ -136,25 +136,24 @@ def other_windows(subject: Subject) -> tuple[Any, ...]:
 
 def infer_truth(model: str, options: AdviseOptions) -> list[dict[str, Any]]:
     """Every conversion on windows that the advice did not see."""
-    subject = open_subject(model, options, Silent())
+    subject = open_subject(Checkpoint.open(model, revision=options.revision), options, Silent())
     windows = other_windows(subject)
     wanted, found = subject.figures(subject.model, windows), []
-    for conversion in conversions():
-        found.append(_conversion_truth(subject, conversion, windows, wanted))
-        print(f"  {conversion.name}: {found[-1]}", flush=True)
+    for name, settings in conversions().items():
+        found.append({"name": name} | _conversion_truth(subject, settings, windows, wanted))
+        print(f"  {name}: {found[-1]}", flush=True)
     return found
 
 
 def _conversion_truth(
-    subject: Subject, conversion: Conversion, windows: Sequence[Any], wanted: list[Any]
+    subject: Subject, settings: Settings, windows: Sequence[Any], wanted: list[Any]
 ) -> dict[str, Any]:
     try:
-        changed, records = open_converted(subject, conversion, Silent())
+        changed, records = open_converted(subject, settings, Silent())
     except LpconvError as e:
-        return {"name": conversion.name, "failed": e.message}
+        return {"failed": e.message}
     values = subject.gaps(wanted, subject.figures(changed, windows))
     return {
-        "name": conversion.name,
         "size_bytes": sum(r.bytes_out for r in records),
         "gap": statistics.fmean(values),
         "error": statistics.stdev(values) / len(values) ** 0.5,

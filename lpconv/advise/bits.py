@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.advise.candidates import Conversion, describe_conversion
-from lpconv.advise.infer import job_of, open_converted
-from lpconv.advise.subject import Deadline, Subject
+from lpconv.advise.candidates import Settings, describe_conversion
+from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
 from lpconv.errors import UsageError
 from lpconv.progress import Progress
 from lpconv.results import LayerPart, TensorRecord
@@ -23,7 +22,7 @@ from lpconv.verify.logits import compare, outputs_of
 
 # Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
 # are kept, at the same size and without loss.
-_LADDERS: tuple[tuple[dict[str, Any], str], ...] = (
+_LADDERS: tuple[tuple[Settings, str], ...] = (
     ({"method": "unit", "format": "e4m3fn", "granularity": "row"}, "fp16"),
     ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
 )
@@ -34,7 +33,7 @@ _WINDOWS = 2
 class Base:
     """The narrow conversion to begin with, what tensors are raised to, and the bytes that are left for it."""
 
-    conversion: Conversion
+    settings: Settings
     raised: str
     raised_bits: int
     spare_bytes: float
@@ -44,8 +43,7 @@ def base_for(subject: Subject, bits: float) -> Base:
     """The widest base that fits; UsageError, with the least bits that are possible, where none does."""
     least = 0.0
     for settings, raised in _LADDERS:
-        conversion = Conversion(name=describe_conversion(settings), settings=settings)
-        with job_of(subject, conversion) as job:
+        with job_of(subject, settings) as job:
             stored = [t for t in job.plan.tensors if t.action != "tie"]
             weights = sum(t.info.num_elements for t in stored)
             widest = max(DTYPE_BITS[t.info.dtype] for t in stored)
@@ -54,27 +52,27 @@ def base_for(subject: Subject, bits: float) -> Base:
         if spare >= 0:
             kept = raised == "keep" or widest <= 16
             return Base(
-                conversion=conversion,
+                settings=settings,
                 raised="keep" if kept else raised,
                 raised_bits=widest if kept else 16,
                 spare_bytes=spare,
             )
     raise UsageError(
-        f"--bits {bits:g}: this model takes {least:.2f} bits per weight at least, with {conversion.name}",
+        f"--bits {bits:g}: this model takes {least:.2f} bits per weight at least, with {describe_conversion(settings)}",
         hint="embeddings and output heads are stored in 16 bits; pass more",
     )
 
 
-def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> Conversion:
-    """The base with the tensors raised that cost most for what they take."""
-    model, records = open_converted(subject, base.conversion, progress)
+def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
+    """The name and the settings of the base with the tensors raised that cost most for what they take."""
+    model, records = open_converted(subject, base.settings, progress)
     parts = parts_of(subject, model, records, deadline, progress)
     sizes = {r.name: r.bytes_out for r in records}
     chosen = _chosen(parts, sizes, base)
     rules = [f"{p.tensor}={base.raised}" for p in chosen]
     to = "as they are" if base.raised == "keep" else f"in {base.raised}"
-    name = f"{base.conversion.name}; {len(chosen)} of {len(parts)} {to}"
-    return Conversion(name=name, settings=base.conversion.settings | {"rules": rules})
+    name = f"{describe_conversion(base.settings)}; {len(chosen)} of {len(parts)} {to}"
+    return name, base.settings | {"rules": rules}
 
 
 def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:

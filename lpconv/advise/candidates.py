@@ -1,7 +1,6 @@
 """What can be advised: every way to convert, of the tables of methods and formats, and every recipe."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.formats.grains import GRAINS, Grain, grain_of
@@ -11,38 +10,33 @@ from lpconv.options import make
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import parse_rule
 
+Settings = dict[str, Any]  # of a conversion, as a job of a manifest has them
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # the groups that runtimes have kernels for
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """A conversion to try: its name, and the settings that a job of a manifest would have."""
-
-    name: str
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-def convert_options(settings: dict[str, Any], **further: Any) -> ConvertOptions:
-    """The options that settings of a manifest's job come to."""
+def convert_options(settings: Settings, **further: Any) -> ConvertOptions:
+    """The options that the settings of a manifest's job come to."""
     rules = tuple(map(parse_rule, settings.get("rules", ())))
     return make(ConvertOptions, settings | {"rules": rules} | further)
 
 
-def conversions() -> tuple[Conversion, ...]:
-    """One for each method, format, granularity and residual; those of a method that stores another's forms aside."""
-    found: dict[tuple[Any, ...], Conversion] = {}
+def conversions() -> dict[str, Settings]:
+    """The conversions to try by name: one for each method, format, granularity and residual that stores other bytes."""
+    found: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
         for settings in _settings(method):
             kind = FORMS[method.forms[LPCONV]]
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
-            found.setdefault(same_bytes, Conversion(name=describe_conversion(settings), settings=settings))
-    return tuple(found.values())
+            found.setdefault(same_bytes, settings)
+    named = {describe_conversion(settings): settings for settings in found.values()}
+    assert len(named) == len(found)
+    return named
 
 
-def _settings(method: Method) -> Iterator[dict[str, Any]]:
+def _settings(method: Method) -> Iterator[Settings]:
     for fmt in method.formats:
-        settings: dict[str, Any] = {"method": method.name, "format": fmt}
+        settings: Settings = {"method": method.name, "format": fmt}
         if method.residuals:
             own = [r for r in method.residuals if fmt == method.default_format] or [fmt]
             yield from (settings | {"residual": residual} for residual in own)
@@ -73,7 +67,7 @@ def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
     return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
 
 
-def describe_conversion(settings: dict[str, Any]) -> str:
+def describe_conversion(settings: Settings) -> str:
     """A conversion in a few words: "unit e4m3fn, rows"."""
     words = f"{settings['method']} {settings['format']}"
     if "residual" in settings and settings["residual"] != settings["format"]:

@@ -1,13 +1,24 @@
-"""Which candidate is advised: the smallest, or the one that needs least memory, of those within the budget."""
+"""Gaps estimated, rows judged, and one advised: of those within the budget the smallest, or of least memory."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lpconv.advise.options import Budget
-from lpconv.results import AdviceRow
+from lpconv.results import AdviceRow, GapEstimate
+from lpconv.student import t_quantile
 
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
+
+
+def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
+    """The mean of paired differences, with Student's interval, which has no ends for a single or a non-finite gap."""
+    mean, count = statistics.fmean(gaps), len(gaps)
+    if count == 1 or not math.isfinite(mean):
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
+    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
+    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
 
 
 def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
@@ -37,6 +48,6 @@ def _taken(row: AdviceRow) -> float:
     return math.inf if not taken else float(f"{taken:.1e}")
 
 
-def best(rows: Sequence[AdviceRow], purpose: str) -> AdviceRow | None:
-    """The first of `ranked` rows for a purpose that stays within the budget."""
-    return next((r for r in rows if r.purpose == purpose and r.meets), None)
+def best(rows: Iterable[AdviceRow], purpose: str) -> AdviceRow | None:
+    """The best row for a purpose that stays within the budget."""
+    return next((r for r in rank_rows(rows) if r.purpose == purpose and r.meets), None)

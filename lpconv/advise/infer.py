@@ -1,32 +1,31 @@
 """Conversions tried on a model until the smallest that keeps the quality is known.
 
-A sample of each tensor's rows gives noise over signal and the plan gives the size: what is larger and noisier than
-another is pruned, so that of the rest the larger has less noise. They are encoded in memory, and the model is run with
-what they decode to, beside itself on the same windows of text; so the gap is a mean of paired differences. The first is
-the smallest with little noise. Where it keeps the quality the next smaller one follows, until one surely does not keep
-it, or has so much more noise that it cannot; else larger ones, until one does. What is left is larger than the answer,
-or noisier than what did not keep the quality. One whose interval leaves that open rules out nothing.
+A sample of each tensor's rows gives noise over signal and the plan gives the size: a conversion that is larger and
+noisier than another is pruned, so that of the remaining ones the larger has less noise. They are encoded in memory, and
+the model is run with the decoded weights, next to itself on the same windows of text; so the gap is a mean of paired
+differences. The first is the smallest with little noise. If it keeps the quality the next smaller one follows, until
+one surely does not keep it, or has so much more noise that it cannot; else larger ones, until one does. The others are
+larger than the answer, or noisier than a conversion that did not keep the quality. One whose interval leaves that open
+rules out nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
-from lpconv.advise.candidates import Conversion, conversions, convert_options
-from lpconv.advise.subject import Deadline, Subject
-from lpconv.advise.train import estimate_mean
-from lpconv.convert.preview import decoded_tensors, noise_of_sample
+from lpconv.advise.candidates import Settings, conversions
+from lpconv.advise.choice import estimate_mean, judged
+from lpconv.advise.forecast import Forecast, is_narrow
+from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
+from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, finding
 from lpconv.models.inputs import example_inputs
-from lpconv.plan.job import Job, prepare
-from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress
-from lpconv.results import AdviceRow, GapEstimate, TensorRecord
+from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.verify.logits import compare, outputs_of
 
 _SAMPLE = 2**13  # elements of a tensor
@@ -34,138 +33,134 @@ _SAMPLE = 2**13  # elements of a tensor
 # is four chances to be wrong: at 1 % each and 2 % in the end, what is told holds in 95 % of cases (Bonferroni).
 _FIRST_LOOK = 8
 _EARLY, _LAST = 0.99, 0.98
-_SHARE = 1 / 3  # of the time that is left, for the windows of one candidate: what is left then is enough for another
+_SHARE = 1 / 3  # of the time that is left, for the windows of one candidate: the remainder is enough for another
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # of the signal: 30 dB, as e4m3fn has
-_DOUBT = 4.0  # by which a gap that noise foretells must exceed the quality to be ruled out
+_DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quality to be ruled out
 
 
-@contextmanager
-def job_of(subject: Subject, conversion: Conversion) -> Iterator[Job]:
-    """A conversion understood and not begun, its source open."""
-    options = fill_options(convert_options(conversion.settings, revision=subject.revision, verify="none"))
-    job = prepare(subject.prepared.checkpoint, Path(conversion.name), options, headers_only=True)
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What conversions are tried on: a model, the budget, and what a model opened wide or narrow takes to run."""
+
+    subject: Subject
+    budget: Budget
+    forecasts: dict[bool, Forecast]
+    progress: Progress
+
+    @classmethod
+    def of(cls, subject: Subject, options: AdviseOptions, peaks: PeakRecord, progress: Progress) -> Self:
+        """The trial that `options` ask for, on a machine with these peaks."""
+        forecasts = {
+            narrow: Forecast.of(
+                subject.model, peaks, seq_len=subject.prepared.seq_len, batch_size=options.batch_size, narrow=narrow
+            )
+            for narrow in (True, False)
+        }
+        return cls(subject=subject, budget=options.budget, forecasts=forecasts, progress=progress)
+
+
+def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
+    """All conversions, and again those that are known better; one is measured in any case, more while there is time."""
+    rows = _screened(trial)
+    yield rows
+    quality = trial.budget.quality
+    front = [row for row in rows if row.status == "unmeasured"]
+    is_little = [row.noise is not None and row.noise <= _LITTLE_NOISE for row in front]
+    start = is_little.index(True) if any(is_little) else len(front) - 1
+    smaller, larger = front[:start], front[start:]
+    kept = missed = False
+    last_s = -math.inf  # seconds that the last one took
+    while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
+        limit = deadline.part(_SHARE)
+        row = measured(trial, waiting.pop(-1 if kept else 0), limit)
+        last_s = limit.spent_s
+        known = [row]
+        if row.gap is not None and row.gap.high <= quality:
+            known += _ruled_out(larger, f"larger than {row.name}, which keeps the quality")
+            kept = True
+        if row.gap is not None and row.gap.low > quality:
+            known += _ruled_out(smaller, f"noisier than {row.name}, which does not keep the quality")
+            missed = True
+        elif smaller and least_gap(smaller[-1], row, trial.subject.metric) > _DOUBT * quality:
+            known += _ruled_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
+            missed = True
+        yield known
+
+
+def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
+    """One conversion measured, whatever it takes."""
+    row = _sampled(trial, name, settings)
+    return row if row.status == "failed" else measured(trial, row, deadline)
+
+
+def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
+    """The rows, which need not be measured any more and are taken off the list."""
+    pruned = [replace(row, status="pruned", why=why) for row in rows]
+    rows.clear()
+    return pruned
+
+
+def _screened(trial: Trial) -> list[AdviceRow]:
+    """Every conversion with its size and the noise of a sample, the smallest first, the beaten ones pruned."""
+    candidates, found = conversions(), []
+    trial.progress.start("sampling weights", len(candidates), unit="steps")
+    for name, settings in candidates.items():
+        found.append(_sampled(trial, name, settings))
+        trial.progress.advance(1)
+    return sorted(prune_rows(found), key=lambda row: row.size_bytes or math.inf)
+
+
+def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
+    """A conversion with its size, the noise of a sample, and a forecast of what running it takes."""
+    why = "no time was left to try it"
+    row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
     try:
-        yield job
-    finally:
-        job.source.close()
+        with job_of(trial.subject, settings) as job:
+            row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
+    except LpconvError as e:
+        return replace(row, status="failed", why=finding(e))
+    return replace(row, **vars(trial.forecasts[is_narrow(settings)]))
 
 
-def open_converted(
-    subject: Subject, conversion: Conversion, progress: Progress
-) -> tuple[Any, tuple[TensorRecord, ...]]:
-    """The model as opening the output of a conversion would give it, and what happened to each tensor."""
-    with job_of(subject, conversion) as job:
-        state, records = decoded_tensors(job, progress)
-    return subject.with_tensors(state), records
+def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+    """A sampled row with the gap of the converted model, judged; windows are run while there is time."""
+    subject = trial.subject
+    trial.progress.start(f"trying {row.name}", 0)
+    try:
+        model, records = open_converted(subject, row.settings, trial.progress)
+        gap = _gap(subject, model, trial.budget.quality, deadline)
+        if subject.metric == "output":
+            gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
+        figures = _figures(subject, model)
+    except LpconvError as e:
+        return replace(row, status="failed", why=finding(e))
+    if not math.isfinite(gap.value):
+        return replace(row, status="failed", why="the model's outputs are not finite")
+    sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
+    return judged(replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures), trial.budget)
 
 
-class Conversions:
-    """The conversions of one advice. `told` hears of each row as it becomes known."""
+def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> GapEstimate:
+    """The gap on a few windows, then on twice as many, until its interval says whether the quality is kept."""
+    gaps: list[float] = []
+    while True:
+        first, count = len(gaps), min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
+        gaps += subject.gaps(subject.own_figures(count)[first:], subject.figures(model, subject.windows[first:count]))
+        is_last = count == len(subject.windows)
+        found = estimate_mean(gaps, _LAST if is_last else _EARLY)
+        is_known = found.high <= quality or found.low > quality or not math.isfinite(found.value)
+        if is_last or is_known or deadline.left_s <= 0:
+            return found
 
-    def __init__(
-        self, subject: Subject, *, quality: float, told: Callable[[AdviceRow], object], progress: Progress
-    ) -> None:
-        self._subject, self._quality, self._told, self._progress = subject, quality, told, progress
-        self._own: list[Any] = []  # figures of the model itself, window by window
 
-    def run(self, deadline: Deadline) -> None:
-        """Look at all, and measure until the answer is known: one in any case, more until there is no time."""
-        front = [row for row in self._screened() if row.status == "unmeasured"]
-        is_little = [row.noise is not None and row.noise <= _LITTLE_NOISE for row in front]
-        start = is_little.index(True) if any(is_little) else len(front) - 1
-        smaller, larger = front[:start], front[start:]
-        kept = missed = False
-        taken_s = -math.inf  # by the last
-        while not (kept and missed) and (left := smaller if kept else larger) and taken_s <= deadline.left_s:
-            before_s = deadline.left_s
-            row = self._measured(left.pop(-1 if kept else 0), deadline.part(_SHARE))
-            taken_s = before_s - deadline.left_s
-            if row.gap is not None and row.gap.high <= self._quality:
-                self._rule_out(larger, f"larger than {row.name}, which keeps the quality")
-                kept = True
-            if row.gap is not None and row.gap.low > self._quality:
-                self._rule_out(smaller, f"noisier than {row.name}, which does not keep the quality")
-                missed = True
-            elif smaller and least_gap(smaller[-1], row, self._subject.metric) > _DOUBT * self._quality:
-                self._rule_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
-                missed = True
-            self._told(row)
-
-    def measure(self, conversion: Conversion, deadline: Deadline) -> None:
-        """One more, whatever it takes."""
-        row = self._sampled(conversion)
-        self._told(row if row.status == "failed" else self._measured(row, deadline))
-
-    def _rule_out(self, rows: list[AdviceRow], why: str) -> None:
-        """What need not be measured any more."""
-        for row in rows:
-            self._told(replace(row, status="pruned", why=why))
-        rows.clear()
-
-    def _screened(self) -> list[AdviceRow]:
-        """Every conversion with its size and the noise of a sample, the smallest first, the beaten ones pruned."""
-        candidates = conversions()
-        self._progress.start("sampling weights", len(candidates), unit="steps")
-        found = []
-        for conversion in candidates:
-            found.append(self._sampled(conversion))
-            self._progress.advance(1)
-        rows = sorted(prune_rows(found), key=lambda row: row.size_bytes or math.inf)
-        for row in rows:
-            self._told(row)
-        return rows
-
-    def _sampled(self, conversion: Conversion) -> AdviceRow:
-        row = AdviceRow(
-            purpose="infer",
-            name=conversion.name,
-            settings=conversion.settings,
-            status="unmeasured",
-            why="no time was left to try it",
-        )
-        try:
-            with job_of(self._subject, conversion) as job:
-                return replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
-        except LpconvError as e:
-            return replace(row, status="failed", why=finding(e))
-
-    def _measured(self, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        subject = self._subject
-        self._progress.start(f"trying {row.name}", 0)
-        try:
-            model, records = open_converted(subject, Conversion(name=row.name, settings=row.settings), self._progress)
-            gap = self._estimated(model, deadline)
-            if subject.metric == "output":
-                gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
-            figures = self._figures(model)
-        except LpconvError as e:
-            return replace(row, status="failed", why=finding(e))
-        if not math.isfinite(gap.value):
-            return replace(row, status="failed", why="the model's outputs are not finite")
-        sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
-        return replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures)
-
-    def _estimated(self, model: Any, deadline: Deadline) -> GapEstimate:
-        """The gap on a few windows, then on twice as many, until its interval says whether the quality is kept."""
-        subject, gaps = self._subject, list[float]()
-        while True:
-            first, count = len(gaps), min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
-            self._own += subject.figures(subject.model, subject.windows[len(self._own) : count])
-            gaps += subject.gaps(self._own[first:count], subject.figures(model, subject.windows[first:count]))
-            is_last = count == len(subject.windows)
-            found = estimate_mean(gaps, _LAST if is_last else _EARLY)
-            is_known = found.high <= self._quality or found.low > self._quality or not math.isfinite(found.value)
-            if is_last or is_known or deadline.left_s <= 0:
-                return found
-
-    def _figures(self, model: Any) -> dict[str, float]:
-        """What the gates of `convert --verify logits` will meet."""
-        inputs = example_inputs(self._subject.model)
-        with torch.inference_mode():
-            check = compare(outputs_of(self._subject.model, inputs), outputs_of(model, inputs), "", "")
-        name, value = ("kl", check.mean_kl) if self._subject.metric == "loss" else ("logits_rel_error", check.rel_error)
-        return {} if value is None else {name: value}
+def _figures(subject: Subject, model: Any) -> dict[str, float]:
+    """The figures that the gates of `convert --verify logits` will meet."""
+    inputs = example_inputs(subject.model)
+    with torch.inference_mode():
+        check = compare(outputs_of(subject.model, inputs), outputs_of(model, inputs), "", "")
+    name, value = ("kl", check.mean_kl) if subject.metric == "loss" else ("logits_rel_error", check.rel_error)
+    return {} if value is None else {name: value}
 
 
 def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +10,22 @@ from typing import Any
 
 import yaml
 
+from lpconv.advise.candidates import convert_options
 from lpconv.advise.options import ADVICE_FILE, AdviseOptions
 from lpconv.errors import InputError
+from lpconv.options import words_for
+from lpconv.plan.settings import command_line
 from lpconv.report.advise import advice_document
 from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import write_small
 from lpconv.storage.staging import Staging
+from lpconv.train.options import FinetuneOptions
 
 PAGE = "advice.html"
 MANIFEST = "jobs.yaml"
-_HEAD = "# Written by lpconv advise; `lpconv batch jobs.yaml` carries it out. Gates are what was foretold.\n"
+_HEAD = "# Written by lpconv advise; `lpconv batch jobs.yaml` carries it out. Gates are the estimates.\n"
 _SQNR_DB = 0.5  # where publishing compares a sample of the weights, its worst tensor may read a little better or worse
 _MARGIN = 1.1  # of figures that the number of threads may change
 
@@ -87,6 +92,15 @@ def _rounded_up(value: float) -> str:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(abs(value))) - 1)
     return f"{math.ceil(round(value / unit, 6)) * unit:.2g}"  # rounded, since 1.1 / 0.1 is a little above 11
+
+
+def command_for(model: str, row: AdviceRow, options: AdviseOptions) -> str:
+    """The command that carries a row out, gates included."""
+    if row.purpose == "infer":
+        asked = convert_options(row.settings, gates=tuple(gates_of(row)), revision=options.revision)
+        return command_line(model, asked)
+    values = {**row.settings, **training_settings(options), "revision": options.revision, "gates": gates_of(row)}
+    return shlex.join(["lpconv", "finetune", model, *words_for(FinetuneOptions, values)])
 
 
 def manifest_text(model: str, rows: Sequence[AdviceRow], options: AdviseOptions) -> str:

@@ -20,18 +20,16 @@ def advise(
     keep: Callable[[AdviceResult], object] = lambda result: None,
     command: str | None = None,
 ) -> AdviceResult:
-    """What low precision buys `model`, measured on text within the minutes of the budget.
+    """The gain and the cost of low precision for `model`, measured on text within the minutes of the budget.
 
-    `keep` gets what is known after each measurement, marked as interrupted. Raises an `LpconvError` for a model or data
-    that cannot be measured at all; a candidate that fails is a row that says so.
+    `keep` gets the result so far after each measurement, marked as interrupted. Raises an `LpconvError` for a model or
+    data that cannot be measured at all; a candidate that fails is a row that says so.
     """
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
-    told = progress or Silent()
-    told.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
-    from lpconv.advise.study import Study  # torch and transformers, which take seconds to import, from here on
+    progress = progress or Silent()
+    progress.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
+    from lpconv.advise.study import study  # torch and transformers, which take seconds to import, from here on
 
-    study = Study(checkpoint, output, options, told, keep, command)
-    study.run()
-    return study.result(interrupted=False)
+    return study(checkpoint, output, options, progress, keep, command)

@@ -1,186 +1,157 @@
-"""One advice: probe, candidates, forecasts, a choice, and what carries it out."""
+"""One advice: open the model, measure the candidates of each purpose, choose, and say how to carry the choice out.
+
+The result is a record that grows: each stage takes it and yields it again as more is known.
+"""
 
 import dataclasses
-import shlex
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from lpconv.advise.bits import base_for, parts_of, raise_costly_tensors
-from lpconv.advise.candidates import Conversion, convert_options
-from lpconv.advise.choice import best, judged, rank_rows
-from lpconv.advise.forecast import Forecast
-from lpconv.advise.infer import Conversions, job_of, open_converted
+from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
+from lpconv.advise.choice import best, rank_rows
+from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
-from lpconv.advise.record import gates_of, training_settings
-from lpconv.advise.subject import Deadline, Subject, open_subject
-from lpconv.advise.train import Trials
+from lpconv.advise.record import command_for
+from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, open_subject
+from lpconv.advise.train import Runs, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eagerly
 from lpconv.models.quiet import quiet_transformers
-from lpconv.options import words_for
 from lpconv.plan.provenance import versions
-from lpconv.plan.settings import command_line
 from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress
 from lpconv.report.advise import findings_of, recommendation, unknowns
-from lpconv.results import AdviceResult, AdviceRow, LayerPart, Recommendation, to_json
+from lpconv.results import AdviceResult, AdviceRow, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.options import FinetuneOptions
 
-_INFER_SHARE = 0.4  # of the time, where there is training to advise on as well
-_PARTS_SHARE = 0.3  # of what conversions take, for the parts of layers, which no choice depends on
+_INFER_SHARE = 0.4  # of the time if training is to be advised on as well
+_PARTS_SHARE = 0.3  # of the time of conversions, for the parts of layers, which no choice depends on
+_KNOWN = ("measured", "failed")
 
 
-class Study:
-    """An advice in the making."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        output: Path,
-        options: AdviseOptions,
-        told: Progress,
-        keep: Callable[[AdviceResult], object],
-        command: str | None,
-    ) -> None:
-        self._started_s = time.perf_counter()
-        self._deadline = Deadline(60 * options.budget.minutes)
-        self._model, self._output, self._options = checkpoint.origin.name, output, options
-        self._told, self._keep, self._command = told, keep, command
-        self._subject: Subject = open_subject(checkpoint, options, told)
-        with quiet_transformers():
-            peaks = measure_peaks("cpu")
-        self._forecast = Forecast(self._subject.model, options, self._subject.prepared.seq_len, peaks)
-        self._rows: dict[tuple[str, str], AdviceRow] = {}
-        self._parts: tuple[LayerPart, ...] = ()
-        self._parts_of: str | None = None
-        self._findings: tuple[str, ...] = ()
-        self._warnings = list(self._subject.prepared.batches.tokens.doubts)
-        self._trials: Trials | None = None
-        bits = options.bits if "infer" in options.purposes else None
-        self._base = None if bits is None else base_for(self._subject, bits)
-
-    def run(self) -> None:
-        """Everything that was asked for, until the time is over."""
-        self._probe()
-        purposes = self._options.purposes
-        if "infer" in purposes:
-            with self._optional("infer", "conversions were not tried"):
-                self._infer(self._deadline.part(_INFER_SHARE if "train" in purposes else 1.0))
-        if "train" in purposes:
-            with self._optional("train", "training was not tried"):
-                self._trials = Trials(self._subject, self._options, self._hear, self._told)
-                self._trials.run(self._deadline)
-
-    @contextmanager
-    def _optional(self, purpose: str, words: str) -> Iterator[None]:
-        """A failure inside is a warning where something else was asked for too."""
-        try:
-            yield
-        except LpconvError as e:
-            if self._options.purpose == purpose or isinstance(e, UnreadError):
-                raise
-            self._warnings.append(f"{words}: {e.message}" + (f" ({e.hint})" if e.hint else ""))
-
-    def _probe(self) -> None:
-        """One step forward and backward; its gradients say what training needs, the rest what formats hold."""
-        self._told.start("one step forward and backward", 0)
-        prepared = self._subject.prepared
-        with quiet_transformers(), eagerly():
-            found = probe(self._subject.model, self._subject.batches, steps=1, loss=prepared.loss)
-        if "train" not in self._options.purposes:
-            asked = tuple(t for t in found.tensors if t.role not in GRADIENT_ROLES)
-            found = dataclasses.replace(found, tensors=asked)
-        self._findings = findings_of(findings(found), loss_scales(found).values())
-
-    def _infer(self, deadline: Deadline) -> None:
-        with job_of(self._subject, Conversion(name="any")):
-            pass  # what no conversion takes is refused at once
-        quality, before_s = self._options.budget.quality, deadline.left_s
-        tried = Conversions(self._subject, quality=quality, told=self._hear, progress=self._told)
-        tried.run(deadline.part(1 - _PARTS_SHARE))
-        if self._base is not None:
-            choice = raise_costly_tensors(self._subject, self._base, deadline.part(_PARTS_SHARE), self._told)
-            tried.measure(choice, deadline)
-        chosen = best(self._ranked(), "infer")
-        if chosen is not None and deadline.left_s > 0:
-            conversion = Conversion(name=chosen.name, settings=chosen.settings)
-            model, records = open_converted(self._subject, conversion, self._told)
-            taken_s = before_s - deadline.left_s
-            most = Deadline(min(deadline.left_s, taken_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
-            self._parts = parts_of(self._subject, model, records, most, self._told)
-            self._parts_of = chosen.name
-
-    def _hear(self, row: AdviceRow) -> AdviceRow:
-        """A row that is new, or known better; it comes back judged."""
-        if row.purpose == "infer":
-            known = row if row.size_bytes is None else self._forecast.of_inference(row)
+def study(
+    checkpoint: Checkpoint,
+    output: Path,
+    options: AdviseOptions,
+    progress: Progress,
+    keep: Callable[[AdviceResult], object],
+    command: str | None,
+) -> AdviceResult:
+    """The advice on the model of a checkpoint, until the time is over; raises and calls `keep` as `advise` does."""
+    deadline = Deadline(60 * options.budget.minutes)
+    subject = open_subject(checkpoint, options, progress)
+    with quiet_transformers():
+        trial = Trial.of(subject, options, measure_peaks("cpu"), progress)
+    base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
+    result = _begun(subject, output, options, command, _probed(subject, options, progress))
+    for purpose in options.purposes:
+        if purpose == "infer":
+            share = _INFER_SHARE if "train" in options.purposes else 1.0
+            stage, missed = _infer(result, trial, base, deadline.part(share)), "conversions were not tried"
         else:
-            known = row
-        known = judged(known, self._options.budget)
-        self._rows[row.purpose, row.name] = known
-        if row.status in ("measured", "failed"):
-            self._keep(self.result(interrupted=True))
-        return known
+            stage, missed = _train(result, subject, options, deadline, progress), "training was not tried"
+        try:
+            for result in stage:
+                if any(row.status in _KNOWN for row in result.rows):
+                    keep(_concluded(result, options, deadline, interrupted=True))
+        except LpconvError as e:
+            if options.purpose == purpose or isinstance(e, UnreadError):
+                raise
+            warning = f"{missed}: {e.message}" + (f" ({e.hint})" if e.hint else "")
+            result = replace(result, warnings=(*result.warnings, warning))
+    return _concluded(result, options, deadline, interrupted=False)
 
-    def _ranked(self) -> tuple[AdviceRow, ...]:
-        return rank_rows(self._rows.values())
 
-    def result(self, *, interrupted: bool) -> AdviceResult:
-        """What is known so far."""
-        rows = self._ranked()
-        checkpoint = self._subject.prepared.checkpoint
-        result = AdviceResult(
-            name=self._model,
-            output=str(self._output),
-            facts=self._facts(),
-            metric=self._subject.metric,
-            source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
-            steps_tried=self._trials.steps if self._trials is not None else 0,
-            rows=rows,
-            parts=self._parts,
-            parts_of=self._parts_of,
-            findings=self._findings,
-            warnings=tuple(self._warnings),
-            seconds=time.perf_counter() - self._started_s,
-            options={k: to_json(v) for k, v in dataclasses.asdict(self._options).items()},
-            versions=versions(),
-            command=self._command,
-            interrupted=interrupted,
-        )
-        advised = tuple(self._recommendation(result, purpose) for purpose in self._options.purposes)
-        return dataclasses.replace(result, recommendations=advised, unknowns=unknowns(result))
+def _begun(
+    subject: Subject, output: Path, options: AdviseOptions, command: str | None, found: tuple[str, ...]
+) -> AdviceResult:
+    """The result before anything is measured."""
+    prepared, checkpoint = subject.prepared, subject.prepared.checkpoint
+    return AdviceResult(
+        name=subject.name,
+        output=str(output),
+        facts={
+            "Model": f"{type(subject.model).__name__}, {prepared.task.words}",
+            "Text": f"{prepared.data_words}, {len(subject.windows)} windows of {prepared.seq_len} tokens at most",
+        },
+        metric=subject.metric,
+        source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
+        rows=(),
+        findings=found,
+        warnings=tuple(prepared.batches.tokens.doubts),
+        options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
+        versions=versions(),
+        command=command,
+    )
 
-    def _recommendation(self, result: AdviceResult, purpose: str) -> Recommendation:
-        row = best(result.rows, purpose)
-        return Recommendation(
+
+def _probed(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
+    """Findings of one step forward and backward: its gradients say what training needs, the rest what formats hold."""
+    progress.start("one step forward and backward", 0)
+    with quiet_transformers(), eagerly():
+        found = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
+    if "train" not in options.purposes:
+        found = replace(found, tensors=tuple(t for t in found.tensors if t.role not in GRADIENT_ROLES))
+    return findings_of(findings(found), loss_scales(found).values())
+
+
+def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Deadline) -> Iterator[AdviceResult]:
+    """The result with conversions tried, and the parts of layers in the cost of the best."""
+    subject, progress = trial.subject, trial.progress
+    with job_of(subject, {}):
+        pass  # a model that no conversion takes is refused at once
+    for rows in measure_conversions(trial, deadline.part(1 - _PARTS_SHARE)):
+        result = _with(result, rows)
+        yield result
+    if base is not None:
+        name, settings = raise_costly_tensors(subject, base, deadline.part(_PARTS_SHARE), progress)
+        result = _with(result, [measure_conversion(trial, name, settings, deadline)])
+        yield result
+    chosen = best(result.rows, "infer")
+    if chosen is not None and deadline.left_s > 0:
+        model, records = open_converted(subject, chosen.settings, progress)
+        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
+        parts = parts_of(subject, model, records, most, progress)
+        yield replace(result, parts=parts, parts_of=chosen.name)
+
+
+def _train(
+    result: AdviceResult, subject: Subject, options: AdviseOptions, deadline: Deadline, progress: Progress
+) -> Iterator[AdviceResult]:
+    """The result with recipes tried."""
+    runs = Runs(subject.prepared.checkpoint, options, progress)
+    rows = recipe_rows(subject.model, options.budget)
+    result = _with(replace(result, facts=result.facts | {"Training": runs.words}), rows)
+    yield result
+    steps = runs.longest(deadline)
+    result = replace(result, steps_tried=steps)
+    for row in measure_recipes(runs, rows, steps, deadline):
+        result = _with(result, [row])
+        yield result
+
+
+def _with(result: AdviceResult, rows: Iterable[AdviceRow]) -> AdviceResult:
+    """The result with rows that are new, or known better."""
+    known = {(row.purpose, row.name): row for row in result.rows} | {(row.purpose, row.name): row for row in rows}
+    return replace(result, rows=tuple(known.values()))
+
+
+def _concluded(result: AdviceResult, options: AdviseOptions, deadline: Deadline, *, interrupted: bool) -> AdviceResult:
+    """The result with its rows ranked, what it recommends, and what it does not know."""
+    rows = rank_rows(result.rows)
+    result = replace(result, rows=rows, seconds=deadline.spent_s, interrupted=interrupted)
+    chosen = [(purpose, best(result.rows, purpose)) for purpose in options.purposes]
+    advised = tuple(
+        Recommendation(
             purpose=purpose,
             row=row.name if row else None,
             words=recommendation(result, row, purpose),
-            command=self._carried_out(row) if row else None,
+            command=command_for(result.name, row, options) if row else None,
         )
-
-    def _carried_out(self, row: AdviceRow) -> str:
-        """The command that does what a row says, gates included."""
-        o = self._options
-        if row.purpose == "infer":
-            asked = convert_options(row.settings, gates=tuple(gates_of(row)), revision=o.revision)
-            return command_line(self._model, asked)
-        said = {"recipe": row.name, **training_settings(o), "revision": o.revision, "gates": gates_of(row)}
-        return shlex.join(["lpconv", "finetune", self._model, *words_for(FinetuneOptions, said)])
-
-    def _facts(self) -> dict[str, str]:
-        prepared = self._subject.prepared
-        facts: dict[str, Any] = {
-            "Model": f"{type(prepared.opened.model).__name__}, {prepared.task.words}",
-            "Text": f"{prepared.data_words}, {len(self._subject.windows)} windows of {prepared.seq_len} tokens at most",
-        }
-        if self._trials is not None:
-            facts["Training"] = self._trials.words
-        return facts
+        for purpose, row in chosen
+    )
+    return replace(result, recommendations=advised, unknowns=unknowns(result))

@@ -1,28 +1,34 @@
-"""The model that is advised on, opened once in fp32, with the text that candidates are tried on and the time left."""
+"""The model that is advised on, opened once in fp32; its converted copies, text to try them on, and the time left."""
 
 import copy
 import itertools
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lpconv.advise.candidates import Settings, convert_options
 from lpconv.advise.options import AdviseOptions
+from lpconv.convert.preview import decoded_tensors
 from lpconv.errors import InputError
 from lpconv.models.load import from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens
+from lpconv.plan.job import Job, prepare
+from lpconv.plan.settings import fill_options
 from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
+from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import is_text, read_rows
 from lpconv.verify.logits import compare, outputs_of
@@ -35,17 +41,19 @@ _PROBED = 2  # windows in the step that is looked into
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """`name` and `revision` are what was asked for, `prepared` is the model and how the probe runs it; `windows` are
-    batches of one sequence, none twice.
+    """The model to advise on: `prepared` is how the probe runs it, `windows` are batches of one sequence, none twice.
 
-    `metric` says what a gap is: "loss" where the model predicts tokens, else "output", the relative error of what it
-    returns.
+    `metric` says what a gap is: "loss" if the model predicts tokens, else "output", the relative error of its outputs.
     """
 
-    name: str
-    revision: str | None
     prepared: ProbeSetup
     windows: tuple[Window, ...]
+    _own: list[Any] = field(default_factory=list)  # figures of the model itself, as far as they were asked for
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        return self.prepared.checkpoint.origin.name
 
     @property
     def model(self) -> Any:
@@ -67,8 +75,13 @@ class Subject:
             config = copy.deepcopy(self.model.config)
             return from_state(type(self.model), config, state, dtype=torch.float32)[0]
 
+    def own_figures(self, count: int) -> list[Any]:
+        """The `figures` of the model itself on the first `count` windows; each window is run once."""
+        self._own.extend(self.figures(self.model, self.windows[len(self._own) : count]))
+        return self._own[:count]
+
     def figures(self, model: Any, windows: Sequence[Window]) -> list[Any]:
-        """What gaps are made of: each window's loss, or the output for it."""
+        """The loss of a model on each window, or its output; gaps are their differences."""
         with torch.inference_mode():
             if self.metric == "output":
                 return [outputs_of(model, w) for w in windows]
@@ -84,7 +97,6 @@ class Subject:
 
 def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> Subject:
     """Open the model of a checkpoint, and cut the text into windows."""
-    name = checkpoint.origin.name
     with tempfile.TemporaryDirectory() as folder:
         asked = ProbeOptions(
             data=_text_file(options, Path(folder)),
@@ -97,7 +109,7 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
         prepared = prepare_run(checkpoint, asked, progress, hint=_NO_TEXT)
     if prepared.data_words == RANDOM_IDS:
         raise InputError(
-            f"`{name}` has no tokenizer, and random ids say nothing about its quality",
+            f"`{checkpoint.origin.name}` has no tokenizer, and random ids say nothing about its quality",
             hint="copy the tokenizer's files beside the weights",
         )
     if prepared.opened.missing:
@@ -109,7 +121,7 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
         prepared = replace(prepared, data_words=Path(options.data).name)
     one = replace(prepared.batches, batch_size=1, tokens=_shuffled(prepared.batches.tokens, options.seed))
     count = min(_MAX_WINDOWS, len(one.tokens.windows))
-    return Subject(name=name, revision=options.revision, prepared=prepared, windows=tuple(itertools.islice(one, count)))
+    return Subject(prepared=prepared, windows=tuple(itertools.islice(one, count)))
 
 
 def _shuffled(tokens: Tokens, seed: int) -> Tokens:
@@ -128,11 +140,35 @@ def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
     return path
 
 
+@contextmanager
+def job_of(subject: Subject, settings: Settings) -> Iterator[Job]:
+    """The planned job of a conversion, with its source open."""
+    options = fill_options(convert_options(settings, verify="none"))
+    job = prepare(subject.prepared.checkpoint, Path("advised"), options, headers_only=True)
+    try:
+        yield job
+    finally:
+        job.source.close()
+
+
+def open_converted(subject: Subject, settings: Settings, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:
+    """The model as opening the output of a conversion would give it, and what happened to each tensor."""
+    with job_of(subject, settings) as job:
+        state, records = decoded_tensors(job, progress)
+    return subject.with_tensors(state), records
+
+
 class Deadline:
     """Counts down from `seconds`. A part of it may be given away, as a deadline of its own."""
 
     def __init__(self, seconds: float) -> None:
-        self._end_s = time.perf_counter() + seconds
+        self._start_s = time.perf_counter()
+        self._end_s = self._start_s + seconds
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._start_s
 
     @property
     def left_s(self) -> float:

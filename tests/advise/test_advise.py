@@ -14,7 +14,8 @@ from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
-from lpconv.advise.infer import Conversions
+from lpconv.advise.choice import judged
+from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
 from lpconv.advise.subject import Deadline
@@ -35,15 +36,14 @@ FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1, 6 bits", "mult
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LPCONV_COMPILE", "never")
     torch.set_num_threads(1)
-    few = tuple(c for c in candidates.conversions() if c.name in FEW)
+    few = {name: settings for name, settings in candidates.conversions().items() if name in FEW}
     monkeypatch.setattr(infer, "conversions", lambda: few)
     monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16")})
     monkeypatch.setattr(train, "_MORE_SEEDS", 1)
 
 
 def test_every_method_and_format_is_a_candidate_once() -> None:
-    named = [c.name for c in candidates.conversions()]
-    assert len(set(named)) == len(named)
+    named = list(candidates.conversions())
     assert {"unit e4m3fn, rows", "collage bf16 + exact16", "multipoint int4, 4.5 bits"} <= set(named)
     finer = {"unit e4m3fn, 128x128", "unit e4m3fn, MX", "unit e2m1, MX", "unit e2m1, NVFP4", "unit int4, groups of 128"}
     assert finer <= set(named)
@@ -89,10 +89,13 @@ def asked(quality: float, **changed: Any) -> AdviseOptions:
 def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return replace(row, status="measured", gap=gap(0.0, 5e-5) if row.name == "unit fp16" else gap(0.002, 0.001))
+    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return judged(
+            replace(row, status="measured", gap=gap(0.0, 5e-5) if row.name == "unit fp16" else gap(0.002, 0.001)),
+            trial.budget,
+        )
 
-    monkeypatch.setattr(Conversions, "_measured", measured)
+    monkeypatch.setattr(infer, "measured", measured)
     result = advise("demo", tmp_path, asked(1e-4, purpose="infer"))
     rows = {r.name: r for r in result.rows}
     assert rows["unit e4m3fn"].meets is False
@@ -105,10 +108,10 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
 def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return replace(row, status="measured", gap=gap(0.009, 0.0005))
+    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return judged(replace(row, status="measured", gap=gap(0.009, 0.0005)), trial.budget)
 
-    monkeypatch.setattr(Conversions, "_measured", measured)
+    monkeypatch.setattr(infer, "measured", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
     assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("far noisier than unit e4m3fn")
@@ -117,10 +120,10 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
 def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     widths = {"unit e4m3fn": 0.0005, "multipoint int4, 4.5 bits": 0.0005}  # others may or may not keep 0.01
 
-    def measured(self: Conversions, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007)))
+    def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        return judged(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
 
-    monkeypatch.setattr(Conversions, "_measured", measured)
+    monkeypatch.setattr(infer, "measured", measured)
     monkeypatch.setattr(infer, "_DOUBT", 100.0)
     result = advise("demo", tmp_path, asked(0.01, purpose="infer"))
     undecided = [r.name for r in result.rows if r.status == "measured" and not r.meets]

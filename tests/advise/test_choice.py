@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from advice_examples import a_row, gap
 
-from lpconv.advise.choice import best, judged, rank_rows
+from lpconv.advise.choice import best, estimate_mean, judged, rank_rows
 from lpconv.advise.infer import least_gap, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
-from lpconv.advise.train import Ends, estimate_mean, least_high, outlook
+from lpconv.advise.train import Ends, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.errors import UsageError
 from lpconv.plan.options import ConvertOptions

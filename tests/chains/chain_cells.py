@@ -22,7 +22,6 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import lpconv.hf
-from lpconv.advise.candidates import Conversion
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.results import PeakRecord
@@ -246,7 +245,7 @@ def _bench(path: Path, out: Path) -> str:
 def _advise(path: Path, out: Path) -> str:
     """One candidate for inference; what else there is differs by settings only."""
     asked = ("--for", "infer", "--seq-len", 16, "--batch-size", 2)
-    one = (Conversion(name="unit fp16", settings=dict(_FP16)),)
+    one = {"unit fp16": dict(_FP16)}
     with mock.patch("lpconv.advise.infer.conversions", return_value=one):
         done = _invoke("advise", path, *asked, "-q", "--json", "-o", out)
     if done.exit_code == 0:
