@@ -161,10 +161,10 @@ _NO_RUNS = {
     "batch-lock": "the lock file of a batch",
     "doctor": "what `doctor` found",
     "inspect": "what `inspect` saw",
-    "memory_plan": "what `finetune --dry-run` foretold",
+    "memory_plan": "what `finetune --dry-run` estimated",
     "onnx": "what `export onnx` did",
     "part": "what `convert --shard` wrote of an output",
-    "plan": "what `convert --dry-run` foretold",
+    "plan": "what `convert --dry-run` estimated",
     "probe-report": "the answer of a probe, which is a folder",
     "restore": "what `restore` did",
 }

@@ -150,7 +150,7 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
     tried = f"{plural(row.gap.count, 'run')} of {plural(result.steps_tried, 'step')}"
     whole = plural(int(result.options["steps"]), "step")
     return (
-        f"Train with the recipe {row.name}. From {tried}, a run of {whole} is foretold "
+        f"Train with the recipe {row.name}. From {tried}, a run of {whole} is estimated "
         f"to end {_gap_text(row.gap, 'loss')} from its fp32 twin, within the {_budget_text(result, 'loss')} allowed. "
         f"A step takes {size_text(row.memory_bytes)} of memory ({row.memory_from}).{_fastest(result, row)}"
     )

@@ -56,8 +56,8 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     """Every document of --json that `report` does not draw, and an error."""
     path = tmp_path / "said.json"
     for arguments, words in {
-        ("finetune", "demo", "--dry-run"): "is what `finetune --dry-run` foretold, not a run",
-        ("convert", "demo", "--dry-run"): "is what `convert --dry-run` foretold, not a run",
+        ("finetune", "demo", "--dry-run"): "is what `finetune --dry-run` estimated, not a run",
+        ("convert", "demo", "--dry-run"): "is what `convert --dry-run` estimated, not a run",
         ("inspect", "demo"): "is what `inspect` saw, not a run",
         ("convert", "demo", "--method", "none"): "the error of a command: unknown method",
     }.items():
