@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
+from lpconv.formats.spec import Format
 from lpconv.lookup import find
 
 TENSOR = "tensor"
@@ -45,6 +46,11 @@ class Grain:
         Otherwise a scale is the root mean square of its tile.
         """
         return bool(self.formats)
+
+    def is_searched(self, format: Format) -> bool:
+        """Whether other scales than the usual ones can make a difference for codes of a format: of 4 bits or integers,
+        or of 8 bits with scales that may lie between two powers of two."""
+        return format.storage_bits <= 8 and (self.scale_dtype != "U8" or format.storage_bits == 4)
 
     def sizes(self, rows: int, cols: int) -> tuple[int, int]:
         """Rows and columns of a tile in a matrix of `rows` by `cols`."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Settings:
     """What a conversion chooses once for all tensors.
 
-    `scale` is ``pow2`` or ``exact``, `grain` what has a scale of its own (None: the tensor), `residual` a key of
-    `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row. `calibrated` says that
-    inputs have scales in the file, too, `is_expert` that the weight is that of one of several experts.
+    `scale` is ``pow2``, ``exact`` or ``search``, `grain` what has a scale of its own (None: the tensor), `residual` a
+    key of `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row. `calibrated`
+    says that inputs have scales in the file, too, `is_expert` that the weight is that of one of several experts.
     """
 
     scale: str = "pow2"

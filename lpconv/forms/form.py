@@ -120,6 +120,16 @@ class Form(Stored):
         return 2 if self.needs_first_pass and (self.shares or not self.late) else 1
 
     @property
+    def seconds_to_encode(self) -> float:
+        """Estimate for writing the tensor, on one core."""
+        return self.num_elements / self.encoded_per_second
+
+    @property
+    def seconds_to_check(self) -> float:
+        """Estimate for comparing the whole tensor with its source, on one core."""
+        return self.num_elements / self.checked_per_second
+
+    @property
     def has_input_scale(self) -> bool:
         """Whether a scale of the inputs that meet the weight lies beside it."""
         return False

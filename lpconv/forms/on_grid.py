@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lpconv.formats.narrow import nearest_
 from lpconv.formats.scale import pow2_ceil
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Over
+from lpconv.forms.search import codes_
 
 # What numbers and scales, both [H, W], say of their tiles: [facts, H, W] in fp64, of which a tile's largest counts.
 Facts = Callable[[Tensor, Tensor], Tensor]
@@ -155,10 +155,7 @@ class OnGrid:
         return torch.stack([p.amax(1) for p in torch.split(parts, height, 1)], 1)
 
     def _codes(self, x: Tensor, scales: Tensor) -> Tensor:
-        unit = x.float() / scales
-        if not self.format.twos_complement:
-            return nearest_(unit.contiguous(), self.format)
-        return unit.round_().clamp_(-self.format.max - 1, self.format.max)
+        return codes_((x.float() / scales).contiguous(), self.format)
 
     def _wrong(self, x: Tensor, scales: Tensor) -> Tensor:
         """1 where a code does not decode to its number, in the dtype of the file."""

@@ -45,7 +45,7 @@ class Scaled(Form):
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
-        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale == "pow2")
+        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale != "exact")
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:

@@ -74,6 +74,10 @@ class TileScales:
         """The parts of all rows as those of tiles: [tiles below each other, tiles beside each other]."""
         return {k: self._rows(torch.cat([p[k] for p in found]), f) for k, f in _JOIN.items() if k in found[0]}
 
+    def summed(self, rows: Tensor) -> Tensor:
+        """Rows [rows, cols] summed over the part that each tile has of them: [rows, tiles beside each other]."""
+        return self._cut(rows, lambda t: t.sum(-1))
+
     def factor(self, largest: float) -> Tensor | None:
         """The scale that divides all others, fp32 [1], where the grain has that: it makes the largest scale the largest
         number of its format, or less where it is a power of two. `largest` is the largest magnitude of all weights that

@@ -42,6 +42,7 @@ FACTOR_SUFFIX = "_global_scale"
 # The dtype that packed codes are stored in, the kind of their plane, and what it adds to a code.
 _PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
 _TORCH = {"U8": "uint8", "I32": "int32"}
+_SEARCHED_PER_SECOND = 1.2e7  # as `Form.encoded_per_second`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,11 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Scaled):
-    """As `Scaled`, of every tile alone."""
+    """As `Scaled`, of every tile alone.
+
+    With `searches`, each scale is the one of several that leaves the least squared error, in which the columns count by
+    their `importance` (fp32 [cols]; None: all the same); see `search.py`.
+    """
 
     kind: ClassVar[str] = "tiles"
     encoded_per_second: ClassVar[float] = 8e7
@@ -67,13 +72,17 @@ class Tiles(Scaled):
     has_short_scales: ClassVar[bool] = False
 
     grain: Grain
+    searches: bool = False
+    importance: Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
         grain = settings.grain
         if grain is None or not _holds(grain, format):
             return cls.whole.of(name, shape, format, settings)
-        return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale == "pow2", grain=grain)
+        is_searched = settings.scale == "search" and grain.is_searched(format)
+        is_pow2 = settings.scale == "pow2" or (settings.scale == "search" and not format.twos_complement)
+        return cls(name=name, shape=shape, format=format, has_pow2_scale=is_pow2, grain=grain, searches=is_searched)
 
     # What a tensor is that has one scale: of a conversion of that granularity, or in a format of no such tiles.
     whole: ClassVar[type[Scaled]] = Scaled
@@ -198,6 +207,21 @@ class Tiles(Scaled):
     def shares(self) -> bool:
         return self.grain.has_factor
 
+    @property
+    def seconds_to_encode(self) -> float:
+        return super().seconds_to_encode + self._seconds_to_search
+
+    @property
+    def seconds_to_check(self) -> float:
+        return super().seconds_to_check + self._seconds_to_search
+
+    @property
+    def _seconds_to_search(self) -> float:
+        return self.num_elements / _SEARCHED_PER_SECOND if self.searches else 0.0
+
+    def with_importance(self, importance: Tensor) -> Self:
+        return replace(self, importance=importance)
+
     def scale(self, side: Side) -> None:
         return None
 
@@ -281,6 +305,7 @@ class Tiles(Scaled):
         seen = self.look(x, start, work)
         factor = found.side.get(self.name + FACTOR_SUFFIX)
         scales = self._rule(x.numel() // self.cols).stored(seen.more.parts, factor)
+        scales = self._best_in(x, found.side, scales, work) if self.searches else scales
         more = _Seen(first=seen.more.first, scales=scales, factor=factor)  # parts would take more memory than scales
         mine = Measured(stats=seen.stats, side={**found.side, self.name + self.scale_suffix: scales})
         return Looked(stats=seen.stats, more=more), self.encode(x, 0, mine, work)
@@ -301,11 +326,14 @@ class Tiles(Scaled):
             factor = rule.factor(max([stats.absmax, *others]))
             scales = rule.stored(rule.joined([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
-        kept = None
+        kept, common = None, self._same_for_all(factor)
         if looks_so:
             every = [each.more for each in over(self.look)] if is_encoded else seen
-            kept = self._kept(over, rule.joined([s.parts for s in every])["absmax"], scales)
-        side = {**self._same_for_all(factor), self.scales.name: scales if kept is None else kept}
+            parts = rule.joined([s.parts for s in every])
+            kept = self._kept(over, parts["absmax"], rule.stored(parts, factor))
+        if kept is None and self.searches and not is_encoded:
+            scales = self._searched(over, common, scales)
+        side = {**common, self.scales.name: scales if kept is None else kept}
         is_other = is_encoded and kept is not None and not torch.equal(kept, scales)
         return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid, is_other=is_other)
 
@@ -319,6 +347,57 @@ class Tiles(Scaled):
         rows, cols = self.matrix
         matrix = (rows if num_rows is None else num_rows, cols)
         return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
+
+    def _searched(self, over: Over, common: Side, usual: Tensor) -> Tensor:
+        """The best scales of all tiles. Of tiles within rows each block tells its own; others take sums over blocks."""
+        import torch
+
+        from lpconv.forms.search import best, candidates
+
+        if self.grain.tile[0] == 1:
+
+            def own(x: Tensor, start: int, work: Workspace) -> Tensor:
+                rows = slice(start // self.cols, (start + len(x)) // self.cols)
+                return self._best_in(x, common, usual[rows], work)
+
+            return torch.cat(list(over(own)))
+        tried = candidates(usual, self.format)
+        height, _ = self.grain.sizes(*self.matrix)
+        total = [torch.zeros(usual.shape, dtype=torch.float64) for _ in tried]
+
+        def look(x: Tensor, start: int, work: Workspace) -> tuple[Tensor, list[Tensor]]:
+            top, bottom = start // self.cols, (start + len(x)) // self.cols
+            errors = [self._errors(x, start, {**common, self.scales.name: s}, work) for s in tried]
+            cuts = torch.arange(top, bottom) // height
+            which, sizes = cuts.unique_consecutive(return_counts=True)
+            return which, [torch.stack([p.sum(0) for p in e.double().split(sizes.tolist())]) for e in errors]
+
+        for which, errors in over(look):
+            for sums, error in zip(total, errors, strict=True):
+                sums[which] += error
+        return best(tried, total)
+
+    def _best_in(self, x: Tensor, common: Side, usual: Tensor, work: Workspace) -> Tensor:
+        """The best scales of the tiles of whole rows (1-D), whose usual ones these are."""
+        from lpconv.forms.search import best, candidates
+
+        tried = candidates(usual, self.format)
+        return best(tried, [self._errors(x, 0, {**common, self.scales.name: s}, work) for s in tried])
+
+    def _errors(self, x: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
+        """The squared error of each tile's part of some rows (1-D), [rows, tiles]."""
+        from lpconv.forms.blocks import as_float32
+        from lpconv.forms.search import squared_errors
+
+        rows = as_float32(x, work).view(-1, self.cols)
+        return squared_errors(
+            rows,
+            self.factor(side, start, start + len(x)),
+            self.format,
+            self._rule().summed,
+            spare=work.scratch.coded,
+            importance=self.importance,
+        )
 
     def _on_grid(self) -> OnGrid:
         """Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps."""

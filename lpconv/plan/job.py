@@ -165,5 +165,5 @@ def estimate_seconds(job: Job) -> float:
     """What the run will take after lpconv's own start, where nothing waits for a disk, on a machine like the one that
     `Form.encoded_per_second` was measured on."""
     running = _RUNNING_S if job.memory.no_logits is None else 0.0
-    encoding = sum(t.info.num_elements / t.form.encoded_per_second for t in job.plan.tensors if t.action != "tie")
+    encoding = sum(t.form.seconds_to_encode for t in job.plan.tensors if t.action != "tie")
     return _REPORTING_S + running + encoding / job.memory.workers

@@ -81,7 +81,10 @@ class ConvertOptions:
     scale: Annotated[
         str | None,
         _what(
-            "Scales rounded to powers of two, or exact", default="pow2; exact for integers", choices=("pow2", "exact")
+            "Scales rounded to powers of two, exact, or searched for the least squared error (4 and 8 bits with "
+            "--granularity)",
+            default="pow2; exact for integers",
+            choices=("pow2", "exact", "search"),
         ),
     ] = None
     granularity: Annotated[

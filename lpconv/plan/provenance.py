@@ -87,7 +87,7 @@ def _of_joined(plan: Plan) -> Iterator[str]:
     if (None in joined and is_packed) or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
         yield "plain transformers 5.23 stops at experts that are stored so; lpconv opens them, and vLLM by its source"
     if "e2m1" in joined and granularity == "nvfp4":
-        is_one = plan.options.scale == "pow2"
+        is_one = plan.options.scale != "exact"
         costs = (
             "it is 1, which costs up to 3 dB" if is_one else "it computes with wrong weights, vLLM and lpconv do not"
         )

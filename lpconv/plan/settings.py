@@ -54,6 +54,7 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
     method = find("method", options.method, METHODS)
     grain = _grain(options, method)
     fmt = method.format(options.format, grain)
+    _check_search(options, fmt, grain)
     residual = _residual(method, fmt.name, options.residual)
     budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
@@ -117,6 +118,15 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
     """Powers of two, which keep products and casts exact; integers, whose codes are spread evenly, lose up to 6 dB by
     them."""
     return "exact" if grain is not None and fmt.twos_complement else "pow2"
+
+
+def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> None:
+    """Refuse a search where it changes nothing, or where the one scale of a tensor is what its method trains with."""
+    if options.scale == "search" and (grain is None or not grain.is_searched(fmt)):
+        raise UsageError(
+            f"--scale search does not apply to {fmt.name} codes with {grain.words if grain else 'one scale'}",
+            hint="it is for e2m1, int4 and int8, and for e4m3fn and e5m2 with --granularity row or 128x128",
+        )
 
 
 def _grain(options: ConvertOptions, method: Method) -> Grain | None:

@@ -53,7 +53,7 @@ def _forms() -> Iterator[Form]:
     yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], Settings())
     for method in METHODS.values():
         grains = [None, *GRAINS.values(), known_grain("group:32")] if method.has_granularity else [None]
-        for layout, grain, scale in itertools.product(method.forms, grains, ("pow2", "exact")):
+        for layout, grain, scale in itertools.product(method.forms, grains, ("pow2", "exact", "search")):
             for name, residual in itertools.product(_formats(method, grain), method.residuals or ("bf16",)):
                 fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
                 settings = Settings(
