@@ -1,4 +1,4 @@
-"""Checkpoints on disk: resolve a name, read headers and blocks, write, journal, side files."""
+"""Checkpoints on disk: resolving names, reading headers and blocks, writing, journals, side files."""
 
 from typing import TYPE_CHECKING
 

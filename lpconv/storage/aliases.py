@@ -1,7 +1,7 @@
-"""Short names of common models and the hub ids they stand for.
+"""Short names of common models and their hub ids.
 
-Every repository below also answers to its bare name, which is how the hub called many of them before they moved under
-an owner: ``gpt2`` is ``openai-community/gpt2``. Names are compared without regard to case.
+Every repository below also has its bare name as an alias, under which many were published before they moved to an
+owner: ``gpt2`` is ``openai-community/gpt2``. Names are compared without regard to case.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """A short name, the hub id it means, and the family it is printed under."""
+    """A short name, its hub id, and the family under which it is listed."""
 
     name: str
     repo_id: str
     family: str
 
 
-# (family, owner, repositories); a repository written SHORT=NAME answers to SHORT as well.
+# (family, owner, repositories); SHORT=NAME adds the alias SHORT.
 _REPOSITORIES = (
     ("BERT", "google-bert", "bert-base=bert-base-uncased bert-base-cased bert-large=bert-large-uncased "
      "bert-large-cased bert-large-uncased-whole-word-masking bert-base-multilingual-cased "
@@ -80,5 +80,5 @@ ALIASES: dict[str, Alias] = {a.name: a for a in _aliases()}
 
 
 def find_alias(name: str) -> Alias | None:
-    """The alias called `name`, whatever its case, or None."""
+    """The alias called `name`, ignoring case, or None."""
     return ALIASES.get(name.casefold())

@@ -1,4 +1,4 @@
-"""A checkpoint, opened once and handed on: where it came from, its files, its config and its headers. No torch."""
+"""A checkpoint, opened once and passed on: its origin, files, config and headers. No torch."""
 
 import functools
 from collections.abc import Mapping
@@ -13,21 +13,21 @@ from lpconv.storage.promised import check_promises
 from lpconv.storage.resolve import Resolved, resolve
 from lpconv.storage.urls import is_url
 
-Openable: TypeAlias = "str | Path | Checkpoint"  # what `Checkpoint.open` takes
+Openable: TypeAlias = "str | Path | Checkpoint"  # accepted by `Checkpoint.open`
 
 
 def name_of(model: Openable) -> str:
-    """What the user calls a model, which need not be opened yet."""
+    """The user's name for a model, which need not be open yet."""
     return model.origin.name if isinstance(model, Checkpoint) else str(model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint whose names, sizes and shapes are known, and whose weights nobody has read.
+    """A checkpoint whose names, sizes and shapes are known, but whose weights have not been read.
 
-    `origin` says what was asked for and where that lies. `kind` is ``safetensors``, ``torch`` or ``gguf``;
-    `weight_files` are in index order. `weight_map` is the index's table of tensor names to files, None without an
-    index. `side_files` are paths relative to `directory`, sorted.
+    `origin` is the name as typed and its directory. `kind` is ``safetensors``, ``torch`` or ``gguf``; `weight_files`
+    are in index order. `weight_map` maps tensor names to files as in the index, or is None without an index.
+    `side_files` are paths relative to `directory`, sorted.
     """
 
     origin: Resolved
@@ -39,10 +39,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model: "Openable", *, revision: str | None = None) -> "Checkpoint":
-        """Open what `model` means: a name that `resolve` knows, the path of a directory, or an open checkpoint.
+        """Open a name that `resolve` knows, the path of a directory, or a checkpoint that is already open.
 
-        Raises what `resolve` does; InputError for a directory without config or weights, for an index that is not
-        sound, and for names or symbolic links that lead out of it.
+        Raises the errors of `resolve`; InputError for a directory without config or weights, for a damaged index, and
+        for names or symbolic links that lead out of the directory.
         """
         if isinstance(model, Checkpoint):
             return model
@@ -52,7 +52,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, origin: Resolved) -> "Checkpoint":
-        """Open the directory that a name was found to mean; raises InputError as `open` does."""
+        """Open the directory of a resolved name. Raises InputError like `open`."""
         directory = as_directory(origin.directory)
         config = read_config(directory)
         kind, weight_files, weight_map = find_weights(directory)
@@ -67,31 +67,31 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """Where its files lie, or what stands for them."""
+        """The directory of its files, or of pointers to remote files."""
         return self.origin.directory
 
     @functools.cached_property
     def headers(self) -> Mapping[str, Header]:
-        """The checked header of each weight file, read once; none for pickles. Raises as `read_header` does."""
+        """The checked header of each weight file, read once; empty for pickles. Raises the errors of `read_header`."""
         if self.kind == "torch":
             return {}
         return {name: header_of(self.directory / name, self.config) for name in self.weight_files}
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every tensor of the weight files by its name; none for pickles. Raises as `read_header` does."""
+        """All tensors of the weight files by name; empty for pickles. Raises the errors of `read_header`."""
         return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
 
     def copied(self) -> "Checkpoint":
-        """The same checkpoint, with all files on this machine: those at a URL are copied."""
+        """The same checkpoint with all files on this machine; files at a URL are copied."""
         origin = self.origin
         return (
             Checkpoint.at(resolve(origin.name, revision=origin.revision, whole=True)) if is_url(origin.name) else self
         )
 
     def check_promised(self) -> dict[str, str]:
-        """The SHA-256 of those files that the hub promised one for; call it before weights are read.
+        """Check the files against the hub's SHA-256 hashes, and return these. Call before weights are read.
 
-        Every file is hashed the first time only. Raises InputError for a file that is not what was promised.
+        Every file is hashed the first time only. Raises InputError for a file with another hash.
         """
         return check_promises(self.directory) if self.origin.revision is not None else {}

@@ -1,8 +1,8 @@
-"""The on-disk layouts of the compressed-tensors package that lpconv writes, each with the config that names it.
+"""The on-disk layouts of the compressed-tensors package that lpconv writes, each with its config.
 
-Codes of 8-bit floats lie under the weight's own name and shape, packed ones under `NAME_packed`, with scales under
-`NAME_scale`, and only in `Linear` modules. Plain transformers with that package, and vLLM, open them without lpconv.
-The config names what is not quantised, because a reader takes every other `Linear` for codes.
+8-bit floats are stored under the weight's own name and shape, packed codes under `NAME_packed`, with scales under
+`NAME_scale`, and only for `Linear` modules. Plain transformers with that package, and vLLM, open them without lpconv.
+The config names unquantised modules, because a reader treats every other `Linear` as quantised.
 (vllm-project/compressed-tensors 0.20, `quantization/quant_config.py` and `quant_scheme.py`.)
 """
 
@@ -13,20 +13,20 @@ from typing import Any
 from lpconv.formats.grains import GRAINS, Grain, known_grain
 
 COMPRESSED_TENSORS = "compressed-tensors"
-# The scale of a module's inputs, by its name there: alone, or of the scales that groups get as inputs come.
+# Names of a module's input scale: the only one, or the global scale of dynamic group scales.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")
-MIXED = "mixed-precision"  # the `format` of what has several, each in its group
+MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearModules:
-    """The modules of a model that readers may take for quantised, by name.
+    """The modules of a model that readers may treat as quantised, by name.
 
-    Only the weights of `plain` ones can be codes: by the names that files have, with `in_model` where the model has
-    another. `others` are of a subclass of `Linear`, which may use its weight without calling it, are kept in fp32, or
-    hold experts. `tables` are the modules that look ids up. `experts` are weights of one expert each, with the module
-    that has all of them in memory, `joined` these and others that readers do not take as they are; `fused` are stored
-    tensors that hold several experts.
+    Only the weights of `plain` modules can be codes; names are as in the files, and `in_model` maps them to the model's
+    names if these differ. `others` are modules of a subclass of `Linear`, which may use its weight without calling it,
+    modules kept in fp32, or modules with experts. `tables` are the modules that look ids up. `experts` maps the weight
+    of a single expert to the module that holds all of them in memory; `joined` are these and other stored tensors that
+    readers combine; `fused` are stored tensors that hold several experts.
     """
 
     plain: tuple[str, ...]
@@ -39,23 +39,25 @@ class LinearModules:
 
     @property
     def weights(self) -> frozenset[str]:
-        """The names of the weights that can be codes."""
+        """Names of the weights that can be codes."""
         return frozenset(f"{name}.weight" for name in self.plain)
 
     def without(self, quantised: Iterable[str]) -> tuple[str, ...]:
-        """The modules whose weight is not among `quantised`: what `ignore` must name, as files and the model do."""
+        """The modules whose weight is not in `quantised`, for `ignore`: by their names in the files and the model."""
         weights = set(quantised)
-        kept = [name for name in self.plain if f"{name}.weight" not in weights]
-        return tuple(dict.fromkeys(n for name in (*kept, *self.others) for n in (name, self.in_model.get(name, name))))
+        unquantised = [name for name in self.plain if f"{name}.weight" not in weights]
+        return tuple(
+            dict.fromkeys(n for name in (*unquantised, *self.others) for n in (name, self.in_model.get(name, name)))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A layout by the package's own name for it: codes of `number`, a scale for each tile of `grain` (None: one).
+    """A layout by its name in the package: codes of format `number`, a scale per tile of `grain` (None: one scale).
 
-    `format` is what the package calls the way they lie in files. `weights` says of them what all presets say and what
-    this one adds; `inputs` is what it asks readers to do with inputs, None where these stay as they are. Where it
-    `is_calibrated`, each module has a scale of its inputs in the file, which calibration on a text finds.
+    `format` is the package's name for the layout of the files. `weights` are the settings of weights in the config;
+    `inputs` are the settings of inputs, None if inputs are not quantised. If it `is_calibrated`, the file has an input
+    scale for each module, which calibration on a text determines.
     """
 
     name: str
@@ -67,12 +69,12 @@ class Preset:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether inputs have a scale that is known before they are: alone, or beside those of their groups."""
+        """Whether the input scale is known in advance, either alone or as the global scale of group scales."""
         return input_scale_of(self.inputs) is not None
 
     @property
     def title(self) -> str:
-        """Both names, and what has a scale."""
+        """The scheme's name, its file format, and its granularity."""
         return f"{self.name} ({self.format}, {self.grain.words if self.grain else 'one scale per tensor'})"
 
 
@@ -84,8 +86,8 @@ _FP8 = (8, "float")
 _MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _E4M3 = "torch.float8_e4m3fn"
 _NVFP4 = _args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3)
-# Who is not asked to quantise inputs takes weights as they are: vLLM multiplies in low precision only where it is.
-# Mostly readers scale inputs on the way, so that a file holds nothing of them; else it `is_calibrated`.
+# vLLM multiplies in low precision only if the config quantises inputs; otherwise it decodes the weights. Most presets
+# have dynamic input scales, which are not in the file; the others are calibrated.
 _PRESETS = tuple(
     Preset(name=name, format=layout, number=number, grain=GRAINS.get(grain), weights=weights, inputs=inputs)
     for name, layout, number, grain, weights, inputs in (
@@ -107,7 +109,7 @@ _PRESETS = tuple(
 
 
 def input_scale_of(inputs: Mapping[str, Any] | None) -> str | None:
-    """The name, in its module, of the scale that what a config asks of inputs needs; None where it needs none."""
+    """Name of the input-scale tensor that this activation config requires, or None."""
     if inputs is None or inputs.get("dynamic") is True:
         return None
     return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
@@ -117,10 +119,9 @@ _INTEGERS = {"int4": 4, "int8": 8}
 
 
 def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> Preset | None:
-    """The layout of codes of a format with scales of a granularity, None where there is none; with `calibrated` the one
-    that has scales of inputs, too.
+    """The preset for a format and granularity, or None; with `calibrated` the one with input scales.
 
-    A format that the granularity is not for has one scale for the tensor.
+    A granularity that does not support the format counts as one scale per tensor.
     """
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
     if grain is not None and number in _INTEGERS and number in grain.formats:
@@ -130,7 +131,7 @@ def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> 
 
 
 def _integers(number: str, grain: Grain) -> Preset:
-    """Integers in words, a scale for each group."""
+    """The preset of packed integers with a scale per group."""
     bits = _INTEGERS[number]
     return Preset(
         name=f"W{bits}A16",
@@ -144,14 +145,17 @@ def _integers(number: str, grain: Grain) -> Preset:
 def quantization_config(
     ignored: Iterable[str], preset: Preset, others: Mapping[str, Preset] | None = None
 ) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `ignored` are the names of `Linear` modules that are not quantised, and
-    `others` the presets of those that have not the usual one."""
+    """The `quantization_config` of config.json.
+
+    `ignored` are the names of unquantised `Linear` modules, `others` the presets of modules that do not have the usual
+    one.
+    """
     members: dict[str, list[str]] = {}
     for module, other in (others or {}).items():
         members.setdefault(other.title, []).append(module)
     known = {other.title: other for other in (others or {}).values()}
     groups = [_group(preset, ["Linear"]), *(_group(known[title], names) for title, names in members.items())]
-    if others:  # a reader asks for a name before it asks for a class
+    if others:  # readers match names before classes
         groups = [{**g, "format": p.format} for g, p in zip(groups, (preset, *known.values()), strict=True)]
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -170,28 +174,28 @@ def _group(preset: Preset, targets: list[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Presets:
-    """The layouts of a checkpoint: `usual`, and `others` by the names of modules."""
+    """The presets of a checkpoint: `usual`, and `others` by module name."""
 
     usual: Preset
     others: Mapping[str, Preset]
 
     def of(self, module: str) -> Preset:
-        """That of a module that is quantised."""
+        """The preset of a quantised module."""
         return self.others.get(module, self.usual)
 
 
 def presets_in(config: Mapping[str, Any]) -> Presets | None:
-    """The layouts whose config this is to the letter, as lpconv writes it; None for the settings of other writers."""
+    """The presets of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
     ignored, groups = config.get("ignore"), config.get("config_groups")
     if not isinstance(ignored, list) or not isinstance(groups, dict) or not groups:
         return None
-    found = [_preset_in(group) for group in groups.values()]
-    usual = found[0]
-    if usual is None or None in found:
+    presets = [_preset_in(group) for group in groups.values()]
+    usual = presets[0]
+    if usual is None or None in presets:
         return None
     others = {
         name: preset
-        for preset, group in zip(found[1:], list(groups.values())[1:], strict=True)
+        for preset, group in zip(presets[1:], list(groups.values())[1:], strict=True)
         for name in group["targets"]
         if preset is not None
     }
@@ -199,7 +203,7 @@ def presets_in(config: Mapping[str, Any]) -> Presets | None:
 
 
 def _preset_in(group: Any) -> Preset | None:
-    """The preset that a group of the config is of."""
+    """The preset of one group of the config, or None."""
     names = ("weights", "input_activations", "targets")
     weights, inputs, targets = map(group.get, names) if isinstance(group, dict) else (None, None, None)
     if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
@@ -210,6 +214,6 @@ def _preset_in(group: Any) -> Preset | None:
 
 
 def quantized_by(config: Mapping[str, Any]) -> str | None:
-    """The `quant_method` that config.json names, None for an unquantised checkpoint."""
-    found = config.get("quantization_config")
-    return str(found.get("quant_method", "another method")) if isinstance(found, dict) else None
+    """The `quant_method` in config.json, or None for an unquantised checkpoint."""
+    settings = config.get("quantization_config")
+    return str(settings.get("quant_method", "another method")) if isinstance(settings, dict) else None

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint directory: weight files, index, config, and everything else. Plain Python, no torch."""
+"""Contents of a checkpoint directory: weight files, index, config, and side files. Plain Python, no torch."""
 
 import json
 import os
@@ -14,24 +14,24 @@ from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
 from lpconv.storage.partfile import read_error
 
 _INDEX_SUFFIX = ".index.json"
-_LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # which transformers makes one by one
-# Without a number in these, transformers makes as many as the class is used to, with random weights.
+_LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # transformers builds them one by one
+# If one of these is null, transformers builds the class's default number of layers, with random weights.
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 _ADAPTER = "adapter_config.json"
-# Weight files of any framework, and what training leaves behind: never copied as side files.
+# Weight files of any framework, and leftovers of training: never copied as side files.
 _WEIGHT_FILE = re.compile(
     r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
     | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
     | .*\.(bin|safetensors)\.index\.json """
 )
-# Where some tools keep what others put into config.json under ``quantization_config``, and the method that it is of.
+# Files in which some tools store ``quantization_config`` instead of in config.json, and their methods.
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
 _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config of a checkpoint directory. Raises InputError where there is none, or one that is damaged."""
+    """Read the config of a checkpoint directory. Raises InputError if it is missing or damaged."""
     if not directory.is_dir():
         raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
     path = directory / "config.json"
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises InputError for anything else, UnreadError if the disk fails."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, and can never be written
+        json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, but cannot be written
     except OSError as e:
         raise read_error(e, path) from e
     except (ValueError, RecursionError) as e:
@@ -64,17 +64,17 @@ def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any
     for name, method in QUANTIZATION_FILES.items():
         if os.path.isfile(directory / name):
             check_inside(directory, name)
-            found = read_json(directory / name)
-            inner = found.get("quantization")
-            settings = inner if isinstance(inner, dict) else found
+            document = read_json(directory / name)
+            inner = document.get("quantization")
+            settings = inner if isinstance(inner, dict) else document
             return {**config, "quantization_config": {"quant_method": method, **settings}}
     return config
 
 
 def check_config(config: dict[str, Any], path: Path) -> None:
-    """Check the keys of a config that lpconv reads: their types, and a sane number of layers.
+    """Check the keys of a config that lpconv reads: their types, and a plausible number of layers.
 
-    Raises InputError for what is damaged.
+    Raises InputError if one is invalid.
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
@@ -107,10 +107,10 @@ def _no_checkpoint(directory: Path) -> InputError:
 
 
 def find_weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
-    """The kind of the weights in a directory, their files in index order, and the index's table, if there is one.
+    """The kind of the weights in a directory, their files in index order, and the index's table or None.
 
-    An index wins over single files, safetensors over `pytorch_model.bin`. Raises InputError where there are no weights,
-    where the index is not sound, and for links that lead out of the directory.
+    An index takes precedence over single files, and safetensors over `pytorch_model.bin`. Raises InputError if there
+    are no weights, if the index is damaged, and for links that lead out of the directory.
     """
     kind, files, weight_map = _weights(directory)
     for name in files if kind != GGUF else ():  # a view links to its file
@@ -191,12 +191,12 @@ def _check_file_name(directory: Path, name: str) -> None:
 
 
 def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str, ...]:
-    """All files besides weights and config, sorted. Raises InputError for names that cannot be copied."""
-    found = tuple(sorted(_side_files(directory, set(weight_files))))
-    for name in found:
+    """All files except weights and config, sorted. Raises InputError for names that cannot be copied."""
+    names = tuple(sorted(_side_files(directory, set(weight_files))))
+    for name in names:
         _check_file_name(directory, name)
         check_inside(directory, name)
-    return found
+    return names
 
 
 def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
@@ -214,13 +214,13 @@ def _side_files(directory: Path, weights: set[str]) -> Iterator[str]:
 
 
 def _modules(directory: Path) -> Iterator[Path]:
-    """The folders of the modules that sentence-transformers runs after the model, whose weights belong to it."""
+    """Folders of modules that sentence-transformers runs after the model; their weights are side files."""
     path = directory / "modules.json"
     if not path.is_file():
         return
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # another program's file, which is copied as it is
+    except (OSError, ValueError, RecursionError):  # another program's file, which is copied unchanged
         return
     for module in modules if isinstance(modules, list) else ():
         name = module.get("path") if isinstance(module, dict) else None

@@ -1,4 +1,4 @@
-"""The dtypes of files as torch has them."""
+"""torch dtypes of the dtype names in files."""
 
 import torch
 

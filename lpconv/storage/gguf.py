@@ -1,8 +1,8 @@
-"""A GGUF file seen as a checkpoint directory, and what its tensors are.
+"""A view of a GGUF file as a checkpoint directory, and the headers of its tensors.
 
-All that reads checkpoints reads such a directory: what the file's metadata says as config.json and tokenizer files, and
-a link to the file. The config's ``quantization_config`` has where every tensor lies, under the name that transformers
-gives it; nothing is copied. The directory of a file is made once, in a cache, by `lpconv.extras.gguf`.
+Every reader of checkpoints can read such a directory: it has the file's metadata as config.json and tokenizer files,
+and a link to the file. The config's ``quantization_config`` holds the position of every tensor under its name in
+transformers; nothing is copied. `lpconv.extras.gguf` creates the view of a file once, in a cache.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from lpconv.version import __version__
 
 GGUF = "gguf"
 WEIGHTS = "model.gguf"  # in a view, a link to the file
-# The types that are read: numbers of a block along a row, and its bytes.
+# The supported types: (numbers, bytes) of a block along a row.
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
@@ -29,14 +29,14 @@ BLOCKS = {
 
 
 def is_view(directory: Path) -> bool:
-    """Whether a directory is one that `as_directory` made."""
+    """Whether a directory is a view that `as_directory` created."""
     return directory.parent == cache_folder(GGUF)
 
 
 def header_of(path: Path, config: Mapping[str, Any]) -> Header:
-    """What one weight file of a checkpoint holds; of a GGUF file, as the config of its view has it.
+    """The header of one weight file of a checkpoint; for a GGUF file, from the config of its view.
 
-    Raw blocks are U8, with the bytes of a row for its numbers; plain numbers that need no processing are what they are.
+    Raw blocks are U8, with the bytes of a row as columns; plain numbers that need no processing have their own dtype.
     """
     if path.name != WEIGHTS or not is_view(path.parent):
         return read_header(path)
@@ -53,22 +53,22 @@ def header_of(path: Path, config: Mapping[str, Any]) -> Header:
 
 
 def as_directory(path: Path) -> Path:
-    """The view of a GGUF file, or of the only one in a directory without config.json; any other path as it is.
+    """The view of a GGUF file, or of the only GGUF file in a directory without config.json; other paths are unchanged.
 
-    Raises InputError for a file that is not sound, UnsupportedError for types and architectures that are not read.
+    Raises InputError for a damaged file, UnsupportedError for unsupported types and architectures.
     """
     file = file_at(path)
     return path if file is None else _view(file)
 
 
 def file_at(path: Path) -> Path | None:
-    """The GGUF file that a path names, or the only one in a directory without config.json; None where there is none."""
-    found = [path]
+    """The GGUF file at a path, or the only one in a directory without config.json; None if there is none."""
+    candidates = [path]
     if path.is_dir() and not (path / "config.json").exists():
-        found = sorted(path.glob("*.gguf"))
-        if len(found) > 1:
-            raise InputError(f"`{path}` has {len(found)} GGUF files", hint="name one of them")
-    return next((f for f in found if f.suffix == ".gguf" and f.is_file()), None)
+        candidates = sorted(path.glob("*.gguf"))
+        if len(candidates) > 1:
+            raise InputError(f"`{path}` has {len(candidates)} GGUF files", hint="name one of them")
+    return next((f for f in candidates if f.suffix == ".gguf" and f.is_file()), None)
 
 
 def _view(file: Path) -> Path:

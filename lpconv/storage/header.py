@@ -1,8 +1,8 @@
-"""The safetensors header: read with suspicion, written by the book. Plain Python, no torch.
+"""The safetensors header: read with checks, written to the specification. Plain Python, no torch.
 
-A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes end to end. We check what the
-format promises and what a converter relies on: the length fits the file, names are unique, every dtype is known, every
-size is shape times dtype, and the byte ranges cover the payload without holes, overlaps or a missing tail.
+A file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes end to end. Reading checks
+what the format guarantees and a converter relies on: the length fits the file, names are unique, every dtype is known,
+every size is shape times dtype, and the byte ranges cover the payload without holes, overlaps or a missing tail.
 """
 
 import json
@@ -50,7 +50,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """A checked header. `data_start` is where the payload begins in the file; tensors stand in file order."""
+    """A checked header. `data_start` is the offset of the payload in the file; tensors are in file order."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -59,8 +59,11 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a safetensors file; InputError for anything unreadable, cut short or inconsistent, and
-    of it UnreadError where disk or network fail."""
+    """Read and check the header of a safetensors file.
+
+    Raises InputError for a file that is unreadable, truncated or inconsistent, and UnreadError, a kind of it, if disk
+    or network fail.
+    """
     try:
         with closing(open_file(path)) as f:
             size = f.size_bytes
@@ -79,7 +82,7 @@ def read_header(path: Path) -> Header:
 
 
 def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:
-    """The checked header from its JSON bytes; `path` is for messages only."""
+    """Check a header from its JSON bytes; `path` is for messages only."""
     document = _load_json(raw, path)
     metadata = document.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -101,7 +104,7 @@ def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Head
 
 
 def check_name(name: object, path: Path) -> None:
-    """Raise InputError for a tensor name that no header can hold, or that is not safe to print."""
+    """Raise InputError for a tensor name that no header can hold, or that is not printable."""
     if not isinstance(name, str) or name == _METADATA:
         raise InputError(f"`{path}`: {name!r} is no name of a tensor", hint="is it a model checkpoint?")
     if not name.isprintable():
@@ -109,7 +112,7 @@ def check_name(name: object, path: Path) -> None:
 
 
 def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Length prefix and JSON, padded with spaces to a multiple of 8 so that the payload starts aligned."""
+    """Length prefix and JSON, padded with spaces to a multiple of 8 so that the payload is aligned."""
     document: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for t in tensors:
         document[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}

@@ -1,7 +1,7 @@
-"""Files and folders kept from other processes by advisory locks, which end with the process whatever happens to it.
+"""Advisory locks on files and folders, which end with the process however it ends.
 
-Some file systems have no locks (Lustre mounted without them, some network stores). There, nobody is told from anybody:
-work goes on as if it were alone, since refusing it would name another run that does not exist.
+Some file systems have no locks (Lustre mounted without them, some network stores). There, other runs cannot be
+detected: work continues as if it were alone, since a refusal would name another run that does not exist.
 """
 
 import fcntl
@@ -12,17 +12,17 @@ from lpconv.errors import OutputExistsError
 
 
 def hold(descriptor: int) -> bool:
-    """Whether an open file or folder is now ours alone, until it is closed."""
+    """Try to lock an open file or folder exclusively until it is closed; returns whether that succeeded."""
     return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def wait_for(descriptor: int) -> None:
-    """Wait until an open file is ours alone; it is until it is closed."""
+    """Wait for the exclusive lock on an open file, which is held until it is closed."""
     _lock(descriptor, fcntl.LOCK_EX)
 
 
 def is_held(path: Path) -> bool:
-    """Whether a live process holds a file or a folder; what does not exist is free."""
+    """Whether a live process has locked a file or a folder; False if it does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -35,7 +35,7 @@ def is_held(path: Path) -> bool:
 
 
 def held_by_another(place: Path) -> OutputExistsError:
-    """The refusal of a place that another run holds."""
+    """Error for an output that another run has locked."""
     return OutputExistsError(f"another run is writing `{place}`", hint="wait for it, or choose another --output")
 
 

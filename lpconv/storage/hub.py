@@ -1,4 +1,4 @@
-"""The Hugging Face hub: snapshots in the cache, downloads, and what its errors mean for the user.
+"""The Hugging Face hub: cached snapshots, downloads, and errors explained to the user.
 
 `huggingface_hub` is imported inside the functions, so that the command line starts without it.
 """
@@ -23,9 +23,9 @@ from lpconv.storage.aliases import ALIASES
 
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _PICKLES = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
-MODULE_WEIGHTS = re.compile(r"\d+_\w+/(model\.safetensors|pytorch_model\.bin)")  # of sentence-transformers
+MODULE_WEIGHTS = re.compile(r"\d+_\w+/(model\.safetensors|pytorch_model\.bin)")  # modules of sentence-transformers
 _TIMEOUT_S = 20.0  # for an answer
-_CONNECT_S = 2.0  # for a connection; without a network, a name server may take half a minute to say so
+_CONNECT_S = 2.0  # for a connection; without a network, a name server may need half a minute to fail
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Weights that lpconv does not read, and training leftovers. `.bin` and `.safetensors` are chosen by name above.
 _OTHER_WEIGHTS = (
@@ -35,7 +35,7 @@ _OTHER_WEIGHTS = (
 
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
-    """The complete snapshot of `repo_id` in the cache, or None. Asks nobody; a partial snapshot counts as none."""
+    """The complete snapshot of `repo_id` in the cache, or None. Sends no request; partial snapshots do not count."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -50,32 +50,32 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory has weights that lpconv reads: one file, or every shard that an index there names."""
+    """Whether a directory has weights that lpconv reads: one file, or every shard of its index."""
     if any((directory / name).exists() for name in ("model.safetensors", "pytorch_model.bin")):
         return True
     return any(_shards_exist(directory / name) for name in _INDEXES if (directory / name).exists())
 
 
 def wanted_files(files: Iterable[str]) -> list[str]:
-    """Of a repository's files, those that a conversion needs: one set of weights and every small side file.
+    """The files of a repository that a conversion needs: one set of weights and every small side file.
 
-    Safetensors are preferred over pickles, and only the names `transformers` loads count: repositories often hold the
-    same weights twice (``consolidated.safetensors``, ``original/*.pth``) or in precisions nobody asked for.
+    Safetensors take precedence over pickles, and only names that `transformers` loads count: repositories often hold
+    the same weights twice (``consolidated.safetensors``, ``original/*.pth``) or in other precisions.
     """
     names = sorted(files)
     is_chosen = _SAFETENSORS if any(_SAFETENSORS.fullmatch(n) for n in names) else _PICKLES
     unwanted_index = _INDEXES[1] if is_chosen is _SAFETENSORS else _INDEXES[0]
     side = [n for n in names if Path(n).suffix.lower() not in _OTHER_WEIGHTS and n != unwanted_index]
-    # What lpconv's own collage method keeps beside the root checkpoint, and what sentence-transformers runs after it.
+    # Residuals of lpconv's collage method, and modules that sentence-transformers runs after the model.
     others = [n for n in names if re.fullmatch(r"collage/residual.*\.safetensors", n)]
     others += [n for n in names if MODULE_WEIGHTS.fullmatch(n) and "modules.json" in names]
     return [n for n in names if is_chosen.fullmatch(n)] + others + side
 
 
 def download(repo_id: str, revision: str | None) -> Path:
-    """Fetch a model into the cache and return its snapshot; a progress bar appears on stderr if that is a terminal.
+    """Download a model into the cache and return its snapshot; with a progress bar if stderr is a terminal.
 
-    Raises InputError where the hub cannot be reached or refuses, and ResourceError where the disk is full.
+    Raises InputError if the hub cannot be reached or refuses, and ResourceError if the disk is full.
     """
     from huggingface_hub import snapshot_download
 
@@ -90,18 +90,18 @@ def download(repo_id: str, revision: str | None) -> Path:
 
 
 def commit_of(repo_id: str, revision: str | None) -> str:
-    """The commit that a branch, a tag or None is now. Raises as `download`."""
+    """The current commit of a branch, a tag or None (the default branch). Raises the errors of `download`."""
     return str(_asked(repo_id, revision).sha)
 
 
 def files_at(repo_id: str, commit: str) -> dict[str, int]:
-    """The files of a commit with their sizes. Raises as `download`."""
-    found = _asked(repo_id, commit, with_sizes=True).siblings or ()
-    return {f.rfilename: f.size or 0 for f in found}
+    """The files of a commit with their sizes. Raises the errors of `download`."""
+    siblings = _asked(repo_id, commit, with_sizes=True).siblings or ()
+    return {f.rfilename: f.size or 0 for f in siblings}
 
 
 def files_url(repo_id: str, commit: str) -> tuple[str, dict[str, str]]:
-    """What the files of a commit lie below, and the headers that ask for them."""
+    """The URL of the folder of a commit's files, and the headers for requests."""
     from huggingface_hub import constants, get_token
 
     token = get_token()
@@ -110,7 +110,7 @@ def files_url(repo_id: str, commit: str) -> tuple[str, dict[str, str]]:
 
 
 def _asked(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> Any:
-    """What the hub says of a repository, or an error of ours."""
+    """The hub's information on a repository. Errors become lpconv errors."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
@@ -118,12 +118,12 @@ def _asked(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> A
     if (why := why_unreachable(constants.ENDPOINT)) is not None:
         raise _not_here(repo_id, revision, why)
     with _explained(repo_id, revision):
-        # Not `list_repo_files`, which tries for half a minute where there is no network.
+        # Not `list_repo_files`, which retries for half a minute without a network.
         return HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S, files_metadata=with_sizes)
 
 
 def why_unreachable(endpoint: str) -> str | None:
-    """Why the server of a URL, or the proxy before it, takes no connection within two seconds; None where it does."""
+    """Why the server of a URL, or its proxy, accepts no connection within two seconds; None if it does."""
     url = urlsplit(endpoint)
     host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     proxies = {} if urllib.request.proxy_bypass(host) else urllib.request.getproxies()
@@ -131,20 +131,20 @@ def why_unreachable(endpoint: str) -> str | None:
     if proxy:
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
         host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
-    found: list[str | None] = []
+    outcome: list[str | None] = []
 
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout=_CONNECT_S).close()
-            found.append(None)
+            outcome.append(None)
         except (OSError, UnicodeError) as e:
-            found.append(f"{host} cannot be reached ({e})")
+            outcome.append(f"{host} cannot be reached ({e})")
 
-    # A thread, because looking up a name takes no time limit.
+    # A thread, because a name lookup has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_CONNECT_S + 0.2)
-    return found[0] if found else f"{host} cannot be reached (no answer within {_CONNECT_S:g} s)"
+    return outcome[0] if outcome else f"{host} cannot be reached (no answer within {_CONNECT_S:g} s)"
 
 
 def _is_weights(name: str) -> bool:
@@ -156,12 +156,12 @@ def _shards_exist(index: Path) -> bool:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
         return all((index.parent / shard).exists() for shard in shards)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return True  # a broken index is there; reading the checkpoint will say what is wrong with it
+        return True  # the index is broken; reading the checkpoint will report how
 
 
 @contextmanager
 def _bars_on_terminals_only() -> Iterator[None]:
-    """Inside, the hub's client shows progress on a terminal only."""
+    """Disable the hub client's progress bars inside the context unless stderr is a terminal."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():
@@ -178,7 +178,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
 def _explained(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
-    except Exception as e:  # the client lets those of its HTTP and transfer libraries through, which vary by version
+    except Exception as e:  # also from the client's HTTP and transfer libraries, which vary by version
         raise _explain(repo_id, revision, e, files) from e
 
 
@@ -221,15 +221,15 @@ def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequen
 
 
 def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Sequence[str]) -> str | None:
-    """Which of `files` an error is about, by the address in what it says; else the first that did not arrive."""
+    """The file that an error is about, by the URL in its message; otherwise the first that has not arrived."""
     from huggingface_hub import try_to_load_from_cache
 
-    said = []
+    messages = []
     cause: BaseException | None = error
     while cause is not None:
-        said.append(f"{cause} {getattr(cause, '_request', None)} ")
+        messages.append(f"{cause} {getattr(cause, '_request', None)} ")
         cause = cause.__cause__ or cause.__context__
-    named = [n for n in files if any(re.search(rf"/{re.escape(quote(n))}[\s')\].>]", text) for text in said)]
+    named = [n for n in files if any(re.search(rf"/{re.escape(quote(n))}[\s')\].>]", text) for text in messages)]
     late = (n for n in files if not isinstance(try_to_load_from_cache(repo_id, n, revision=revision), str))
     return max(named, key=len) if named else next(late, None)
 

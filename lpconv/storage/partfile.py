@@ -1,9 +1,9 @@
-"""Write a file once: hashed front to back while the bytes are hot, complete or not there.
+"""Write a file once: hashed front to back while its bytes are in the cache, and either complete or absent.
 
-Bytes go to `NAME.part`, which becomes NAME by a rename after `fsync`. Another thread writes them back to the disk as
-they come, so that the final `fsync` has little left to wait for, and then drops them from the page cache: an output
-would push its own source out of it, and pages just dropped are cheaper to fill again than fresh ones, several times so
-in virtual machines that get their memory from the host on first touch.
+Bytes go to `NAME.part`, which is renamed to NAME after `fsync`. Another thread writes them back to the disk as they
+arrive, so that the final `fsync` is short, and then drops them from the page cache: otherwise an output would evict its
+own source, and dropped pages are cheaper to refill than fresh ones, several times so in virtual machines that receive
+memory from the host on first touch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from lpconv.errors import (
 from lpconv.results import FileRecord
 from lpconv.storage.place import open_file
 
-# Failed reads that no disk is to blame for.
+# Failed reads that are not the disk's fault.
 NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
@@ -39,7 +39,7 @@ _READ_BYTES = 4 * 2**20
 class PartFile:
     """A file under construction below `root`: `append` in order, then `finish`, or `abandon` it.
 
-    Where several threads make the bytes, each may `write` its own, and one thread calls `digest` on them in order.
+    If several threads produce the bytes, each may `write` its own, and one thread calls `digest` on them in order.
     """
 
     def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
@@ -60,12 +60,12 @@ class PartFile:
             raise write_error(e, self._part) from e
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write and hash the next bytes. Raises ResourceError when the disk is full."""
+        """Write and hash the next bytes. Raises ResourceError if the disk is full."""
         self.write(self._hashed, data)
         self.digest(data)
 
     def write(self, position: int, data: bytes | memoryview) -> None:
-        """Write bytes to their place, from any thread. Raises ResourceError when the disk is full."""
+        """Write bytes at a position, from any thread. Raises ResourceError if the disk is full."""
         assert self._fd is not None
         view = memoryview(data).cast("B")
         while view:
@@ -77,7 +77,7 @@ class PartFile:
             view = view[count:]
 
     def digest(self, data: bytes | memoryview) -> None:
-        """Hash the next bytes of the file, which have been written."""
+        """Hash the next bytes of the file, which are already written."""
         assert self._fd is not None
         self._hash.update(data)
         self._hashed += memoryview(data).nbytes
@@ -86,7 +86,7 @@ class PartFile:
             self._flushed = self._hashed
 
     def finish(self) -> FileRecord:
-        """Wait until the bytes are on the disk, and give the file its name."""
+        """Wait until the bytes are on the disk, then rename the file to its final name."""
         assert self._fd is not None
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
         with writing(self._part):
@@ -99,20 +99,20 @@ class PartFile:
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Stop writing, if it is not finished; the part file stays, and the next run overwrites it."""
+        """Stop writing unless the file is finished; the part file remains, and the next run overwrites it."""
         for flush in self._flushes:
             flush.cancel() or flush.exception()
         self._close()
 
     def _close(self) -> None:
-        """Close the file once: its number may belong to another file by the second time."""
+        """Close the file once: a second close could hit another file with the same descriptor."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
-    """Take the disk space now, so that a full disk is found before the work. Not every file system can."""
+    """Allocate the disk space now, so that a full disk is detected before the work. Not every file system can."""
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as e:
@@ -127,7 +127,7 @@ def _write_back(fd: int, start: int, stop: int) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a write that fails inside, in whatever library, into `write_error` of `path` or of a file below it."""
+    """Convert a failed write inside the context, in any library, into `write_error` for `path` or a file below it."""
     try:
         yield
     except LpconvError:
@@ -141,7 +141,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_error(e: OSError, path: Path) -> LpconvError:
-    """A failed write as an error of ours: exit code 7, with what to do about it."""
+    """Error for a failed write: exit code 7, with a hint."""
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
             f"no space left while writing `{path}`",
@@ -151,7 +151,7 @@ def write_error(e: OSError, path: Path) -> LpconvError:
 
 
 def write_small(path: Path, text: str) -> FileRecord:
-    """Write a small text file in one go, durably. A device or a pipe, such as /dev/stdout, is written to as it is."""
+    """Write a small text file at once, durably. Devices and pipes, such as /dev/stdout, are written to directly."""
     data = text.encode()
     with writing(path):
         if os.path.exists(path) and not os.path.isfile(path):
@@ -177,28 +177,28 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse, before the work, a file that cannot be written. Raises OutputExistsError for a folder, ResourceError."""
+    """Refuse a file that cannot be written, before the work. Raises ResourceError, for a folder OutputExistsError."""
     check_writable(path)
     if path.is_dir():
         raise OutputExistsError(f"`{path}` is a directory", hint="name a file in it")
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before the work, a place where nothing can be written, there or not. Raises ResourceError.
+    """Refuse a path that cannot be written, existing or not, before the work. Raises ResourceError.
 
-    A file without a name is made beside it: permissions do not say what a file system lets root do. A disk that is full
-    is not looked for. Raises UnsupportedError for a URL.
+    A nameless file is created next to it, since permissions do not tell what a file system allows root. A full disk is
+    not detected. Raises UnsupportedError for a URL.
     """
-    if re.match("[a-z][a-z0-9]*:/", str(path)):  # of whose slashes a Path keeps one
+    if re.match("[a-z][a-z0-9]*:/", str(path)):  # a Path has merged the slashes
         raise UnsupportedError(f"`{path}` is no folder of this machine", hint="write to one, and copy it")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        mode = 0  # as it should be
+        mode = 0  # the usual case
     except OSError as e:  # a name too long, a link to itself, a file where a folder should be
         raise write_error(e, path) from e
     if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        return  # a device or a pipe, which `write_small` writes to as it is
+        return  # a device or a pipe, which `write_small` writes to directly
     folder = path.absolute().parent
     while not os.path.exists(folder):
         folder = folder.parent
@@ -215,7 +215,7 @@ def sha256_of(path: Path) -> str:
 
 
 def hash_of(path: Path, digest: "hashlib._Hash") -> str:
-    """What `digest` becomes with the bytes of a file, in hexadecimal. Raises InputError where it cannot be read."""
+    """Update `digest` with the bytes of a file and return it in hexadecimal. Raises InputError if a read fails."""
     try:
         with closing(open_file(path)) as f:
             block = memoryview(bytearray(_READ_BYTES))
@@ -229,7 +229,7 @@ def hash_of(path: Path, digest: "hashlib._Hash") -> str:
 
 
 def read_error(e: OSError, path: Path) -> InputError:
-    """A failed read as an error of ours: exit code 3, with what to do about it."""
+    """Error for a failed read: exit code 3, with a hint."""
     hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
     kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
     return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)

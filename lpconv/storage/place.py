@@ -1,8 +1,8 @@
-"""Files that are read by ranges, wherever their bytes are. Plain Python, no torch.
+"""Files that are read by byte ranges, local or remote. Plain Python, no torch.
 
-The bytes of a remote checkpoint stay where they are. A weight file of it stands here as a *pointer*: a file of the
-object's size, all hole but a header that says which version of which object it stands for. So sizes, times and names
-are those of any file, what knows no pointers refuses the header, and whoever opens files here reads the object.
+The bytes of a remote checkpoint stay remote. Each of its weight files is represented by a *pointer*: a sparse file of
+the object's size with a header that names the object and its version. So sizes, times and names are those of any file,
+programs that do not know pointers refuse the header, and files opened here read the object.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from lpconv.errors import InputError, UnreadError
 from lpconv.extras import RemoteFile
 
-MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than what points to them
+MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
 _MARK = b'{"lpconv_remote": '
 _PREFIX = struct.Struct("<Q")
 
@@ -28,19 +28,19 @@ class RangedFile(Protocol):
     size_bytes: int
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Raises InputError where that fails, or the file is shorter."""
+        """Fill `out` with the bytes from `start` on. Raises InputError if that fails, or if the file is shorter."""
 
     def close(self) -> None: ...
 
 
 class LocalFile:
-    """A file of this machine."""
+    """A file on this machine."""
 
     def __init__(self, path: Path) -> None:
         self._name, self._fd = path.name, os.open(path, os.O_RDONLY)
-        found = os.fstat(self._fd)
-        self.size_bytes = found.st_size
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(self._fd)
+        self.size_bytes = status.st_size
+        if stat.S_ISDIR(status.st_mode):
             os.close(self._fd)
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
@@ -60,24 +60,24 @@ class LocalFile:
 
 
 def open_file(path: Path) -> RangedFile:
-    """The bytes of a file, or of the object that it points to. Raises OSError where it does not open."""
+    """Open a file, or the remote object that it points to. Raises OSError if that fails."""
     pointer = _pointer_in(path)
     return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)
 
 
 def any_pointer(directory: Path, names: Iterable[str]) -> bool:
-    """Whether any of these files stands for an object elsewhere. Raises OSError where one does not open."""
+    """Whether any of these files is a pointer to a remote object. Raises OSError if one cannot be opened."""
     return any(_pointer_in(directory / name) is not None for name in names)
 
 
 def cache_folder(kind: str) -> Path:
-    """Where directories are kept that stand for checkpoints of a kind."""
+    """The cache folder of views of a kind of checkpoint."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "lpconv" / kind
 
 
 def write_pointer(path: Path, size_bytes: int, **pointer: str | None) -> None:
-    """Make a file that stands for an object of `size_bytes`; `pointer` are the other arguments of `RemoteFile`."""
+    """Write a pointer to an object of `size_bytes`; `pointer` are the other arguments of `RemoteFile`."""
     head = _MARK + json.dumps(pointer).encode() + b"}"
     with path.open("wb") as f:
         f.write(_PREFIX.pack(len(head)) + head)
@@ -85,7 +85,7 @@ def write_pointer(path: Path, size_bytes: int, **pointer: str | None) -> None:
 
 
 def _pointer_in(path: Path) -> dict[str, Any] | None:
-    """What a file of our cache points to. Elsewhere nothing does: a checkpoint may not say what is to be fetched."""
+    """The pointer in a file of our cache, or None; a checkpoint's own files must not cause requests."""
     if not os.path.realpath(path).startswith(os.path.realpath(cache_folder("remote")) + os.sep):
         return None
     with path.open("rb") as f:
@@ -93,5 +93,5 @@ def _pointer_in(path: Path) -> dict[str, Any] | None:
         if head[_PREFIX.size :] != _MARK:
             return None
         f.seek(_PREFIX.size)
-        found: dict[str, Any] = json.loads(f.read(*_PREFIX.unpack(head[: _PREFIX.size])))["lpconv_remote"]
-        return found
+        pointer: dict[str, Any] = json.loads(f.read(*_PREFIX.unpack(head[: _PREFIX.size])))["lpconv_remote"]
+        return pointer

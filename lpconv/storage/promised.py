@@ -1,8 +1,8 @@
-"""Are the files of a snapshot those that the hub promised?
+"""Check the files of a snapshot against the hub's hashes.
 
-The hub's cache names a file's bytes after the hash that the hub gave for them when they were fetched, and never looks
-whether they have it: SHA-256 for weights, Git's SHA-1 for small files. So everything is hashed here once. What was
-found good is remembered in the repository's own folder of the cache, by size, time and inode, and goes with that.
+The hub's cache names each blob after the hash that the hub gave when it was fetched, and never checks the bytes:
+SHA-256 for weights, Git's SHA-1 for small files. So every file is hashed here once. Successful checks are recorded by
+size, time and inode in the repository's own cache folder, and are deleted with that folder.
 """
 
 import contextlib
@@ -21,29 +21,29 @@ _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 def check_promises(snapshot: Path) -> dict[str, str]:
-    """The SHA-256 of those files of a snapshot that the hub promised one for, each found to have that.
+    """Check the files of a snapshot, and return the SHA-256 of those for which the hub gave one.
 
-    A file that is no link into the cache's blobs, or whose blob is named otherwise, was promised nothing. Raises
-    InputError for the first file whose bytes are others.
+    A file that is not a link to a blob named by a hash has no such hash. Raises InputError for the first file with
+    another hash.
     """
     state = snapshot.parent.parent / STATE
-    known, found = _read(state), dict[str, str]()
+    known, hashes = _read(state), dict[str, str]()
     before = dict(known)
     files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
     for name in wanted_files(files):
         blob = _blob(snapshot / name)
         if blob is None:
             continue
-        seen = _stamp(blob)
-        if known.get(blob.name) != seen:
+        stamp = _stamp(blob)
+        if known.get(blob.name) != stamp:
             _check(snapshot / name, name, blob)
-            known[blob.name] = seen
+            known[blob.name] = stamp
         if _SHA256.fullmatch(blob.name):
-            found[name] = blob.name
+            hashes[name] = blob.name
     if known != before:
         with contextlib.suppress(LpconvError):  # a cache that cannot be written is checked again next time
             write_small(state, json.dumps({"format_version": 1, "blobs": known}))
-    return found
+    return hashes
 
 
 def _blob(path: Path) -> Path | None:
@@ -68,7 +68,7 @@ def _check(path: Path, name: str, blob: Path) -> None:
 
 
 def _hashes(blob: Path) -> tuple[str, ...]:
-    """What a blob of these bytes may be called."""
+    """The possible names of a blob with these bytes."""
     if _SHA256.fullmatch(blob.name):
         return (sha256_of(blob),)
     # Git hashes a header too; some mirrors give the plain SHA-1.
@@ -77,8 +77,8 @@ def _hashes(blob: Path) -> tuple[str, ...]:
 
 
 def _stamp(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _read(state: Path) -> dict[str, Any]:

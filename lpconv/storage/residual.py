@@ -1,7 +1,7 @@
-"""The residual files of a Collage checkpoint, and the proof that they belong to its weights.
+"""The residual files of a Collage checkpoint, and the check that they belong to its weights.
 
-`collage/residual.json` names the form of the residual and, for each residual file, the root file it completes with that
-file's SHA-256. People fine-tune the root and keep a stale residual; adding the two would be silent noise.
+`collage/residual.json` names the form of the residual and, for each residual file, the root file that it completes with
+that file's SHA-256. Users fine-tune the root and keep a stale residual; adding the two would be silent noise.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """`form` is a key of `lpconv.mcf.split.RESIDUALS`; `roots` are pairs of a root file and its SHA-256."""
+    """Residual files: `form` is a key of `lpconv.mcf.split.RESIDUALS`; `roots` are pairs (root file, its SHA-256)."""
 
     form: str
     directory: Path
@@ -30,7 +30,7 @@ class Residuals:
 
     @property
     def as_checkpoint(self) -> Checkpoint:
-        """The residual files as a checkpoint of their own."""
+        """The residual files as a separate checkpoint."""
         return Checkpoint(
             origin=Resolved(name=RESIDUAL_FOLDER, resolved=str(self.directory), directory=self.directory),
             kind="safetensors",
@@ -51,19 +51,19 @@ def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, An
 
 
 def read_residual(directory: Path) -> Residuals | None:
-    """The residual of a checkpoint, None where it has none. Raises InputError where a root file has changed."""
-    found = find_residual(directory)
-    for name, digest in found.roots if found else ():
+    """The residual of a checkpoint, or None. Raises InputError if a root file has changed."""
+    residual = find_residual(directory)
+    for name, digest in residual.roots if residual else ():
         if sha256_of(directory / name) != digest:
             raise InputError(
                 f"`{name}` has changed since its residual was written",
                 hint="the residual belongs to other weights; delete the collage folder to use the root alone",
             )
-    return found
+    return residual
 
 
 def find_residual(directory: Path) -> Residuals | None:
-    """What `read_residual` gives, without reading the root files: for a writer that has just hashed them."""
+    """`read_residual` without reading the root files, for a writer that has just hashed them."""
     path = directory / RESIDUAL_INDEX
     if not path.exists():
         return None
@@ -83,9 +83,9 @@ def find_residual(directory: Path) -> Residuals | None:
 
 
 def residual_files(directory: Path) -> tuple[str, ...]:
-    """The residual files of a checkpoint, relative to it; none where it has no residual."""
-    found = find_residual(directory)
-    return found.files if found else ()
+    """The residual files of a checkpoint, relative to it; empty if it has none."""
+    residual = find_residual(directory)
+    return residual.files if residual else ()
 
 
 def _is_entry(value: object) -> bool:

@@ -1,8 +1,8 @@
-"""What the user calls a model, turned into a directory that holds a checkpoint.
+"""Resolve a model's name to a directory that holds a checkpoint.
 
-A name is, in this order: ``demo``, a URL, a local directory, an alias or a hub id. Of the hub, the cache is asked first
-and a complete snapshot is used without a request, so a run with and without network reads the same bytes; `--revision`
-picks another.
+A name is, in this order: ``demo``, a URL, a local directory, an alias or a hub id. For hub models a complete snapshot
+in the cache is used without a request, so a run reads the same bytes with and without network; `--revision` selects
+another.
 """
 
 import os
@@ -28,10 +28,10 @@ _HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A model found: what was typed, what it meant, and where its files lie.
+    """A resolved model: the name as typed, its meaning, and the directory of its files.
 
     `resolved` is a hub id, the absolute path of a local directory, or ``demo``. `revision` is the commit hash of a hub
-    snapshot, None for the others.
+    snapshot, otherwise None.
     """
 
     name: str
@@ -41,23 +41,23 @@ class Resolved:
 
     @property
     def hub_id(self) -> str | None:
-        """Its name on the hub; None for what lies elsewhere."""
+        """The model's hub id, or None if it is not from the hub."""
         return self.resolved if self.revision is not None else None
 
 
 def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> Resolved:
-    """The checkpoint that `name` means; `revision` is a branch, tag or commit hash of the hub.
+    """The checkpoint that `name` refers to; `revision` is a branch, tag or commit hash of the hub.
 
-    Looks at the disk first and downloads only what no cache has; downloaded files are compared with the hashes that the
-    hub promised. What lies at a URL stays there; with `whole` it is copied, as is what opens as a file only, and a copy
-    that is there is used. Raises InputError if nothing is found, with what to do next, or if a download is not what was
-    promised; UsageError for a revision of what has none; UnsupportedError for a URL that is not read here.
+    Looks at the disk first and downloads only what is not in the cache; downloaded files are compared with the hub's
+    hashes. Remote files stay at their URL; with `whole` they are copied, as are files that cannot be opened by ranges,
+    and an existing copy is reused. Raises InputError, with a hint, if nothing is found or if a download has another
+    hash; UsageError for a revision of a model that has none; UnsupportedError for an unsupported URL.
     """
     if name == DEMO:
         return _demo(revision)
     if is_url(name):
         return _from_url(check_url(name), revision, whole=whole)
-    # The functions of os.path never raise, whatever was typed: names too long, users that do not exist.
+    # os.path functions never raise: the name may be too long, or name a user that does not exist.
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path) and path.suffix != ".gguf":
         raise InputError(
@@ -71,12 +71,12 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
 
 
 def base_name(name: str) -> str:
-    """The last part of a model's name: what an output is called after."""
+    """The last part of a model's name, after which its output is named."""
     return Path(name).name if name not in (".", "..") else Path(name).resolve().name
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether `name` can only be a path: it is neither ``name`` nor ``owner/name`` as the hub spells them."""
+    """Whether `name` can only be a path: neither ``name`` nor ``owner/name`` in the hub's spelling."""
     return _HUB_NAME.fullmatch(name) is None
 
 
@@ -97,7 +97,7 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
 
 
 def directory_of(path: str | Path) -> Path:
-    """The directory that a path or the URL of a checkpoint means; raises as `resolve` for a URL."""
+    """The directory of a path or of a checkpoint's URL. Raises the errors of `resolve` for a URL."""
     return resolve(path).directory if isinstance(path, str) and is_url(path) else Path(path)
 
 
@@ -122,7 +122,7 @@ def _from_url(url: str, revision: str | None, *, whole: bool) -> Resolved:
 def _from_hub(name: str, revision: str | None) -> Resolved:
     alias = find_alias(name)
     repo_id = alias.repo_id if alias else name
-    # A model that moved under an owner may lie in the cache under the bare name it was fetched by.
+    # A model that moved to an owner may be in the cache under its old bare name.
     for cached_id in dict.fromkeys((repo_id, name)):
         snapshot = cached_snapshot(cached_id, revision)
         if snapshot is not None:

@@ -1,12 +1,12 @@
 """Tensors of a checkpoint directory, readable block by block.
 
-A `Source` knows every tensor's name, dtype and shape from headers alone and reads ranges of bytes on demand, from any
+A `Source` knows every tensor's name, dtype and shape from headers alone and reads byte ranges on demand, from any
 thread. Safetensors files are read with `pread`, or by ranges from a store; `.bin` files are opened with
-`torch.load(weights_only=True, mmap=True)`, which refuses pickles that run code and reads storage only where it is
-touched. torch is imported where there are tensors: to know what safetensors hold takes none.
+`torch.load(weights_only=True, mmap=True)`, which refuses pickles that run code and reads storage lazily. torch is
+imported only when tensors are created: reading safetensors headers does not need it.
 """
 
-from __future__ import annotations  # tensors are named below and not imported
+from __future__ import annotations  # Tensor is imported for type checking only
 
 import pickle
 import re
@@ -37,19 +37,19 @@ class TensorEntry:
 
 
 class Source(Protocol):
-    """Where tensors come from. `entries` stand in file order."""
+    """A reader of tensors. `entries` are in file order."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]: ...
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out`, bytes that can be written, with the tensor's from byte offset `start` on."""
+        """Fill the writable buffer `out` with the tensor's bytes from offset `start` on."""
 
     def close(self) -> None: ...
 
 
 class SafetensorsSource:
-    """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file as its view has it."""
+    """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file through its view."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files: dict[str, tuple[RangedFile, Header]] = {}
@@ -89,7 +89,7 @@ class SafetensorsSource:
 
 
 class TorchSource:
-    """`pytorch_model*.bin` files of one checkpoint, opened without running any code of theirs."""
+    """`pytorch_model*.bin` files of one checkpoint, opened without running code from them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._entries: dict[str, TensorEntry] = {}
@@ -107,7 +107,7 @@ class TorchSource:
 
         position, file_size = 0, path.stat().st_size
         self._sizes[file] = path, file_size
-        seen: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
+        first_names: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
         for name, tensor in _load_bin(path).items():
             check_name(name, path)
             if not isinstance(tensor, Tensor):
@@ -119,7 +119,7 @@ class TorchSource:
                     hint="lpconv reads dense tensors of the dtypes that safetensors knows",
                 )
             size = tensor.numel() * tensor.element_size()
-            if size > file_size:  # a tensor of stride 0 claims any size, and would be given the memory
+            if size > file_size:  # a tensor of stride 0 can claim any size, which would be allocated
                 raise InputError(
                     f"`{path}`: tensor `{name}` claims {size} bytes, the file has {file_size}",
                     hint="save the tensor with .contiguous()",
@@ -127,7 +127,7 @@ class TorchSource:
             info = TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape), begin=position, end=position + size)
             position += size
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
-            alias = seen.setdefault(key, name) if tensor.numel() else name
+            alias = first_names.setdefault(key, name) if tensor.numel() else name
             _add(self._entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
             self._tensors[name] = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
@@ -143,17 +143,17 @@ class TorchSource:
             left = path.stat().st_size
         except OSError as e:
             raise read_error(e, path) from e
-        if left < size:  # reading beyond the end of a mapped file ends the process
+        if left < size:  # reading beyond the end of a mapped file kills the process
             raise InputError(f"`{path.name}` became shorter while it was read", hint="is it still downloading?")
-        found = self._tensors[name].view(torch.uint8)[start : start + len(out)]
-        out[:] = found.numpy().data
+        raw = self._tensors[name].view(torch.uint8)[start : start + len(out)]
+        out[:] = raw.numpy().data
 
     def close(self) -> None:
         self._tensors = {}
 
 
 def read_range(source: Source, name: str, start: int, stop: int, *, buffer: Tensor | None = None) -> Tensor:
-    """Elements `start` to `stop` of a tensor, 1-D in its own dtype; 4- and 6-bit dtypes come as bytes.
+    """Elements `start` to `stop` of a tensor, 1-D in its own dtype; 4- and 6-bit dtypes as bytes.
 
     With `buffer`, uint8 and large enough, the result is a view of it and nothing is allocated.
     """
@@ -169,13 +169,13 @@ def read_range(source: Source, name: str, start: int, stop: int, *, buffer: Tens
 
 
 def read_tensor(source: Source, name: str) -> Tensor:
-    """One whole tensor, in its own dtype and shape."""
+    """A whole tensor, in its own dtype and shape."""
     info = source.entries[name].info
     return read_range(source, name, 0, info.num_elements).view(info.shape)
 
 
 def open_source(checkpoint: Checkpoint) -> Source:
-    """The checkpoint's tensors. Raises InputError for headers, indices or pickles that are not sound."""
+    """Open the checkpoint's tensors. Raises InputError for damaged headers, indices or pickles."""
     return SafetensorsSource(checkpoint) if checkpoint.kind != "torch" else TorchSource(checkpoint)
 
 
@@ -213,11 +213,11 @@ def _load_bin(path: Path) -> dict[str, object]:
                 raise
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as e:
-        # torch's own message goes on to say how to run the code after all.
+        # torch's own message also tells how to run the code.
         asked = re.search(r"GLOBAL ([\w.]+)", str(e))
         what = f"opening it would run `{asked[1]}`" if asked else "it is no plain pickle of tensors"
         raise InputError(f"`{path}` is refused: {what}", hint=hint) from e
-    except Exception as e:  # broken pickles raise anything: IndexError, AssertionError, struct.error
+    except Exception as e:  # broken pickles raise any exception: IndexError, AssertionError, struct.error
         text = " ".join(str(e).split()) or type(e).__name__
         raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="fetch the file again") from e
     if not isinstance(loaded, dict):

@@ -1,11 +1,11 @@
-"""The folder an output grows in, and the one rename that publishes it.
+"""The working folder of an output, and the rename that publishes it.
 
-While a run works, everything lies in `OUT.partial` beside OUT, with a journal of the files that are complete. A run
-that fails or is killed leaves that folder and nothing called OUT; `--resume` goes on from its journal, if source and
-options are still the same. A lock on the journal keeps two runs apart.
+During a run, all files are in `OUT.partial` next to OUT, with a journal of the complete ones. A run that fails or is
+killed leaves that folder and no OUT; `--resume` continues from its journal if source and options are still the same. A
+lock on the journal keeps two runs apart.
 
-Nothing is deleted that is not ours: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; a probe's is
-`probe.json`), `OUT.partial` by its journal, and both go last when a folder is removed. An empty folder is free.
+Only our own folders are deleted: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; `probe.json` for a
+probe), `OUT.partial` by its journal, and both files are deleted last. An empty folder counts as free.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from lpconv.storage.holding import held_by_another, hold, is_held
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 
 JOURNAL = "journal.jsonl"
-MARKER = "lpconv.json"  # what says that a directory is an output of ours
-TUNED = "finetune.json"  # what says that its weights were trained, by a fine-tuning of ours
+MARKER = "lpconv.json"  # marks a directory as an output of lpconv
+TUNED = "finetune.json"  # marks an output whose weights lpconv fine-tuned
 SUMS = "SHA256SUMS"
-PARTS = ".parts"  # of the folder beside an output where several workers leave what they wrote of it
-_SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders beside an output
+PARTS = ".parts"  # suffix of the folder next to an output for the shares of several workers
+_SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to an output
 
 
 class Staging:
-    """The working folder of one output. Use as a context manager: leaving it releases the lock, whatever happened.
+    """The working folder of one output. Use as a context manager, which always releases the lock.
 
-    `identity` is what must be the same for a resume: plan, source files, library versions that shape the bytes. The
-    file `marker` of a published folder says that it is ours.
+    `identity` must be the same for a resume: plan, source files, library versions that affect the bytes. The file
+    `marker` marks a published folder as ours.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Staging:
         if not hold(self._journal.fileno()):
             self._journal.close()
             raise held_by_another(self.directory)
-        # The other run may have published between our opening of the journal and our lock.
+        # Another run may have published after we opened the journal and before we locked it.
         if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
             self._journal.close()
             raise OutputExistsError(f"another run has just finished `{self.output}`", hint="choose another --output")
@@ -72,7 +72,7 @@ class Staging:
         lines, size = _read_journal(self.directory / JOURNAL)
         if resume and lines:
             check_same_run(self.directory, identity, lines[0])
-            os.ftruncate(self._journal.fileno(), size)  # a line cut short would swallow the next one
+            os.ftruncate(self._journal.fileno(), size)  # the next line would be appended to a truncated one
             self.done = [line for line in lines[1:] if self._is_intact(line)]
             _clear(self.directory, {JOURNAL, *(f["name"] for line in self.done for f in line["files"])})
             return
@@ -88,20 +88,20 @@ class Staging:
         return True
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add one line to the journal, durably."""
+        """Append one line to the journal, durably."""
         with writing(self.directory / JOURNAL):
             self._journal.write(json.dumps(line).encode() + b"\n")
             self._journal.flush()
             os.fsync(self._journal.fileno())
 
     def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> PartFile:
-        """Begin a file of the folder."""
+        """Begin a file in the folder."""
         return PartFile(self.directory, name, size_bytes, flusher)
 
     def publish(self) -> None:
-        """Make the folder the output, by one rename. A replaced output is deleted only after that.
+        """Rename the folder to the output. A replaced output is deleted only after that.
 
-        The journal goes last: while it is there, nobody else takes the folder for an abandoned one.
+        The journal is deleted last: while it exists, no other run treats the folder as abandoned.
         """
         _check_output(self.output, self._marker, force=self._force)
         old = folder_next_to(self.output, ".replaced")
@@ -111,12 +111,12 @@ class Staging:
                 os.rename(self.output, old)
             os.rename(self.directory, self.output)
             fsync_directory(self.output.parent)
-            (self.output / JOURNAL).unlink(missing_ok=True)  # a run that resumes this one tidies up too
+            (self.output / JOURNAL).unlink(missing_ok=True)  # a resumed run deletes it too
             _remove(old, self._marker)
 
     @contextlib.contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """`discard` where the block fails: for work that nothing resumes."""
+        """`discard` if the block fails, for work that cannot be resumed."""
         try:
             yield
         except BaseException:
@@ -145,16 +145,16 @@ class Staging:
 
 
 def check_free(output: Path, *, resume: bool | None = None, force: bool, marker: str = MARKER) -> None:
-    """Refuse a place that is taken, or where an interrupted run left something. Raises OutputExistsError.
+    """Refuse an output that exists, or that an interrupted run has left. Raises OutputExistsError.
 
-    `resume` is None for a command that cannot resume. Raises ResourceError for a place that cannot be written.
+    `resume` is None for a command that cannot resume. Raises ResourceError if the path cannot be written.
     """
     check_writable(output)
     _check_output(output, marker, force=force)
     _check_working_folders(output, marker)
     partial = folder_next_to(output, ".partial")
     if not os.path.lexists(partial) or resume or force:
-        return  # and whoever goes on meets the lock of a run that is alive
+        return  # if another run is alive, its lock stops this one later
     if is_held(partial / JOURNAL):
         raise held_by_another(partial)
     hint = "--force starts anew" if resume is None else "--resume continues it, --force starts anew"
@@ -162,7 +162,7 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
 
 
 def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
-    """Refuse to go on in a place with another run than was begun there. Raises OutputExistsError."""
+    """Refuse to resume a run that was started with other settings. Raises OutputExistsError."""
     changed = differing(asked, begun)
     if changed:
         raise OutputExistsError(
@@ -173,12 +173,12 @@ def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[s
 
 
 def differing(asked: Mapping[str, Any], begun: Mapping[str, Any]) -> list[str]:
-    """In what two runs are not the same, of all that identifies them."""
+    """Names of the settings in which two runs differ."""
     return sorted(k for k in {*asked, *begun} if asked.get(k) != begun.get(k))
 
 
 def is_unused(directory: Path) -> bool:
-    """Whether nothing lies at a path, or an empty directory."""
+    """Whether a path does not exist, or is an empty directory."""
     return not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir()))
 
 
@@ -189,20 +189,20 @@ def folder_next_to(output: Path, suffix: str) -> Path:
 
 
 def read_marker(directory: Path) -> dict[str, Any]:
-    """What an output of ours says of itself; empty for any other directory."""
+    """The marker document of an output; empty for any other directory."""
     path = directory / MARKER
     return read_json(path) if path.exists() else {}
 
 
 def is_output(directory: Path) -> bool:
-    """Whether a conversion or a fine-tuning wrote a directory, by the files that these leave; damaged ones count."""
+    """Whether a conversion or a fine-tuning wrote a directory, by its marker or sums file, even if it is damaged."""
     if not (directory / MARKER).exists():
         return (directory / SUMS).exists()
     return read_marker(directory).get("kind") not in ("restore", "repair")
 
 
 def check_marked(directory: Path) -> None:
-    """Raise UnsupportedError for a checkpoint that is no output, InputError for what is none, or lost its marker."""
+    """Raise UnsupportedError for a checkpoint that is not an output, InputError for anything else without a marker."""
     if (directory / MARKER).exists():
         return
     if not os.path.exists(directory):
@@ -216,7 +216,7 @@ def check_marked(directory: Path) -> None:
 
 
 def check_apart(source: Path, output: Path) -> None:
-    """Refuse an output that would add to its own source, or replace it."""
+    """Refuse an output inside its own source, or one that contains or replaces it."""
     inner = Path(os.path.realpath(source))
     for folder in (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS))):
         outer = Path(os.path.realpath(folder))
@@ -250,7 +250,7 @@ def _check_working_folders(output: Path, marker: str) -> None:
 
 
 def _is_ours(directory: Path, proof: str) -> bool:
-    """Whether a directory may be deleted: it is empty, or holds the file that says what it is."""
+    """Whether a directory may be deleted: it is empty, or contains the file `proof`."""
     if directory.is_symlink() or not directory.is_dir():
         return False
     return (directory / proof).is_file() or not any(directory.iterdir())
@@ -264,7 +264,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The journal's lines up to the first one that was cut short, and the bytes they take."""
+    """The journal's lines up to the first truncated one, and their size in bytes."""
     lines, size = [], 0
     for raw in path.read_bytes().splitlines(keepends=True):
         try:
@@ -279,17 +279,17 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _clear(directory: Path, kept: set[str]) -> None:
-    """Delete everything below `directory` but the files `kept`, named relative to it."""
-    for path in sorted(directory.rglob("*"), reverse=True):  # what a folder holds comes before the folder
+    """Delete everything below `directory` except the files `kept`, named relative to it."""
+    for path in sorted(directory.rglob("*"), reverse=True):  # contents of a folder before the folder
         if path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(OSError):  # not empty: it holds a file that is kept
+            with contextlib.suppress(OSError):  # not empty: it contains a kept file
                 path.rmdir()
         elif path.relative_to(directory).as_posix() not in kept:
             path.unlink()
 
 
 def _remove(directory: Path, proof: str) -> None:
-    """Delete a folder of ours; the file that says so goes last, so that the rest of a killed deletion is ours still."""
+    """Delete a folder of ours, with `proof` last, so that the remains of a killed deletion still count as ours."""
     if directory.exists() and _is_ours(directory, proof):
         _clear(directory, {proof})
         shutil.rmtree(directory)

@@ -1,8 +1,8 @@
 """Tied weights: input embedding and output head that are one matrix. Plain Python, without torch.
 
-A tie is seen in three ways: the head is simply not in the file (nothing to do), both share one storage in a `.bin`
-file, or both are written out. For the last case the names below say which pairs can be tied, and the config says
-whether they are meant to be.
+A tie appears in three ways: the head is not in the file (nothing to do), both share one storage in a `.bin` file, or
+both are stored. For the last case the names below define which pairs can be tied, and the config whether they should
+be.
 """
 
 import re
@@ -13,8 +13,8 @@ from typing import Any
 from lpconv.errors import InputError
 from lpconv.storage.source import Source
 
-# Input embeddings, the first found is the one that is kept; then heads that may be tied to it. Other embeddings are
-# tied to a shared one only: those of T5Gemma's encoder and decoder are two matrices, whatever its config ties.
+# Input embeddings, of which the first match is kept; then heads that may be tied to it. Other embeddings are tied
+# to a shared one only: T5Gemma's encoder and decoder have two different matrices, whatever its config says.
 _SHARED = r"(^|\.)shared\.weight$"
 _EMBEDDINGS = (
     _SHARED,
@@ -28,7 +28,7 @@ _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 @dataclass(frozen=True, kw_only=True)
 class TieCandidate:
-    """`name` may be the same matrix as `keep`. `declared` is the config's word: True, or None where it is silent."""
+    """`name` may be the same matrix as `keep`. `declared` is True if the config ties them, None if it does not say."""
 
     name: str
     keep: str

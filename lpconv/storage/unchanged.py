@@ -11,7 +11,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import MAX_HEADER_BYTES
 from lpconv.storage.partfile import read_error
 
-_END_BYTES = 2**16  # of other files: a zip keeps its table, with a checksum of every member, at the end
+_END_BYTES = 2**16  # hashed of other files: a zip has its table, with checksums of all members, at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,12 @@ class Watch:
 
 
 def watch(directory: Path, names: Iterable[str]) -> Watch:
-    """Look at files, to `check` later that nobody has changed them."""
+    """Record the state of files, so that `Watch.check` can detect changes."""
     return Watch(directory=directory, seen={name: _look(directory / name) for name in names})
 
 
 def watched_files(checkpoint: Checkpoint) -> list[str]:
-    """The files that a conversion reads: weights, config, index, and everything that is copied."""
+    """The files that a conversion reads: weights, config, index, and all side files."""
     indexes = sorted(p.name for p in checkpoint.directory.glob("*.index.json"))
     return [*checkpoint.weight_files, "config.json", *indexes, *checkpoint.side_files]
 
@@ -50,16 +50,16 @@ def watched_files(checkpoint: Checkpoint) -> list[str]:
 def _look(path: Path) -> tuple[int, int, int, str]:
     try:
         with path.open("rb") as f:
-            found = path.stat()
+            status = path.stat()
             if path.suffix == ".safetensors":
                 (length,) = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))
                 ends = f.read(min(length, MAX_HEADER_BYTES))
             else:
                 ends = f.read(_END_BYTES)
-                f.seek(max(0, found.st_size - _END_BYTES))
+                f.seek(max(0, status.st_size - _END_BYTES))
                 ends += f.read()
     except FileNotFoundError:
         return -1, 0, 0, ""
     except OSError as e:
         raise read_error(e, path) from e
-    return found.st_size, found.st_mtime_ns, found.st_ino, hashlib.sha256(ends).hexdigest()
+    return status.st_size, status.st_mtime_ns, status.st_ino, hashlib.sha256(ends).hexdigest()

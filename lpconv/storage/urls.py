@@ -1,4 +1,4 @@
-"""URLs of remote checkpoints: which ones are read, without a request."""
+"""URLs of remote checkpoints: validation without a request."""
 
 import importlib.util
 import re
@@ -16,10 +16,10 @@ def is_url(name: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """A checkpoint's URL as it is recorded, without a slash at its end.
+    """Check a checkpoint's URL and return it without a trailing slash, as it is recorded.
 
-    Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for a scheme that is not
-    read or if obstore is not installed.
+    Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for an unsupported scheme
+    or if obstore is not installed.
     """
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
@@ -39,6 +39,6 @@ def check_url(url: str) -> str:
 
 
 def hub_names(url: str) -> tuple[str, str]:
-    """The repository and the revision that an ``hf://`` URL names; without one, the latter is empty."""
+    """The repository and the revision in an ``hf://`` URL; the revision is empty if there is none."""
     repo_id, _, revision = url.removeprefix("hf://").partition("@")
     return repo_id, revision
