@@ -1,4 +1,4 @@
-"""Tensors that are `data · scale`: the rules that propagate scales, and the methods that are policies over them."""
+"""Tensors as `data · scale`: rules that propagate scales, and the training methods that build on them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,14 @@
 """Adaptive layer-wise loss scaling (Zhao et al. 2019, arXiv 1910.12385): scales in the backward pass only.
 
-The forward pass is the plain model's. Gradients travel as (raw, scale) pairs, raw = gradient / scale, so 1/scale is the
-cumulative loss scale s of the paper. At each linear layer and convolution a factor α, chosen from the statistics of the
-incoming gradient and the weight, multiplies what is handed down; parameters receive true gradients, unscaled in fp32.
+The forward pass is the plain model's. Gradients are (raw, scale) pairs with raw = gradient / scale, so 1/scale is the
+cumulative loss scale s of the paper. At each linear layer and convolution, a factor α, chosen from the statistics of
+the incoming gradient and the weight, multiplies the input's gradient; parameters receive true gradients, unscaled in
+fp32.
 
-Departures from the authors' code: parameter gradients are unscaled in fp32 (in fp16 the gain is lost again), the bounds
+Departures from the authors' code: parameter gradients are unscaled in fp32 (fp16 would lose the gain again), the bounds
 on α and on s are wide by default (2^16 and 2^40 instead of 16 and 1024), joins bound the sum of the magnitudes instead
 of the largest, and casts from fp32 to 16 bits choose a scale that fits, as joins do. Factors and scales stay on the
-device; nothing is read back.
+device; nothing is read from it.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -30,26 +31,25 @@ from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 
 aten = torch.ops.aten
 
-_PLAIN = Numerics()  # names no formats: operands are multiplied as they are
+_PLAIN = Numerics()  # no formats: operands are multiplied without a cast
 
 
 def adaptive_scaling(
     model: nn.Module, *, compute: str = "fp16", options: AdaptiveOptions | None = None, strict: bool = False
 ) -> nn.Module:
-    """Scale the gradients of each linear layer and convolution of `model` by a factor of its own; changes `model` in
-    place.
+    """Scale the gradients of each linear layer and convolution by its own factor; changes `model` in place.
 
     The forward pass and the parameters stay plain; it runs under autocast to `compute` ("fp16", "bf16" or "fp32").
-    Parameters receive plain gradients, so any optimizer will do. `strict` is that of `lpconv.scaled.scaled`. Raises
-    `UsageError` for unknown names and a model scaled before.
+    Parameters receive plain gradients, so any optimizer can be used. `strict` is as in `lpconv.scaled.scaled`. Raises
+    `UsageError` for unknown names and for a model that is already scaled.
     """
     if compute == "fp8":
         raise UsageError("adaptive loss scaling has no fp8 compute", hint="use compute='fp16' or 'bf16'")
     dtype = find("compute", compute, COMPUTE).carrier
     refuse_scaled(model)
     options = options or AdaptiveOptions()
-    found = [layer.module for layer in linears(model) if layer.is_replaceable] + convolutions(model)
-    for module in found:
+    modules = [layer.module for layer in linears(model) if layer.is_replaceable] + convolutions(model)
+    for module in modules:
         make_adaptive(module, LayerState(options=options, dtype=dtype, format=compute))
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -68,9 +68,7 @@ def _unscaled(grad: Tensor) -> Tensor:
 
 
 def loss_scales(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return, for each adaptive layer, the cumulative loss scale that reached it in the last backward pass and the
-    factor α it applied.
-    """
+    """For each adaptive layer, the cumulative loss scale that reached it in the last backward pass, and its α."""
     states = {n: m.adaptive for n, m in model.named_modules() if isinstance(getattr(m, "adaptive", None), LayerState)}
     return {
         name: (1 / float(state.scale), float(state.factor))
@@ -80,17 +78,17 @@ def loss_scales(model: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 class _Product(Protocol):
-    """What a layer computes of an input and a weight, and its derivatives by each of them."""
+    """The forward product of a layer's input and weight, and its derivatives."""
 
     def num_terms(self, weight: Tensor) -> int:
-        """How many products an element of the input's gradient sums."""
+        """Number of products in the sum of each element of the input's gradient."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
 
     def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the weight and of a bias."""
+        """The gradients of the weight and of a bias."""
 
 
 class _Matmul:
@@ -110,7 +108,7 @@ class _Matmul:
 
 
 class _Convolution(NamedTuple):
-    """Of (batch, N_in, positions…) with W of (N_out, N_in / groups, kernel…)."""
+    """Convolution of (batch, N_in, positions…) with W of shape (N_out, N_in / groups, kernel…)."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -118,7 +116,7 @@ class _Convolution(NamedTuple):
     groups: int
 
     def num_terms(self, weight: Tensor) -> int:
-        """N_out·k_h·k_w of a group, as the paper has it; where strides skip, the terms are fewer, and α is too low."""
+        """N_out·k_h·k_w per group, as in the paper; with strides there are fewer terms, and α is too low."""
         return weight[:, 0].numel() // self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,7 +140,7 @@ class _Convolution(NamedTuple):
 
 
 class _Adaptive(torch.autograd.Function):
-    """A product in the dtype of the state, whose backward pass multiplies by α what goes down [§3]."""
+    """A product in the dtype of the state, whose backward pass multiplies the input's gradient by α [§3]."""
 
     @staticmethod
     def forward(
@@ -173,14 +171,14 @@ _MATMUL = _Matmul()
 
 
 class _AdaptiveLinear(nn.Linear):
-    """`nn.Linear` whose backward pass scales what it hands down."""
+    """`nn.Linear` whose backward pass scales the input's gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _multiplied(input, self.weight, self.bias, self.adaptive)  # type: ignore[arg-type]  # nn.Module's __getattr__
 
 
 class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
-    """GPT-2's linear layer, whose weight is (N_in, N_out)."""
+    """GPT-2's linear layer, whose weight is (N_in, N_out), with the same backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _multiplied(x, self.weight.t(), self.bias, self.adaptive)
@@ -193,7 +191,7 @@ def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerStat
 
 
 class _Convolving:
-    """torch's convolutions without their call of `F.conv…d`; the pieces that pad are theirs."""
+    """torch's convolutions without their call of `F.conv…d`; padding is as in torch."""
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x, padding = input.to(self.adaptive.dtype), self.padding
@@ -207,15 +205,15 @@ class _Convolving:
 
 
 class _AdaptiveConv1d(_Convolving, nn.Conv1d):
-    """`nn.Conv1d`, likewise."""
+    """`nn.Conv1d` with the same backward pass."""
 
 
 class _AdaptiveConv2d(_Convolving, nn.Conv2d):
-    """`nn.Conv2d`, likewise."""
+    """`nn.Conv2d` with the same backward pass."""
 
 
 class _AdaptiveConv3d(_Convolving, nn.Conv3d):
-    """`nn.Conv3d`, likewise."""
+    """`nn.Conv3d` with the same backward pass."""
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -228,6 +226,6 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def make_adaptive(module: nn.Module, state: LayerState) -> None:
-    """`module`, of a class of `_CLASSES`, computes as before and chooses factors as `state` says."""
+    """Make a module of a class in `_CLASSES` adaptive: same outputs, gradients scaled by the factors of `state`."""
     module.adaptive = state  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     module.__class__ = _CLASSES[type(module)]

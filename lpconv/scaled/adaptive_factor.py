@@ -17,11 +17,11 @@ from lpconv.scaled.tensor import ScaledTensor
 class AdaptiveOptions:
     """Options of adaptive loss scaling: how a layer chooses its factor α.
 
-    `threshold` is the share of a layer's gradient elements that may underflow, `floor` says below what: "subnormal",
-    the smallest number of the format, or "normal", from where on precision is lost. `layer_bound` bounds α and
-    `total_bound` the cumulative loss scale. α is chosen anew at every `every`-th backward pass of a layer. `casts` says
-    how a gradient in fp32 is cast to 16 bits: "fit", at a scale at which it fits, or "lognormal", with room to
-    spare at a larger loss scale, which loses the share `threshold` of magnitudes of a log-normal distribution.
+    `threshold` is the fraction of a layer's gradient elements that may underflow, i.e. fall below `floor`: "subnormal",
+    the smallest number of the format, or "normal", below which precision is lost. `layer_bound` bounds α and
+    `total_bound` the cumulative loss scale. α is updated at every `every`-th backward pass of a layer. `casts` is how a
+    gradient in fp32 is cast to 16 bits: "fit", at a scale at which it fits, or "lognormal", at a larger loss scale with
+    headroom, which loses the fraction `threshold` of a log-normal distribution of magnitudes.
     """
 
     threshold: float = 1e-3
@@ -47,13 +47,14 @@ class AdaptiveOptions:
 def adaptive_factor(
     grad: Tensor, weight: Tensor, scale: Scale, format: str, options: AdaptiveOptions, *, num_terms: int | None = None
 ) -> Tensor:
-    """α, a power of two, for a raw `grad` against `weight`, of whose products an element handed down sums n [§3.2].
+    """The power-of-two factor α for a raw gradient and the weight it is multiplied by [§3.2].
 
-    n is `num_terms`: N_out, the last axis of `grad`, unless given; N_out·k_h·k_w of a convolution. Elements of G and W
-    are taken as independent, so an element of G·W has σ_o = √(½·n·E[g²]·E[w²]) (½: the paper's ReLU assumption), and
-    P(|α·o| < u_min) = erf(u_min/(√2·α·σ_o)) ≤ T gives α ≥ u_min/(√2·erfinv(T)·σ_o). α is at least 1, then bounded by
-    what the dot product, the gradient, `total_bound`·scale and `layer_bound` allow, in this order, and floored to a
-    power of two; the first bounds may lower it below 1. An all-zero or non-finite gradient gives 1.
+    Each element of the input's gradient sums n products. n is `num_terms`, by default N_out, the last axis of `grad`;
+    N_out·k_h·k_w for a convolution. Elements of G and W are assumed independent, so an element of G·W has σ_o =
+    √(½·n·E[g²]·E[w²]) (½: the paper's ReLU assumption), and P(|α·o| < u_min) = erf(u_min/(√2·α·σ_o)) ≤ T gives α ≥
+    u_min/(√2·erfinv(T)·σ_o). α is at least 1, then bounded by the range of the dot product and of the gradient, by
+    `total_bound`·scale and by `layer_bound`, in this order, and rounded down to a power of two; the first bounds may
+    lower it below 1. An all-zero or non-finite gradient gives 1.
     """
     spec = get_format(format)
     u_min = spec.min_subnormal if options.floor == "subnormal" else spec.min_normal
@@ -76,7 +77,7 @@ def _erfinv(x: float) -> float:
 
 @dataclass(kw_only=True)
 class LayerState:
-    """A layer's factor, the scale of the gradient it saw last, and how often it was asked."""
+    """A layer's factor, the scale of its last gradient, and its number of backward passes."""
 
     options: AdaptiveOptions
     dtype: torch.dtype
@@ -86,7 +87,7 @@ class LayerState:
     num_calls: int = 0
 
     def factor_for(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
-        """α for this backward pass, chosen anew every `every`-th time; a compiled graph chooses it each time."""
+        """α for this backward pass, updated at every `every`-th one; a compiled graph updates it each time."""
         if torch.compiler.is_compiling():
             return self._chosen(grad, weight, num_terms)
         if self.factor is None or self.num_calls % self.options.every == 0:

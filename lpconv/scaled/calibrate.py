@@ -1,12 +1,12 @@
 """Static scales from data: the magnitude of every edge, measured on a few batches and then fixed.
 
 Theory assumes independent unit inputs; trained weights and real data are neither. Here an edge is the output of a
-module with a weight of its own, embeddings included. Its RMS and that of its gradient are measured, and a power of two
-per direction is written down that brings the data of both near 1, or an output's outliers to half of what e4m3fn holds:
-queries, keys and values are operands as they are. The input of a linear layer is no edge where activations lie between;
-there outliers have a power of two of its own, which leaves them the same room. Scales are bookkeeping, so any choice
-keeps values and gradients exact: the rule that all paths between two nodes carry the same product of factors (unit
-scaling §5.1) holds by construction.
+module with its own weight, including embeddings. Its RMS and its gradient's RMS are measured, and one power of two per
+direction is stored that brings both near 1, or an output's outliers to half of e4m3fn's largest number: queries, keys
+and values are operands without another cast. The input of a linear layer is not an edge if activations are in between;
+its outliers have their own power of two, with the same headroom. Scales are bookkeeping, so any choice keeps values and
+gradients exact: the rule that all paths between two nodes have the same product of factors (unit scaling §5.1) holds by
+construction.
 """
 
 import functools
@@ -28,12 +28,12 @@ from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
 _LARGEST = get_format("e4m3fn").max
-_HEADROOM = 2.0  # over the largest magnitude measured
+_HEADROOM = 2.0  # factor above the largest measured magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeFactors:
-    """Powers of two that multiply the scale of an edge's output, of its gradient, and of a linear layer's input."""
+    """Powers of two that multiply the scales of an edge's output, its gradient, and a linear layer's input."""
 
     forward: float = 1.0
     backward: float = 1.0
@@ -41,43 +41,42 @@ class EdgeFactors:
 
 
 def _own_loss(output: Any) -> Tensor:
-    """The loss that a transformers model computed itself."""
+    """The loss in the output of a transformers model."""
     return output.loss  # type: ignore[no-any-return]
 
 
 def calibrate(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], *, loss: Callable[[Any], Tensor] = _own_loss
 ) -> dict[str, EdgeFactors]:
-    """Measure a `model` that was scaled with method "unit" on labelled batches, set its edge factors and return them by
-    edge.
+    """Measure a `model` scaled with method "unit" on labelled batches, then set and return its factors by edge.
 
-    Each batch holds the model's keyword arguments; `loss` makes a scalar of what the model returns. Keep the factors
-    with `write_factors`, and give them to the next copy of the model with `read_factors` and `apply_factors`.
+    Each batch holds the model's keyword arguments; `loss` computes a scalar from the model's output. Save the factors
+    with `write_factors`, and set them on another copy of the model with `read_factors` and `apply_factors`.
 
-    Runs one forward and backward pass per batch, and one more on the first to find the factors under which every edge
-    has the measured scale; gradients are cleared. Raises `UsageError` for a model of another method and for no batches.
+    Runs one forward and backward pass per batch, and one more on the first to find the factors that give every edge its
+    measured scale; gradients are cleared. Raises `UsageError` for a model of another method and without batches.
     """
     scaling = scaling_of(model)
     if scaling is None or scaling.method != "unit":
         raise UsageError("calibration needs a model scaled by the method unit", hint="scaled(model, method='unit')")
-    kept = list(batches)
-    if not kept:
+    batch_list = list(batches)
+    if not batch_list:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
     measured: dict[tuple[str, str], list[_Sizes]] = {}
-    _run(model, kept, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_Sizes.of(x)))
+    _run(model, batch_list, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_Sizes.of(x)))
     targets = {(name, side): _scale_of(sizes, side) for (name, side), sizes in measured.items() if side != "input"}
     factors: dict[tuple[str, str], float] = {}
 
     def settle(name: str, side: str, x: ScaledTensor) -> float:
         if side == "input":
-            over = _holding(measured[name, side]) / _static(x.scale)
-            factors[name, side] = max(over, 1.0)
+            needed = _holding(measured[name, side]) / _static(x.scale)
+            factors[name, side] = max(needed, 1.0)
         else:
             factors[name, side] = targets[name, side] / _static(x.scale)
         return factors[name, side]
 
-    _run(model, kept[:1], loss, settle)
-    found = {
+    _run(model, batch_list[:1], loss, settle)
+    edges = {
         name: EdgeFactors(
             forward=factors[name, "forward"],
             backward=factors.get((name, "backward"), 1.0),
@@ -86,12 +85,12 @@ def calibrate(
         for name in weighted_modules(model)
         if (name, "forward") in factors
     }
-    apply_factors(model, found)
-    return found
+    apply_factors(model, edges)
+    return edges
 
 
 def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
-    """Set the edge factors that `calibrate` returned, on the same model or on another one of its architecture."""
+    """Set edge factors from `calibrate`, on the same model or on another one of its architecture."""
     known = weighted_modules(model)
     for name, edge in factors.items():
         if name not in known:
@@ -116,7 +115,7 @@ def _run(
     loss: Callable[[Any], Tensor],
     visit: Callable[[str, str, ScaledTensor], float | None],
 ) -> None:
-    """Forward and backward passes that show each edge to `visit` and apply the factor it returns."""
+    """Run forward and backward passes, passing each edge to `visit` and applying the factor it returns."""
 
     def on_output(name: str, out: Any) -> Any:
         if not isinstance(out, ScaledTensor):
@@ -161,14 +160,14 @@ class _Sizes(NamedTuple):
 
 
 def _holding(sizes: list[_Sizes]) -> float:
-    """The power of two at which e4m3fn holds the largest magnitude, with headroom."""
+    """The power-of-two scale at which the largest magnitude fits e4m3fn, with headroom."""
     return float(pow2_ceil(_HEADROOM * max(s.amax for s in sizes) / _LARGEST))
 
 
 def _scale_of(sizes: list[_Sizes], side: str) -> float:
-    """The power of two below the RMS over batches, or the one that holds an output's outliers if it is larger.
+    """The power of two below the RMS over batches, or the one that fits an output's outliers if that is larger.
 
-    1 where nothing was measured but zeros.
+    1 if all measured values are zero.
     """
     size = (sum(s.rms**2 for s in sizes) / len(sizes)) ** 0.5
     if not MIN_SCALE <= size <= MAX_SCALE:

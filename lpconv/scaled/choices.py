@@ -1,4 +1,4 @@
-"""What the scaled methods let one choose: scales of operands, rules of rates. Plain records, without torch."""
+"""Options of the scaled methods: operand scales and learning-rate rules. Plain records, without torch."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ OPERAND_SCALES = {
     "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
     "carrier": "no cast: the product stays in 16 bits",
 }
-USUAL_OPERAND_SCALE = "row"  # the least error in the weights of a fine-tuned SmolLM2, and nothing clips
-# In the config of a model that native unit scaling drew: the seed, and the norm that carries the head's factor.
+USUAL_OPERAND_SCALE = "row"  # smallest weight error of a fine-tuned SmolLM2, and no clipping
+# Config entry of models drawn by native unit scaling: the seed, and the norm with the head's factor.
 NATIVE_MARK = "lpconv_native"
 LEARNING_RATES = {
     "unit": "one step on Ŵ for all parameters (Blake et al. 2023)",
@@ -26,7 +26,7 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 class OperandScales:
     """The kind of operand scale (a name of `OPERAND_SCALES`) for each of the three products of a linear layer.
 
-    The products of eager attention count as outputs, and those of their backward pass as gradients of inputs.
+    The products of eager attention count as outputs, and those of its backward pass as input gradients.
     """
 
     output: str = USUAL_OPERAND_SCALE
@@ -39,21 +39,20 @@ class OperandScales:
 
     @property
     def kinds(self) -> tuple[str, str, str]:
-        """In the order of `PRODUCTS`."""
+        """The kinds in the order of `PRODUCTS`."""
         return self.output, self.grad_input, self.grad_weight
 
     def __str__(self) -> str:
-        """What `operand_scales` reads."""
+        """The text that `operand_scales` parses."""
         if len(set(self.kinds)) == 1:
             return self.output
         return ",".join(f"{product}={kind}" for product, kind in zip(PRODUCTS, self.kinds, strict=True))
 
 
 def operand_scales(text: str) -> OperandScales:
-    """Parse operand scales: one name for all products, such as ``row``, or names by product, such as
-    ``row,grad_weight=carrier``.
+    """Parse one name for all products, such as ``row``, or names by product, such as ``row,grad_weight=carrier``.
 
-    A product that is not named has the name that stands alone, or else the default. Raises `UsageError` for unknown
+    A product that is not named gets the name without a product, or else the default. Raises `UsageError` for unknown
     names.
     """
     parts = [part.rpartition("=") for part in text.replace(" ", "").replace("-", "_").split(",")]

@@ -1,7 +1,7 @@
-"""What a scaled model keeps on disk: parameters in the layout of a converted checkpoint, and calibrated factors.
+"""A scaled model on disk: parameters in the layout of a converted checkpoint, and calibrated factors.
 
-A parameter is codes with a leading component axis, and a scale in fp32. Calibrated factors are powers of two, one pair
-for each edge; they lie beside the weights as `calibration.json`, which converting copies along.
+A parameter is stored as codes with a leading component axis, and a scale in fp32. Calibrated factors are powers of two,
+one pair per edge, in `calibration.json` next to the weights, which conversions copy.
 """
 
 import json
@@ -25,11 +25,10 @@ CALIBRATION_FILE = "calibration.json"
 
 
 def to_disk(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a scaled model as plain tensors: ``name`` [1, …] with ``name_scale`` [1], other tensors
-    unchanged.
+    """Return a scaled model's state as plain tensors: ``name`` [1, …] with ``name_scale`` [1], others unchanged.
 
-    A tied parameter appears under its first name only, as `safetensors` asks for. Sharded ones are gathered, so every
-    rank must call it.
+    A tied parameter appears under its first name only, as `safetensors` requires. Sharded ones are gathered, so every
+    rank must call this.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -46,12 +45,11 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
 
 
 def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of `to_disk` or of a converted checkpoint into a scaled model; each parameter keeps its own
-    scale.
+    """Load the tensors of `to_disk` or of a converted checkpoint; each parameter keeps its own scale.
 
-    Under FSDP2 every rank takes its own rows, of whole tensors or of those of `unscaled_state_dict`. Values move
-    between scales exactly where both are powers of two and the dtype of the data holds them. Raises `InputError` for a
-    missing parameter or a shape that does not fit.
+    Under FSDP2 every rank takes its own rows, from whole tensors or from `unscaled_state_dict`. Moving values between
+    scales is exact if both scales are powers of two and the data's dtype can represent the result. Raises `InputError`
+    for a missing parameter or a shape that does not fit.
     """
     seen: set[int] = set()
     for name, x in model.state_dict(keep_vars=True).items():
@@ -67,15 +65,15 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 hint="is it of the same architecture?",
             )
         with torch.no_grad():
-            own, found = local(x), _own_rows(stored, x)
+            own, rows = local(x), _own_rows(stored, x)
             if isinstance(own, ScaledTensor):
-                own.data_part.copy_(times(found.to(torch.float32), ratio(stored_scale, own.scale)))
+                own.data_part.copy_(times(rows.to(torch.float32), ratio(stored_scale, own.scale)))
             else:
-                own.copy_(times(found.to(x.dtype), stored_scale))
+                own.copy_(times(rows.to(x.dtype), stored_scale))
 
 
 def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
-    """What of `stored` this rank has of `x`."""
+    """This rank's part of `stored`, sharded like `x`."""
     if not is_sharded(x) or is_sharded(stored):
         return local(stored)
     from torch.distributed.tensor import distribute_tensor
@@ -84,14 +82,14 @@ def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
 
 
 def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
-    """Write edge factors next to a checkpoint, as powers of two."""
+    """Write edge factors next to a checkpoint, as exponents of two."""
     exponents = {name: _exponents(edge) for name, edge in factors.items()}
     document = {"schema_version": 1, "kind": "calibration", "exponents": exponents}
     write_small(directory / CALIBRATION_FILE, json.dumps(document, indent=1) + "\n")
 
 
 def _exponents(edge: EdgeFactors) -> list[int]:
-    """Of output and gradient, and of the input where it has a factor."""
+    """Exponents for output and gradient, and for the input if it has a factor."""
     powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
     return [_exponent(power) for power in powers]
 
@@ -101,7 +99,7 @@ def _exponent(power: float) -> int:
 
 
 def read_factors(directory: Path) -> dict[str, EdgeFactors]:
-    """Read the edge factors that `write_factors` wrote. Raises `InputError` if the file is missing or damaged."""
+    """Read edge factors from `write_factors`. Raises `InputError` if the file is missing or damaged."""
     path = directory / CALIBRATION_FILE
     document = read_json(path)
     exponents = document.get("exponents")

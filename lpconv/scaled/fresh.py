@@ -1,8 +1,8 @@
-"""What native unit scaling makes of a model that is not trained: its weights, and the scale of every parameter.
+"""Native unit scaling of an untrained model: its initial weights, and the scale of every parameter.
 
 A matrix of fan-in K is α·Ŵ with Ŵ of unit normal distribution and α = 1/√K (Blake et al. 2023, table A.2, matmul). The
-paper multiplies by α in the function; here it is the weight's scale, so the function is one that transformers has, and
-a fresh checkpoint is an ordinary one. Whoever opens it for training finds the scales again by the same rules.
+paper multiplies by α in the function; here it is the weight's scale, so transformers knows the function, and a fresh
+checkpoint is an ordinary one. Training recovers the scales by the same rules.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ _FEW_KINDS = 16
 
 @torch.no_grad()
 def initialise(model: Any, *, seed: int = 0) -> None:
-    """Draw the parameters of `model`, in place: Ŵ/√K, tables of unit size, biases 0; norms stay as they were made.
+    """Draw the parameters of `model`, in place: Ŵ/√K, tables of unit size, biases 0; norms are unchanged.
 
-    Where the head shares its weight with an embedding, 1/√K goes to the norm before it, or the logits would be √K. A
-    norm that reads what an attention returns takes its 1/√L, or it would undo that.
-    Raises `UsageError` for weights that were loaded, and `UnsupportedError` for a parameter that no rule covers.
+    If the head shares its weight with an embedding, the norm before it takes the factor 1/√K, or the logits would be
+    √K. A norm that reads an attention's output takes its 1/√L, or it would cancel that. Raises `UsageError` for loaded
+    weights, and `UnsupportedError` for a parameter that no rule covers.
     """
     path = str(getattr(model, "name_or_path", ""))
     if path:
@@ -37,33 +37,33 @@ def initialise(model: Any, *, seed: int = 0) -> None:
             "config without a name",
         )
     generator = torch.Generator().manual_seed(seed)
-    for drawn in list(_drawn(model)):
-        unit = torch.randn(drawn.parameter.shape, generator=generator)
-        drawn.parameter.copy_(_centred(unit, drawn.fan_in) * (0.0 if drawn.is_zero else drawn.size))
+    for item in list(_drawn(model)):
+        unit = torch.randn(item.parameter.shape, generator=generator)
+        item.parameter.copy_(_centred(unit, item.fan_in) * (0.0 if item.is_zero else item.size))
     for table in embeddings(model).values():
         if table.padding_idx is not None and table.weight.requires_grad:
             table.weight[table.padding_idx] = 0
     mark = {"seed": seed, **_norms_with_factors(model)}
     for name, factor in _norm_factors(model, mark).items():
         weight = model.get_submodule(name).weight
-        weight.copy_(torch.where(weight == 0, factor - 1, weight * factor))  # it is 0 in norms that multiply by 1 + it
+        weight.copy_(torch.where(weight == 0, factor - 1, weight * factor))  # 0 in norms that multiply by 1 + weight
     setattr(getattr(model, "config", model), NATIVE_MARK, mark)
 
 
 def _centred(unit: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """`unit` with sums of zero along the axes of its fan-in, at its size.
+    """Make `unit` sum to zero along the axes of its fan-in, keeping its size.
 
-    An activation's mean is then multiplied by zero. It would give all tokens a common part that grows from layer to
-    layer, up to the point where averages over tokens (attention, weight gradients) are several times what theory says.
+    An activation's mean is then multiplied by zero. Otherwise it would give all tokens a common part that grows from
+    layer to layer, until averages over tokens (attention, weight gradients) are several times their theoretical size.
     """
     count = math.prod(unit.shape[axis] for axis in axes)
     return unit if count == 1 else (unit - unit.mean(axes, keepdim=True)) * math.sqrt(count / (count - 1))
 
 
 def native_scales(model: nn.Module) -> dict[int, float]:
-    """The scale of every trained parameter, by its id: 1/√K of matrices, 1 of tables, norms and biases.
+    """The scale of every trained parameter by id: 1/√K for matrices, 1 for tables, norms and biases.
 
-    Raises `UsageError` for a model that `initialise` did not draw, and `UnsupportedError` as it does.
+    Raises `UsageError` for a model that `initialise` did not draw, and `UnsupportedError` like `initialise`.
     """
     mark = getattr(getattr(model, "config", model), NATIVE_MARK, None)
     if not isinstance(mark, Mapping):
@@ -71,7 +71,7 @@ def native_scales(model: nn.Module) -> dict[int, float]:
             "method native scales by theory, which holds for weights that it drew itself",
             hint="use method unit for a trained checkpoint; `lpconv.scaled.native` makes a fresh model",
         )
-    scales = {id(drawn.parameter): drawn.size for drawn in _drawn(model)}
+    scales = {id(item.parameter): item.size for item in _drawn(model)}
     for module in norm_modules(model):
         scales |= {id(p): 1.0 for p in module.parameters(recurse=False)}
     for name, factor in _norm_factors(model, mark).items():
@@ -80,13 +80,13 @@ def native_scales(model: nn.Module) -> dict[int, float]:
 
 
 def averages_causally(model: Any) -> bool:
-    """Whether a mask in attention hides the future: in models that generate, but for those with an encoder."""
+    """Whether attention masks the future: true for generating models without an encoder."""
     generates = getattr(model, "can_generate", bool)()
     return bool(generates) and not getattr(model.config, "is_encoder_decoder", False)
 
 
 class _Drawn(NamedTuple):
-    """A parameter that is drawn: α·Ŵ, or 0 where it is no choice between inputs. Products sum over axes of `fan_in`."""
+    """A parameter to draw: α·Ŵ, or 0 if it only adds a constant. Products sum over the axes `fan_in`."""
 
     parameter: Tensor
     size: float
@@ -95,67 +95,70 @@ class _Drawn(NamedTuple):
 
 
 def _drawn(model: nn.Module) -> Iterator[_Drawn]:
-    """What is drawn, tied parameters once: as a table, whose size a tied head takes over."""
+    """All parameters to draw, tied ones once: as a table, whose size a tied head shares."""
     known = _matrices(model) | {id(t.weight): _table(t) for t in embeddings(model).values()}
     norms = {id(m) for m in norm_modules(model)}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or id(module) in norms or id(parameter) in seen:
+            if parameter is None or not parameter.requires_grad or id(module) in norms or id(parameter) in visited:
                 continue
-            seen.add(id(parameter))
+            visited.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
             yield known.get(id(parameter)) or _other(name, module, key, parameter)
 
 
 def _matrices(model: nn.Module) -> dict[int, _Drawn]:
-    """Matrices at 1/√K; the last one of each of L attentions, with which its branch ends, at 1/√(K·L).
+    """Matrices at 1/√K; the last matrix of each of L attentions, which ends its branch, at 1/√(K·L).
 
-    What all tokens share passes an average whole, and each layer would double it, until tokens are alike and the
-    gradients of Q and K vanish. The paper's authors give attention a small share of the residual, τ ≈ 0.01, too.
+    The common part of all tokens passes an average undiminished, and each layer would double it, until tokens are alike
+    and the gradients of Q and K vanish. The paper's authors give attention a small share of the residual, τ ≈ 0.01,
+    too.
     """
     last = _ends(model)
     ends = {id(getattr(layer.module, layer.parameter)) for layer in last}
-    found = {}
+    matrices = {}
     for layer in linears(model):
         weight = getattr(layer.module, layer.parameter)
         share = len(last) if id(weight) in ends else 1
         is_transposed = layer.kind == "Conv1D" or getattr(layer.module, "is_transposed", False)
         size = (layer.in_features * share) ** -0.5
-        found[id(weight)] = _Drawn(weight, size, fan_in=(-2 if is_transposed else -1,))
-    return found
+        matrices[id(weight)] = _Drawn(weight, size, fan_in=(-2 if is_transposed else -1,))
+    return matrices
 
 
 def _ends(model: Any) -> list[LinearLayer]:
-    """The last matrix of each attention that writes into the stream: Phi-3 lists that of Q, K and V after it."""
+    """The last matrix of each attention that writes into the residual stream (Phi-3 lists QKV after it)."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     layers = [linears(m)[::-1] for m in _attentions(model)]
     return [next((x for x in own if x.out_features == width), own[0]) for own in layers]
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that are attention by their class's name and hold matrices."""
-    found: dict[str, nn.Module] = {}
+    """The outermost modules with "Attention" in their class name that have matrices."""
+    attentions: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = any(name.startswith(f"{outer}.") for outer in attentions)
         if "Attention" in type(module).__name__ and not is_inside and linears(module):
-            found[name] = module
-    return list(found.values())
+            attentions[name] = module
+    return list(attentions.values())
 
 
 def _table(table: nn.Embedding) -> _Drawn:
-    """Of unit size after the factor of its own class; one of a few kinds, such as segments, adds the same to nearly all
-    tokens and starts as a bias."""
+    """A table of unit size after its class's own factor.
+
+    A table of few kinds, such as segments, adds the same vector to nearly all tokens and starts at 0 like a bias.
+    """
     return _Drawn(table.weight, 1 / _own_factor(table), is_zero=table.num_embeddings <= _FEW_KINDS)
 
 
 def _own_factor(table: nn.Embedding) -> float:
-    """What a class derived from `nn.Embedding` multiplies rows by, √K in Gemma: its result for a table of ones."""
+    """The factor of a class derived from `nn.Embedding`, such as √K in Gemma: its result for a table of ones."""
     if type(table).forward is not nn.Embedding.forward:
         ones = table.weight.new_ones(1, 1)
-        with contextlib.suppress(TypeError, RuntimeError):  # tables of positions may take something else than ids
-            given = {"weight": ones.expand_as(table.weight)}
-            return float(torch.func.functional_call(table, given, (ones.long(),)).mean()) or 1.0
+        with contextlib.suppress(TypeError, RuntimeError):  # tables of positions may take other inputs than ids
+            overrides = {"weight": ones.expand_as(table.weight)}
+            return float(torch.func.functional_call(table, overrides, (ones.long(),)).mean()) or 1.0
     return 1.0
 
 
@@ -173,35 +176,35 @@ def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
 
 
 def _head_factor(model: nn.Module) -> float:
-    """The size of the head's input at which logits have unit size: 1/√K over the size of its table."""
+    """The size of the head's input at which logits have unit size: 1/√K divided by the size of its table."""
     weight = _tied_head(model).weight
     size = next(_table(table).size for table in embeddings(model).values() if table.weight is weight)
     return math.sqrt(1 / weight.shape[1]) / size
 
 
 def _tied_head(model: nn.Module) -> Any:
-    """The head, if its weight is an embedding's; else None."""
-    found = head(model)
+    """The head if it shares the weight of an embedding, else None."""
+    output_head = head(model)
     weights = [table.weight for table in embeddings(model).values()]
-    return found if any(getattr(found, "weight", None) is weight for weight in weights) else None
+    return output_head if any(getattr(output_head, "weight", None) is weight for weight in weights) else None
 
 
 def _norm_factors(model: nn.Module, mark: Mapping[str, Any]) -> dict[str, float]:
-    """The factor of each norm that takes one, by its name."""
+    """Factors of norms by name, for norms that have one."""
     factors = {name: len(_ends(model)) ** -0.5 for name in mark.get("branch_norms", ())}
     return factors | ({mark["head_norm"]: _head_factor(model)} if mark.get("head_norm") else {})
 
 
 def _norms_with_factors(model: Any) -> dict[str, Any]:
-    """The norm whose output a tied head multiplies, None where no head is tied or what it multiplies is small enough,
-    and the norms that read the last matrix of an attention, if there are any.
+    """Names of norms with a factor: `head_norm` before a tied head, `branch_norms` after an attention's last matrix.
 
-    Found by one forward pass, for code says nothing about it: one module returns the very memory that another reads.
+    `head_norm` is None if no head is tied or its input is small enough. One forward pass finds these norms by the
+    memory that one module returns and another reads, since the code does not tell.
     """
     tied, norms, ends = _tied_head(model), set(norm_modules(model)), {layer.module for layer in _ends(model)}
     names = {m: name for name, m in model.named_modules()}
-    returned: dict[int, tuple[Any, Any]] = {}  # with what was returned, or something else may come to lie there
-    read: list[tuple[Any, Any, Tensor]] = []  # (module, the one that returned what it read, that)
+    returned: dict[int, tuple[Any, Any]] = {}  # with the output, so that its memory is not reused
+    read: list[tuple[Any, Any, Tensor]] = []  # (module, the module that returned its input, the input)
 
     def on_output(module: Any, args: Any, out: Any) -> None:
         read.append((module, returned.get(args[0].data_ptr(), (None, None))[0], args[0]))
@@ -210,7 +213,7 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
     hooks = [m.register_forward_hook(on_output) for m in norms | ends | ({tied} - {None})]
     try:
         model(**model.dummy_inputs)
-    except Exception as e:  # models that read pixels or sound fail in ways of their own
+    except Exception as e:  # models that read pixels or sound raise various exceptions
         if tied is not None:
             raise _no_norm(model) from e
     finally:

@@ -1,9 +1,9 @@
-"""What crosses between ranks under FSDP2: weights on their way to a layer, gradients on their way back.
+"""Communication between ranks under FSDP2: weights gathered for a layer, gradients reduced afterwards.
 
 A sharded parameter is a DTensor whose part on each rank is a `ScaledTensor`. Its scale is static, so every rank knows
-it, and data alone are gathered: in the dtype of FSDP's policy, or as one byte each where the layer casts them to fp8 as
-they are, in which case the layer's own cast finds the same codes again. Gradients have scales that differ from rank to
-rank. They are summed as values, in fp32, whose range holds what 16 bits at a scale do.
+it, and only data are gathered: in the dtype of FSDP's policy, or as one byte each if the layer casts them to fp8
+without another scale; the layer's own cast then gives the same codes again. Gradients have scales that differ between
+ranks. They are summed as values, in fp32, whose range covers 16-bit numbers times a scale.
 """
 
 import math
@@ -26,10 +26,10 @@ from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, static
 def to_ranks(
     x: Scaled, numerics: Numerics, module: nn.Module, dtype: torch.dtype, num_rows: int, num_ranks: int
 ) -> Tensor:
-    """This rank's rows as the others get them, in `dtype` or codes; short parts are filled up with zeros.
+    """This rank's rows to send, in `dtype` or as codes, padded with zeros to equal parts.
 
-    Of `num_rows` rows over `num_ranks` ranks. Raises UnsupportedError for scales that data set, and for parameters
-    that are kept in fp16, where FSDP would keep gradients too.
+    There are `num_rows` rows over `num_ranks` ranks. Raises UnsupportedError for scales that depend on data, and for
+    fp16 parameters, since FSDP would keep their gradients in fp16 too.
     """
     if not static(x.scale):
         raise UnsupportedError(
@@ -52,7 +52,7 @@ def to_ranks(
 
 
 def from_ranks(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
-    """The rows of all ranks in `dtype`: what was gathered itself, or its codes decoded, which is exact."""
+    """The rows of all ranks in `dtype`: the gathered data, or its codes decoded, which is exact."""
     if gathered.dtype != torch.uint8:
         return gathered
     assert numerics.operand is not None
@@ -60,7 +60,7 @@ def from_ranks(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tens
 
 
 def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
-    """Whether every product that reads this parameter casts it to fp8 as it is."""
+    """Whether every product that reads this parameter casts it to fp8 without another scale."""
     kinds = {numerics.operand_scales.output, numerics.operand_scales.grad_input}
     if numerics.operand is None or kinds != {"static"} or x.role is not Role.WEIGHT or x.data.dim() != 2:
         return False
@@ -68,10 +68,10 @@ def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
 
 
 def reduced(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> None:
-    """FSDP's copy of gradients into the buffer that it reduces, a row for each rank: of their values.
+    """FSDP's copy of gradient values into its reduction buffer, one row per rank.
 
-    They are widened on the way and multiplied where they arrive, so that no copy of them is made beside the buffer's.
-    Raises UnsupportedError for a buffer of fp16, in which small values are 0.
+    They are widened while copying and multiplied in the buffer, so that no further copy is made. Raises
+    UnsupportedError for a buffer of fp16, in which small values would be 0.
     """
     gradients, *rest = pairs
     buffer: Tensor = kwargs["out"]

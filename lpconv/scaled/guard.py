@@ -1,4 +1,4 @@
-"""Guards of scaled training: gradients checked against the plain model's before it begins, and overflows on the way."""
+"""Guards of scaled training: a gradient check against the plain model before it begins, and overflow handling."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -19,11 +19,11 @@ _TOLERANCE = 1e-3  # rounding of fp32 in deep models is below 1e-5; a wrong rule
 
 
 class StepGuard:
-    """Call an optimizer's step only if all gradients are finite, and raise after `patience` skipped steps in a row.
+    """Calls an optimizer's step only if all gradients are finite, and adapts the loss scale to overflows.
 
-    After a skipped step the loss scale at which the backward pass starts is halved, and so is what gradients are
-    rescaled to on the way: otherwise Scalify's next place would undo the first. After `patience` finite steps in a row
-    both are doubled, up to where they began. The factor never leaves [2^-24, 1]. `num_skipped` counts.
+    After a skipped step the loss scale at the start of the backward pass is halved, and so are the targets of gradient
+    rescaling: otherwise Scalify's next place would undo the first change. After `patience` finite steps in a row both
+    are doubled, up to their initial values. The factor stays within [2^-24, 1]. `num_skipped` counts skipped steps.
     """
 
     def __init__(self, model: nn.Module, *, patience: int = 2000) -> None:
@@ -35,7 +35,7 @@ class StepGuard:
         self._num_finite = 0
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the step was taken. Reads one boolean back from the device."""
+        """Take the step if gradients are finite, and return whether it was taken. Reads one boolean from the device."""
         taken = gradients_are_finite(p for group in optimizer.param_groups for p in group["params"])
         if taken:
             optimizer.step()
@@ -43,7 +43,7 @@ class StepGuard:
         return taken
 
     def update(self, found_nonfinite: bool) -> None:
-        """What `step` does beside the step, for loops that leave it out themselves."""
+        """The bookkeeping of `step`, for loops that skip steps themselves."""
         if found_nonfinite:
             self.num_skipped += 1
             self._start_at(min(self._halvings + 1, 24))
@@ -54,15 +54,15 @@ class StepGuard:
 
     @property
     def scale(self) -> float:
-        """The loss scale at which the backward pass starts: 1 or a power of two below."""
+        """The loss scale at the start of the backward pass: a power of two, at most 1."""
         return 2.0**-self._halvings
 
     def state_dict(self) -> dict[str, int]:
-        """What changes, as JSON-able values."""
+        """The mutable state as JSON-able values."""
         return {"halvings": self._halvings, "num_finite": self._num_finite, "num_skipped": self.num_skipped}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state of `state_dict`."""
         self._start_at(state["halvings"])
         self._num_finite, self.num_skipped = state["num_finite"], state["num_skipped"]
 
@@ -80,15 +80,15 @@ class StepGuard:
 
 
 def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
-    """Return whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean back from the device.
+    """Return whether no gradient, plain or scaled, holds Inf or NaN. Reads one boolean from the device.
 
-    Of sharded parameters every rank has a part, and all ranks get one answer, so all of them must call it together.
+    With sharded parameters all ranks must call this together, and they get the same answer.
     """
-    found = [p for p in parameters if p.grad is not None]
-    if not found:
+    with_gradient = [p for p in parameters if p.grad is not None]
+    if not with_gradient:
         return True
-    finite = torch.stack([_is_finite(p.grad) for p in found if p.grad is not None]).all()
-    if any(is_sharded(p) for p in found):
+    finite = torch.stack([_is_finite(p.grad) for p in with_gradient if p.grad is not None]).all()
+    if any(is_sharded(p) for p in with_gradient):
         dist.all_reduce(number := finite.to(torch.int32), op=dist.ReduceOp.MIN)
         finite = number
     return bool(finite)
@@ -99,12 +99,11 @@ def _is_finite(grad: Tensor) -> Tensor:
 
 
 def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[[nn.Module], nn.Module]) -> None:
-    """Raise `UnsupportedError` if a scaled copy of `model` computes another loss or other gradients than `model`, in
-    fp32.
+    """Raise `UnsupportedError` if a scaled copy of `model` computes another loss or other gradients, in fp32.
 
-    `scale` turns a copy of the plain fp32 model into the scaled one, such as ``lambda m: scaled(m, method="unit")``.
-    Both run in evaluation mode, without dropout. A gradient is wrong if it is further from the plain one than 1e-3 of
-    its norm; norms below 1/1000 of the largest count as that. The error names the wrong one nearest to the loss. Takes
+    `scale` scales a copy of the plain fp32 model, such as ``lambda m: scaled(m, method="unit")``. Both run in
+    evaluation mode, without dropout. A gradient is wrong if its distance from the plain one exceeds 1e-3 of its norm;
+    norms below 1/1000 of the largest count as that. The error names the wrong gradient nearest to the loss. Needs
     memory for one more copy of the weights and two sets of gradients.
     """
     loss, grads = _step(model, batch)
@@ -112,8 +111,8 @@ def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[
     largest = max((float(g.norm()) for g in grads.values()), default=0.0)
     wrong = []
     for name, grad in grads.items():
-        found = our_grads.get(name)
-        distance = float((grad if found is None else found - grad).norm()) / max(
+        our_grad = our_grads.get(name)
+        distance = float((grad if our_grad is None else our_grad - grad).norm()) / max(
             float(grad.norm()), largest / 1000, 1e-30
         )
         if not distance <= _TOLERANCE:
@@ -128,7 +127,7 @@ def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[
 
 
 def _step(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a batch and the values of all gradients; the model is left without any and in its own mode."""
+    """The loss of a batch and the values of all gradients; clears gradients and restores the model's mode."""
     was_training = model.training
     model.eval()
     loss = model(**batch).loss

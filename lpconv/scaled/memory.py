@@ -1,4 +1,4 @@
-"""How much autograd keeps for the backward pass, counted where it is kept."""
+"""Bytes that autograd saves for the backward pass, measured with hooks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,16 +15,16 @@ from lpconv.scaled.tensor import data_part
 def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Return how many bytes a forward pass on `batch` saves for its backward pass, without the parameters.
 
-    Counted by saved-tensor hooks, on scaled and plain models alike; a storage that several ops save counts once.
+    Counted by saved-tensor hooks, for scaled and plain models alike; a storage that several ops save counts once.
     """
-    # Storages, not tensors: of those, one that an op saves of its own output would keep the graph, for ever.
-    kept: dict[int, torch.UntypedStorage] = {}
-    own = {data_part(p).untyped_storage()._cdata for p in model.parameters()}  # known of tensors without memory too
+    # Storages, not tensors: an op's saved output would keep the graph alive for ever.
+    storages: dict[int, torch.UntypedStorage] = {}
+    own = {data_part(p).untyped_storage()._cdata for p in model.parameters()}  # works for meta tensors too
 
     def keep(x: Tensor) -> Tensor:
         storage = data_part(x).untyped_storage()
         if storage._cdata not in own:
-            kept[storage._cdata] = storage
+            storages[storage._cdata] = storage
         return x.detach()
 
     scaling = scaling_of(model)
@@ -33,11 +33,11 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
     else:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class _Counting(SavedCodes):
-    """`SavedCodes` that shows what it keeps to `keep`."""
+    """`SavedCodes` that reports each saved tensor to `keep`."""
 
     def __init__(self, saved: SavedCodes, keep: Any) -> None:
         super().__init__(saved.format)
@@ -50,7 +50,7 @@ class _Counting(SavedCodes):
 
 
 def _count_codes(model: nn.Module, scaling: Scaling, batch: Mapping[str, Any], counting: _Counting) -> None:
-    """One forward pass with `counting` in place of the model's own hooks."""
+    """Run one forward pass with `counting` in place of the model's own hooks."""
     model.lpconv_scaling = replace(scaling, saved=counting)  # type: ignore[assignment]  # not a module or tensor
     try:
         model(**batch)

@@ -1,4 +1,4 @@
-"""`scaled`: an unmodified model, trained and run through scaled tensors."""
+"""`scaled`: train and run an unmodified model on scaled tensors."""
 
 import fnmatch
 import functools
@@ -30,7 +30,7 @@ ZERO_SCALE = 2.0**-6  # for parameters that are all zero: the power of two below
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """The dtype of parameters and activations, and the formats of matmul operands if those are narrower."""
+    """The dtype of parameters and activations, and the formats of matmul operands if these are narrower."""
 
     carrier: torch.dtype
     operand: str | None = None
@@ -50,11 +50,11 @@ STATIC_METHODS = ("unit", "native")
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """How a model was scaled: kept on the model, read with `scaling_of`.
+    """How a model was scaled: stored on the model, read with `scaling_of`.
 
-    `scales` holds the static scale of every parameter by its name; tied names share one. `unit` is a scaled tensor
-    in whose numerics the backward pass begins, `saved` what keeps saved activations as codes. `autocast` is the dtype
-    of a plain forward pass whose gradients alone are scaled (`adaptive_scaling`), None for scaled tensors throughout.
+    `scales` holds the static scale of every parameter by name; tied names share one. `unit` is a scaled tensor with the
+    numerics in which the backward pass begins, `saved` stores saved activations as codes. `autocast` is the dtype of a
+    plain forward pass with scaled gradients only (`adaptive_scaling`), None for scaled tensors throughout.
     """
 
     method: str
@@ -66,7 +66,7 @@ class Scaling:
     autocast: torch.dtype | None = None
 
     def around_forward(self, weight: Tensor) -> AbstractContextManager[Any]:
-        """What the forward pass over this weight runs in: autocast, the encoding of saved tensors, or nothing."""
+        """The context of the forward pass: autocast, the encoding of saved tensors, or nothing."""
         if self.autocast is not None:
             return torch.autocast(weight.device.type, self.autocast, enabled=self.autocast != torch.float32)
         if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -86,25 +86,26 @@ def scaled(
     save_codes: bool = True,
     strict: bool = False,
 ) -> nn.Module:
-    """Make `model` compute on (data, scale) pairs, in place; its forward code and all names stay as they are.
+    """Make `model` compute on (data, scale) pairs, in place; its forward code and all names are unchanged.
 
     Every floating-point parameter W becomes a `ScaledTensor` σ·Ŵ with σ = 2^⌊log2 RMS(W)⌋, in the dtype of `compute`
-    ("fp8": `carrier`, bfloat16 unless given, with matmul operands in e4m3fn, and incoming gradients in e5m2 unless
-    each row has a scale). Outputs are plain tensors; `loss.backward()` leaves scaled gradients, read with
+    ("fp8": `carrier`, bfloat16 by default, with matmul operands in e4m3fn, and incoming gradients in e5m2 unless each
+    row has a scale). Outputs are plain tensors; `loss.backward()` leaves scaled gradients, read with
     `p.grad.dequantize()`. Train with `lpconv.scaled.AdamW` or SGD.
 
     - "unit" keeps every scale static.
-    - "native" does too, at the sizes that theory gives a model drawn by `lpconv.scaled.native` (its docs say more).
+    - "native" does too, with the scales that theory gives a model drawn by `lpconv.scaled.native` (see its docs).
     - "scalify" adds dynamic rescaling at the named places `rescale`: any of "layernorm_grad" (the default),
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
 
-    Under "fp8" operands are cast at scales of their own, chosen by `operand_scale` (`choices.operand_scales` reads it).
+    Under "fp8" operands are cast with their own scales, chosen by `operand_scale` (parsed by `choices.operand_scales`).
     Modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the output head. With
-    `save_codes`, "fp8" also keeps what autograd saves for the backward pass in 8 bits, except in those modules, in the
-    loss head, and where weight gradients stay in the carrier dtype.
+    `save_codes`, "fp8" also stores tensors saved for the backward pass in 8 bits, except in those modules, in the loss
+    head, and if weight gradients stay in the carrier dtype.
 
     `strict` makes an op without a rule an `UnsupportedError`; otherwise it is computed on values and counted, see
-    `fallbacks`. Raises `UsageError` for unknown names, a model scaled before, and parameters that are not finite.
+    `fallbacks`. Raises `UsageError` for unknown names, a model that is already scaled, and parameters that are not
+    finite.
     """
     find("method", method, SCALED_METHODS)
     scales = operand_scales(operand_scale) if isinstance(operand_scale, str) else operand_scale
@@ -142,7 +143,7 @@ def scaled(
 
 
 def refuse_scaled(model: nn.Module) -> None:
-    """Raise `UsageError` for a model that was scaled before."""
+    """Raise `UsageError` for a model that is already scaled."""
     if scaling_of(model) is not None:
         raise UsageError(
             "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
@@ -150,7 +151,7 @@ def refuse_scaled(model: nn.Module) -> None:
 
 
 def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
-    """`model` with its record, and a class whose forward lets outputs leave as plain tensors."""
+    """Store `scaling` on the model and give it a class whose forward returns plain tensors."""
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.__class__ = _scaled_class(type(model))
     return model
@@ -158,12 +159,12 @@ def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
 
 def scaling_of(model: nn.Module) -> Scaling | None:
     """Return the settings that `scaled` recorded on the model, or None for a plain model."""
-    found = getattr(model, "lpconv_scaling", None)
-    return found if isinstance(found, Scaling) else None
+    scaling = getattr(model, "lpconv_scaling", None)
+    return scaling if isinstance(scaling, Scaling) else None
 
 
 def fallbacks(model: nn.Module) -> dict[str, int]:
-    """Count the ops that were not exact, most frequent first."""
+    """Counts of the ops that were not exact, most frequent first."""
     scaling = scaling_of(model)
     if scaling is None:
         raise UsageError("the model is not scaled", hint="call lpconv.scaled.scaled(model) first")
@@ -171,10 +172,9 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
 
 
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict as plain tensors σ·Ŵ under the original names, for `save_pretrained(state_dict=…)` and
-    other tools.
+    """Return the state dict as plain tensors σ·Ŵ under the original names, e.g. for `save_pretrained(state_dict=…)`.
 
-    Sharded ones stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
+    Sharded tensors stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
     """
     return {name: _unscaled(x) for name, x in model.state_dict().items()}
 
@@ -185,7 +185,7 @@ def _unscaled(x: Tensor) -> Tensor:
 
 
 def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
-    """`base` with a forward whose outputs leave as plain tensors; its name and signature are those of `base`.
+    """A subclass of `base` whose forward returns plain tensors; its name and signature are those of `base`.
 
     A subclass, because a hook would stay outside the graph that `torch.compile` captures, and a forward set on the
     instance would still belong to the original after a deepcopy.
@@ -203,7 +203,7 @@ def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
-    """No inference mode, and no gradients if it was on: views of wrapper tensors made in it cannot be tracked."""
+    """Leave inference mode, but without gradients if it was on: views of wrapper tensors from it cannot be tracked."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     stack = ExitStack()
@@ -213,10 +213,10 @@ def _outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
-    """`outputs` with the scaled tensors in its tuples, lists and mappings made plain; other objects stay.
+    """Make scaled tensors in tuples, lists and mappings plain; other objects are unchanged.
 
-    A key-value cache therefore stays scaled and can be passed to the next call. Under autocast outputs are plain, and
-    those that need a gradient leave too, for the sake of where their gradient enters.
+    A key-value cache therefore stays scaled and can be passed to the next call. Under autocast outputs are plain, but
+    those that require a gradient are still converted, because their gradient enters there.
     """
     is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
     if isinstance(outputs, ScaledTensor) or is_plain_start:
@@ -230,10 +230,10 @@ def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
 
 
 def weight_scale(name: str, weight: Tensor) -> float:
-    """σ = 2^⌊log2 RMS⌋; 2^-6 for an all-zero tensor, whose values training will choose, and for one without memory."""
+    """σ = 2^⌊log2 RMS⌋; 2^-6 for a meta tensor and for an all-zero tensor, whose values training will choose."""
     if weight.is_meta:
         return ZERO_SCALE
-    blocks = torch.split(weight.reshape(-1), _BLOCK)  # all at once would take four times the weight
+    blocks = torch.split(weight.reshape(-1), _BLOCK)  # in one piece this would need four times the weight's memory
     sums = [x.double().square().sum() for x in blocks]
     rms = float((torch.stack(sums).sum() / weight.numel()).sqrt()) if weight.numel() else 0.0
     if not rms < MAX_SCALE:
@@ -244,7 +244,7 @@ def weight_scale(name: str, weight: Tensor) -> float:
 
 
 def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
-    """The output head and the modules whose name matches a pattern: they multiply in the carrier dtype."""
+    """The output head and the modules whose name matches a pattern, which multiply in the carrier dtype."""
     names = list(weighted_modules(model))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -260,8 +260,8 @@ def _replace_parameters(
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
-    A parameter whose id is in `given` takes the scale from there, others one from their values. All scales are found
-    first, so that a parameter that cannot have one leaves the model as it was.
+    Parameters whose id is in `given` take that scale, others one from their values. All scales are computed first, so
+    that a parameter without a valid scale leaves the model unchanged.
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
@@ -279,7 +279,7 @@ def _replace_parameters(
 
 
 def _scale_constants(model: nn.Module, numerics: Numerics) -> None:
-    """Scale buffers of one moderate number, such as Gemma's factor of embeddings; -1e9 is a mask."""
+    """Scale buffers with a single moderate number, such as Gemma's embedding factor; -1e9 is a mask."""
     for module in model.modules():
         for key, x in module._buffers.items():
             if x is not None and x.dim() == 0 and x.is_floating_point() and 2.0**-20 < abs(x) < 2.0**20:
@@ -287,7 +287,7 @@ def _scale_constants(model: nn.Module, numerics: Numerics) -> None:
 
 
 def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(name, module, key, parameter) of every floating-point parameter, once per place that holds it."""
+    """Yield (name, module, key, parameter) for every floating-point parameter, once per place that holds it."""
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key

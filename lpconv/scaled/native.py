@@ -1,8 +1,8 @@
 """Native unit scaling of any architecture: a fresh model whose numbers have unit size in both passes.
 
-Blake et al. 2023 write a model of ops that divide by their own size. Under the engine an op's size is the scale of what
-it returns, so that the model's code stays: `initialise` draws the weights that unit-scaled ops would have, and the
-method "native" of `scaled` lets scales follow theory exactly (`rules.native`).
+Blake et al. 2023 write models with ops that divide by their own size. In lpconv the size of an op's result is its
+scale, so the model's code is unchanged: `initialise` draws the weights that unit-scaled ops would have, and the method
+"native" of `scaled` makes scales follow theory exactly (`rules.native`).
 """
 
 from collections.abc import Callable, Iterable
@@ -21,12 +21,11 @@ from lpconv.shards import local
 
 
 def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
-    """Initialise `model` anew from `seed` for native unit scaling and scale it, in place; `options` are those of
-    `scaled`.
+    """Initialise `model` from `seed` for native unit scaling and scale it, in place; `options` are those of `scaled`.
 
-    fp8 operands are cast as they are, at no scale of their own, unless `operand_scale` says otherwise. Train with
-    ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for weights that were loaded, and
-    `UnsupportedError` for a parameter or, when it is reached, an op that has no native rule.
+    fp8 operands are cast without another scale, unless `operand_scale` is given. Train with
+    ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for loaded weights, and `UnsupportedError` for
+    a parameter without a native rule or, during the run, for such an op.
     """
     initialise(model, seed=seed)
     settings: dict[str, Any] = {"operand_scale": "static", "strict": True, **options}
@@ -36,10 +35,10 @@ def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
 def native_groups(
     parameters: Iterable[Tensor], lr: float, *, rule: str = "unit", **options: Any
 ) -> list[dict[str, Any]]:
-    """Return parameter groups of a natively scaled model for `lpconv.scaled.AdamW`, with learning rates by a rule of
-    `LEARNING_RATES`.
+    """Return parameter groups of a natively scaled model for `lpconv.scaled.AdamW`.
 
-    `options` go to every group. Scaled AdamW steps on Ŵ with lr/σ, so a group's own rate is lr·σ.
+    `rule` is a learning-rate rule of `LEARNING_RATES`, `options` are added to every group. Scaled AdamW steps on Ŵ with
+    lr/σ, so a group's own rate is lr·σ.
     """
     find("learning-rate rule", rule, LEARNING_RATES)
     by_rate: dict[float, list[Tensor]] = {}
@@ -54,8 +53,9 @@ def native_groups(
 
 
 def data_sizes(model: nn.Module, step: Callable[[], object]) -> dict[str, list[float]]:
-    """Root mean squares of the data of every linear layer's output, of the gradient that reaches it and of every
-    weight's gradient, over `step()`: one pass forward and backward.
+    """Root mean squares of the data of linear outputs, their gradients and weight gradients.
+
+    `step()` runs one forward and backward pass.
     """
     sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
 

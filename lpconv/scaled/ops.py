@@ -1,7 +1,7 @@
-"""Our own ops: the few places where scaled tensors do something that ATen has no op for.
+"""Custom ops for operations on scaled tensors that ATen lacks.
 
-They are custom ops, so that autograd and `torch.compile` see one opaque call and the rules table decides what it does
-to (data, scale), as for any ATen op. On plain tensors each returns a copy of its input.
+As custom ops they are opaque calls for autograd and `torch.compile`, and the rules table defines their effect on (data,
+scale), as for any ATen op. On plain tensors each returns a copy of its input.
 """
 
 from typing import Any
@@ -14,31 +14,31 @@ from lpconv.errors import UnsupportedError
 
 @torch.library.custom_op("lpconv::leave", mutates_args=())
 def leave(x: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
-    """The value of `x` as a plain tensor of its dtype; the backward pass re-enters with `seed(grad, unit, dynamic)`."""
+    """The value of `x` as a plain tensor of its dtype; the backward pass calls `seed(grad, unit, dynamic)`."""
     return x.clone()
 
 
 @torch.library.custom_op("lpconv::seed", mutates_args=())
 def seed(grad: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
-    """The plain gradient of an output as a scaled one, in the numerics of the scaled tensor `unit`."""
+    """Convert the plain gradient of an output into a scaled one, with the numerics of the scaled tensor `unit`."""
     return grad.clone()
 
 
 @torch.library.custom_op("lpconv::rebalance", mutates_args=())
 def rebalance(x: Tensor, forward: str, backward: str) -> Tensor:
-    """`x` with its data brought near 1 by the statistic `forward`, its gradient by `backward`; "" does nothing."""
+    """Rescale the data of `x` to near 1 by statistic `forward`, its gradient's by `backward`; "" does nothing."""
     return x.clone()
 
 
 @torch.library.custom_op("lpconv::as_exact", mutates_args=())
 def as_exact(x: Tensor) -> Tensor:
-    """`x` marked as never to be cast below its dtype: as an operand, and as what autograd saves of it."""
+    """Mark `x` as never to be cast below its dtype, neither as an operand nor when saved for the backward pass."""
     return x.clone()
 
 
 @torch.library.custom_op("lpconv::recentre", mutates_args=())
 def recentre(x: Tensor, forward: float, backward: float) -> Tensor:
-    """`x` with its scale multiplied by `forward` and its gradient's by `backward`; the data take the inverse."""
+    """`x` with its scale multiplied by `forward` and its gradient's by `backward`; the data are divided by them."""
     return x.clone()
 
 

@@ -1,10 +1,10 @@
-"""AdamW on scaled parameters, and the map of hyper-parameters that makes a scaled model train as its source would.
+"""AdamW on scaled parameters, and the hyperparameters with which a scaled model trains like its source.
 
-For W = σ·Ŵ the step of AdamW on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are the same bit
-for bit. State of 16 bits is kept as (data, scale); at every step the scale puts the largest magnitude at the top of
-fp16's range, so that numbers down to 2^-28 of it keep all their bits, and those down to 2^-38 some. The second moment
-is kept as its square root, which spans half as many binades, rounded stochastically: at beta2 = 0.999 one step's decay
-of it is half an fp16 ulp, so that rounding to nearest would keep it from falling.
+For W = σ·Ŵ, AdamW's step on W is a step on Ŵ with lr/σ; with power-of-two σ and fp32 state the two are bitwise equal.
+16-bit state is stored as (data, scale); at every step the scale maps the largest magnitude to the top of fp16's range,
+so that numbers down to 2^-28 of it keep all their bits, and those down to 2^-38 some. The second moment is stored as
+its square root, which spans half as many binades, rounded stochastically: at beta2 = 0.999 one step's decay is half an
+fp16 ulp, so that rounding to nearest would prevent it.
 """
 
 import math
@@ -34,7 +34,7 @@ class HyperParameters:
     weight_decay: float = 0.0
 
 
-# (power of σ, power of c) of each factor, for W = σ·Ŵ and ĝ = c·∂L/∂W: lr, ε, weight decay.
+# (power of σ, power of c) in the factors of lr, ε and weight decay, for W = σ·Ŵ and ĝ = c·∂L/∂W.
 _SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     "adamw": ((-1, 0), (0, 1), (1, 0)),
     "adam": ((-1, 0), (0, 1), (1, 1)),
@@ -46,10 +46,10 @@ _SCALE_POWERS: dict[str, tuple[tuple[int, int], tuple[int, int], tuple[int, int]
 def equivalent(
     optimizer: str, source: HyperParameters, *, weight_scale: float, gradient_factor: float = 1.0
 ) -> HyperParameters:
-    """Return the hyperparameters under which the scaled weight Ŵ = W/σ follows W exactly, step by step.
+    """Return the hyperparameters with which the scaled weight Ŵ = W/σ follows W exactly, step by step.
 
-    `weight_scale` is σ, and `gradient_factor` is c, where the optimizer is fed ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
-    alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules stay; clip gradients by the norm of ĝ/c.
+    `weight_scale` is σ, and `gradient_factor` is c if the optimizer receives ĝ = c·∂L/∂W (c = σ if autograd runs on Ŵ
+    alone). For AdamW: lr/σ, c·ε, σ·wd. β, momentum and schedules are unchanged; clip gradients by the norm of ĝ/c.
     """
     powers = find("optimizer", optimizer, _SCALE_POWERS)
     lr, eps, decay = (weight_scale**a * gradient_factor**b for a, b in powers)
@@ -59,15 +59,15 @@ def equivalent(
 class AdamW(torch.optim.Optimizer):
     """Decoupled-weight-decay Adam (Loshchilov & Hutter, arXiv 1711.05101) for scaled and plain parameters.
 
-    All hyper-parameters are those of the source model; the step on the data divides lr by the parameter's scale.
-    Gradients may have any scale, static or dynamic. 16-bit parameters keep an fp32 copy of their data in the state
-    unless `master` is False. The copy begins with what `start` holds for a parameter, its value in fp32: rounded data
-    lie on the grid of 16 bits, where updates below half a step are rounded away until many have added up. If `rounding`
-    is "stochastic" data are rounded so at each step, which brings such updates to the forward pass on average, whatever
-    they begin with. With `state_dtype` of 16 bits the moments are stored as data and scale.
+    All hyperparameters are those of the source model; the step on the data divides lr by the parameter's scale.
+    Gradients may have any scale, static or dynamic. 16-bit parameters have an fp32 copy of their data in the state
+    unless `master` is False. The copy starts from the parameter's fp32 value in `start`: rounded data are on the 16-bit
+    grid, where updates below half a step are lost until many have accumulated. With `rounding` "stochastic" data are
+    rounded stochastically at each step, so that such updates reach the forward pass on average, for any start. With a
+    16-bit `state_dtype` moments are stored as data and scale.
 
-    Under FSDP2 state tensors are DTensors, placed as their parameters are, and a step does not depend on how many ranks
-    there are, but for the noise of stochastic rounding.
+    Under FSDP2 state tensors are DTensors, placed like their parameters, and a step does not depend on the number of
+    ranks, except for the noise of stochastic rounding.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class AdamW(torch.optim.Optimizer):
             raise UsageError(f"AdamW cannot keep its state in {state_dtype}", hint="use float32, float16 or bfloat16")
         self.state_dtype, self.master, self.rounding = state_dtype, master, rounding
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for parameter, value in (start or {}).items():  # now, so that nobody takes rounded data for what is kept
+        for parameter, value in (start or {}).items():  # now, before rounded data become the copy
             data, scale = _parts(parameter)
             if master and data.dtype != torch.float32:
                 self.state[parameter] = {"master": times(value.float(), ratio(1.0, scale)), "master_scale": scale}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,9 +116,9 @@ class AdamW(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for parameter, index in zip(parameters, saved, strict=True):
-            for name, kept in state_dict["state"].get(index, {}).items():
-                if isinstance(kept, Tensor):
-                    self.state[parameter][name] = kept.detach().clone().to(parameter.device)
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][name] = value.detach().clone().to(parameter.device)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], index: int) -> None:
         state = self.state[parameter]
@@ -135,16 +135,16 @@ class AdamW(torch.optim.Optimizer):
             data.copy_(self._rounded(target, data.dtype, state["step"], index))
 
     def _rounded(self, target: Tensor, dtype: torch.dtype, step: int, index: int) -> Tensor:
-        """The fp32 copy as data. Noise depends on the step and on the parameter alone, so that a run can be resumed."""
+        """Round the fp32 copy to data. Noise depends only on step and parameter, so that a run can be resumed."""
         if self.rounding == "nearest":
             return target
         generator = torch.Generator(target.device).manual_seed(-step * _PRIME - index)
         return fake_quantise(target, _FORMATS[dtype], rounding="stochastic", generator=generator)
 
     def _master(self, parameter: Tensor, data: Tensor, scale: Scale) -> Tensor:
-        """What the step is added to: the data, the kept fp32 copy of them, or one made for this step.
+        """The tensor to update: the data, their fp32 copy in the state, or a temporary copy.
 
-        The copy follows its parameter to another scale ("every:N", or a checkpoint that was loaded).
+        The copy follows its parameter to another scale (after "every:N", or after a checkpoint was loaded).
         """
         if data.dtype == torch.float32:
             return data
@@ -168,7 +168,7 @@ class AdamW(torch.optim.Optimizer):
         return moment.square_() if name == "exp_avg_sq" else moment
 
     def _store(self, parameter: Tensor, name: str, moment: Tensor, *, noise: int = 0) -> None:
-        """Keep a moment. The second's noise depends on the step and on `noise` alone, so that a run can be resumed."""
+        """Store a moment. The second moment's noise depends only on step and `noise`, so that a run can be resumed."""
         state = self.state[parameter]
         if self.state_dtype == torch.float32:
             state[name] = placed_like(parameter, moment)
@@ -182,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _balanced(values: Tensor, parameter: Tensor) -> tuple[Tensor, Scale]:
-    """`values`, of the shape of `parameter`, as data below 2^15 and a scale, which is that of all ranks."""
+    """Split `values`, shaped like `parameter`, into data below 2^15 and a scale common to all ranks."""
     largest = values.abs().amax() if values.numel() else values.new_zeros(())
     if is_sharded(parameter):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group())
@@ -209,12 +209,12 @@ def _update_block(
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Views of all tensors, block by block where they are contiguous; what a step makes in between stays in cache."""
+    """Views of all tensors, block by block if they are contiguous, so that intermediate results stay in the cache."""
     if not all(t.is_contiguous() for t in tensors):
         return [tensors]
     return zip(*(torch.split(t.view(-1), _BLOCK) for t in tensors), strict=True)
 
 
 _BLOCK = 2**16  # elements
-_PRIME = 1_000_003  # more parameters than a model has: every step of each has a seed of its own (32 bits of it count)
+_PRIME = 1_000_003  # more than a model's parameters, so that every step of each has its own seed (of 32 bits)
 _FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -1,4 +1,4 @@
-"""What the rules compute with: a (data, scale) pair, the role it plays, and the numerics of the model.
+"""The operands of rules: a (data, scale) pair with its role, and the numerics of the model.
 
 Rules are pure functions of pairs. They never see the tensor subclass, so each can be read, tested and differentiated on
 its own.
@@ -19,7 +19,7 @@ from lpconv.scaled.scales import Scale, ratio, split_number, times, uninitialise
 
 
 class Role(enum.Enum):
-    """What a tensor is for; it decides the format of a matmul operand and what may be saved in 8 bits."""
+    """The purpose of a tensor; it decides the format of a matmul operand and what may be saved in 8 bits."""
 
     ACTIVATION = "activation"
     WEIGHT = "weight"
@@ -29,18 +29,18 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How the rules compute. Tensors carry it, because a backward pass may run in a thread that knows no context.
+    """Settings of the rules. Tensors carry them, because a backward pass may run in another thread.
 
     `operand` and `gradient` name the formats of matmul operands (None: the dtype of the data), `operand_scales` the
-    scales that they are cast at. `unit_factors` moves the √K of each contraction from the data to the scale; without it
-    data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest scale whose data fit their dtype
-    (adaptive loss scaling), and a cast to 16 bits one that loses a share of at most `cast_underflow`, where data leave
-    room for it. Gradients start, and are rescaled, at data of 1/`headroom`: a power of two that `StepGuard` raises
-    after an overflow. `softmax_grad` rescales what softmax hands down. With `native` factors are square roots
-    themselves, as unit scaling has them, and rules that predict sizes at initialisation stand in for some
-    (`rules.native`); `causal` tells them how far attention averages where a mask hides it. `counts` collects fall-backs
-    and saturations, `places` the module where each op first fell back; all tensors of a model share them, and they take
-    no part in equality.
+    scales at which they are cast. `unit_factors` moves the √K of each contraction from the data to the scale; without
+    it data keep the raw magnitudes. `fit_joins` makes an addition choose the smallest scale whose data fit their dtype
+    (adaptive loss scaling), and a cast to 16 bits a scale that loses a fraction of at most `cast_underflow`, if the
+    data leave headroom. Gradients start, and are rescaled, at data of 1/`headroom`: a power of two that `StepGuard`
+    raises after an overflow. `softmax_grad` rescales the gradient of softmax's input. With `native`, factors are exact
+    square roots, as in unit scaling, and some rules are replaced by rules that predict sizes at initialisation
+    (`rules.native`); `causal` tells these that attention masks average over past keys only. `counts` collects fallbacks
+    and saturations, `places` the module of each op's first fallback; all tensors of a model share them, and they are
+    not compared.
     """
 
     operand: str | None = None
@@ -58,19 +58,19 @@ class Numerics:
     places: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Numerics":
-        """Itself: a deep copy of a model counts with the original, as its tensors do."""
+        """Itself, so that a deep copy of a model shares counts with the original, as its tensors do."""
         return self
 
 
 class Scaled(NamedTuple):
-    """value = data · scale."""
+    """A pair with value = data · scale."""
 
     data: Tensor
     scale: Scale
     role: Role = Role.ACTIVATION
 
     def with_data(self, data: Tensor) -> "Scaled":
-        """The same scale and role over other data."""
+        """The same scale and role with other data."""
         return Scaled(data, self.scale, self.role)
 
 
@@ -83,7 +83,7 @@ class Call(NamedTuple):
 
 Rule = Callable[..., Any]
 """`rule(call, *args, **kwargs)` with pairs for scaled tensors; returns pairs, plain tensors, lists or tuples of them,
-or NotImplemented where it does not cover the arguments."""
+or NotImplemented for arguments that it does not cover."""
 
 
 def static(scale: Scale) -> bool:
@@ -92,7 +92,7 @@ def static(scale: Scale) -> bool:
 
 
 def pair(x: Any) -> tuple[Any, Scale]:
-    """(data, scale) of any operand: a plain tensor has the scale 1, a number is split by `split_number`."""
+    """(data, scale) of any operand: the scale is 1 for a plain tensor, and a number is split by `split_number`."""
     if isinstance(x, Scaled):
         return x.data, x.scale
     if isinstance(x, Tensor):
@@ -101,7 +101,7 @@ def pair(x: Any) -> tuple[Any, Scale]:
 
 
 def data_of(x: Any) -> Any:
-    """The data of a pair; anything else as it is."""
+    """The data of a pair; anything else unchanged."""
     return x.data if isinstance(x, Scaled) else x
 
 
@@ -112,10 +112,10 @@ def widen_16_bit(x: Any) -> Any:
 
 
 def value(x: Any) -> Any:
-    """data · scale, computed in at least fp32 (data of 16 bits with a scale of 2^-20 would vanish in 16 bits).
+    """data · scale, computed in at least fp32 (16-bit data with a scale of 2^-20 would vanish in 16 bits).
 
-    fp32 and fp64 data keep their dtype; everything that is not a pair passes unchanged. The strides are those of the
-    data, slices too: torch's functions of contiguous and of strided memory differ in the last bit.
+    fp32 and fp64 data keep their dtype; anything but a pair is returned unchanged. The strides are those of the data,
+    also for slices: torch's functions on contiguous and on strided memory differ in the last bit.
     """
     if not isinstance(x, Scaled):
         return x
@@ -126,7 +126,7 @@ def value(x: Any) -> Any:
 
 
 def in_units_of(plain: Tensor, x: Scaled) -> Tensor:
-    """A plain tensor over the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
+    """A plain tensor divided by the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
     limit = torch.finfo(x.data.dtype).max
     wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
     over = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
@@ -134,11 +134,11 @@ def in_units_of(plain: Tensor, x: Scaled) -> Tensor:
 
 
 def move_factor(x: Scaled, factor: float) -> Scaled:
-    """The same value: (d·factor, s/factor)."""
+    """The same value as (d·factor, s/factor)."""
     return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
 
 
 def with_nonzero_scale(x: Scaled) -> Scaled:
-    """`x` with a scale other than 0, at which a number beside it can be expressed: a static zero at the scale 1."""
+    """`x` with a non-zero scale, so that other numbers can be expressed at it: a static zero gets the scale 1."""
     is_zero = isinstance(x.scale, float) and x.scale == 0
     return Scaled(torch.zeros_like(x.data), 1.0, x.role) if is_zero else x

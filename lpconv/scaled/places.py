@@ -1,4 +1,4 @@
-"""Named places in a model: where scales are reset by data, and which modules compute exactly."""
+"""Named places in a model: where data reset scales, and which modules compute exactly."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +17,15 @@ from lpconv.shards import is_sharded
 
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
-    """Layer and RMS norms, by class name: transformers defines one per architecture."""
+    """Layer and RMS norms, by class name, since transformers defines one per architecture."""
     return (m for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm")))
 
 
 def _layernorm_grad(model: nn.Module) -> None:
     """l2 on the gradient that reaches each norm: twice per block, the paper's only rescaling for fp16 and fp8.
 
-    The paper rescales where the norm's backward pass ends. Here it is where that begins: a norm written in several ops
-    (RMS norms of transformers) sums its parts into the residual stream, and a node in between would reorder that sum.
+    The paper rescales at the end of the norm's backward pass, lpconv at its start: a norm of several ops (RMS norms of
+    transformers) sums its parts into the residual stream, and a node in between would reorder that sum.
     """
     for module in norm_modules(model):
         module.register_forward_hook(lambda _, __, output: dynamic_rescale_grad(output))
@@ -38,7 +38,7 @@ def _logits_grad(model: nn.Module) -> None:
 
 
 def _weight_grad(model: nn.Module) -> None:
-    """l2 on every finished parameter gradient, for optimizer state of 16 bits."""
+    """l2 on every finished parameter gradient, for 16-bit optimizer state."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(_rebalanced_grad)  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ def _rebalanced_grad(grad: Tensor) -> Tensor:
 def _every(model: nn.Module, num_steps: int) -> None:
     """l2 on every parameter, before each `num_steps`-th forward pass in training, for weights that outgrow their scale.
 
-    The hook belongs to the whole model, so it stays outside what `torch.compile` captures.
+    The hook is on the whole model, outside the graph that `torch.compile` captures.
     """
     model.lpconv_num_passes = 0  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.register_forward_pre_hook(functools.partial(_rescale_parameters, num_steps=num_steps))
@@ -76,13 +76,13 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
 _PLACES: dict[str, Callable[[nn.Module], None]] = {
     "layernorm_grad": _layernorm_grad,
     "logits_grad": _logits_grad,
-    "softmax_grad": lambda model: None,  # no module holds the scores: the rule does it, see `Numerics.softmax_grad`
+    "softmax_grad": lambda model: None,  # no module has the scores; see `Numerics.softmax_grad`
     "weight_grad": _weight_grad,
 }
 
 
 def place(name: str) -> Callable[[nn.Module], None]:
-    """What installs a named place: one of `_PLACES`, or ``every:N``. Raises `UsageError` for any other name."""
+    """The function that installs a place: one of `_PLACES`, or ``every:N``. Raises `UsageError` for other names."""
     kind, _, number = name.partition(":")
     if kind != "every":
         return find("place", name, _PLACES)
@@ -92,9 +92,9 @@ def place(name: str) -> Callable[[nn.Module], None]:
 
 
 def heads(model: nn.Module) -> Sequence[nn.Module]:
-    """The modules that produce logits: the model's head, or where it has none the last linear layer."""
-    found = head(model)
-    return [found] if found is not None else [x.module for x in linears(model)[-1:]]
+    """The modules that produce logits: the model's head, or else its last linear layer."""
+    output_head = head(model)
+    return [output_head] if output_head is not None else [x.module for x in linears(model)[-1:]]
 
 
 def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -103,7 +103,7 @@ def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def install(model: nn.Module, places: Iterable[str], exact: Iterable[nn.Module]) -> None:
-    """Put the hooks of the named places on `model`, and mark what enters the modules of `exact`."""
+    """Register the hooks of the named places on `model`, and mark the inputs of the modules in `exact`."""
     for name in places:
         place(name)(model)
     for module in exact:

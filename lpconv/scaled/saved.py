@@ -1,10 +1,10 @@
-"""What autograd saves for the backward pass, kept as 8-bit codes.
+"""8-bit codes for the tensors that autograd saves for the backward pass.
 
-Saved-tensor hooks see every tensor that an op saves during the forward pass. Scaled activations are cast to e4m3fn as
-matmul operands are, at one scale for the tensor; one that a matmul casts to e4m3fn anyway loses nothing by it. Weights
-are saved by reference, per-row statistics and what critical modules save as they are. Log-probabilities of 16-bit
-logits are kept in fp16 where a model computed them in fp32: fp16 holds them 8 times finer than bf16 held the logits.
-Under torch.compile the partitioner decides what is saved, and these hooks stay out of its way.
+Saved-tensor hooks see every tensor that an op saves during the forward pass. Scaled activations are cast to e4m3fn like
+matmul operands, with one scale for the tensor; this loses nothing for tensors that a matmul casts to e4m3fn anyway.
+Weights are saved by reference; per-row statistics and tensors saved by critical modules are unchanged.
+Log-probabilities of 16-bit logits that a model computed in fp32 are stored in fp16, which is 8 times finer than the
+bf16 logits. Under torch.compile the partitioner decides what is saved, and these hooks are not used.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from lpconv.scaled.tensor import ScaledTensor
 
 
 class _Packed(NamedTuple):
-    """Codes of a dense tensor in memory order, and how to lay them out again."""
+    """Codes of a dense tensor in memory order, and its layout."""
 
     coded: Coded
     dtype: torch.dtype
@@ -36,8 +36,8 @@ class _Packed(NamedTuple):
 class SavedCodes:
     """Saves the scaled activations of a model's forward pass as codes of `format`.
 
-    A tensor that several ops save (the input of Q, K and V) is encoded once: codes are remembered by storage for as
-    long as the forward pass runs and the storage lives.
+    A tensor that several ops save (the input of Q, K and V) is encoded once: codes are cached by storage while the
+    forward pass runs and the storage exists.
     """
 
     def __init__(self, format: str) -> None:
@@ -46,7 +46,7 @@ class SavedCodes:
 
     @contextmanager
     def during_forward(self, carrier: torch.dtype) -> Iterator[None]:
-        """Save codes while the block runs, in which activations are in `carrier` unless a model widens them."""
+        """Save codes inside the context; activations are in `carrier` unless a model widens them."""
         self.carrier = carrier
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
@@ -55,9 +55,10 @@ class SavedCodes:
             self._codes.clear()
 
     def pack(self, x: Tensor) -> Any:
-        """The codes of a scaled activation, fp16 for exact fp32 beside a 16-bit carrier; any other tensor as it is.
+        """Encode a scaled activation, or exact fp32 next to a 16-bit carrier as fp16; other tensors are unchanged.
 
-        Without its graph: an op that saves its own output would keep itself, and its inputs, where no backward follows.
+        Detached: an op that saves its own output would otherwise keep itself and its inputs alive if no backward pass
+        follows.
         """
         if not isinstance(x, ScaledTensor) or not _worth_encoding(x.data_part):
             return x.detach()
@@ -68,7 +69,7 @@ class SavedCodes:
         return _Packed(coded, x.dtype, x.shape, x.stride(), x.scale, x.role, x.numerics)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again, in its dtype, shape and strides."""
+        """Decode to the original dtype, shape and strides."""
         if not isinstance(packed, _Packed):
             return packed  # type: ignore[no-any-return]
         coded = packed.coded
@@ -90,7 +91,7 @@ class SavedCodes:
 
 
 def _worth_encoding(data: Tensor) -> bool:
-    """Dense and wider than 8 bits, and not one number per row (means, 1/σ), which is small and should stay exact."""
+    """Whether data are dense and wider than 8 bits, and more than one number per row (means and 1/σ stay exact)."""
     if data.dim() < 2 or data.shape[-1] == 1 or data.itemsize == 1:
         return False
     strides = sorted((stride, size) for stride, size in zip(data.stride(), data.shape, strict=True) if size > 1)

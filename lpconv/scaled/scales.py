@@ -1,7 +1,7 @@
-"""Arithmetic of scales: powers of two, Python floats while static and 0-dim fp32 tensors once data set them.
+"""Arithmetic of scales: powers of two, as Python floats while static and as 0-dim fp32 tensors if data set them.
 
-A static scale costs nothing: it is a constant of the graph. A dynamic one lives on the device and is never read back.
-The same formulas serve both. Scales stay in [2^-126, 2^127], where fp32 holds a power of two as a normal number; only
+A static scale costs nothing: it is a constant of the graph. A dynamic one stays on the device and is never read. The
+same formulas serve both. Scales stay in [2^-126, 2^127], where fp32 represents a power of two as a normal number; only
 a *statically* known zero has the scale 0, which means "any scale".
 """
 
@@ -17,15 +17,15 @@ Scale = float | Tensor
 
 MIN_SCALE = 2.0**-126
 MAX_SCALE = 2.0**127
-MODERATE_SCALE = 2.0**40  # a recurrence can double its scale at every step; beyond this, data would begin to vanish
+MODERATE_SCALE = 2.0**40  # a recurrence can double its scale at every step; beyond this, data would vanish
 _LARGEST_NUMBER = 2.0**64
 
 
 def split_number(x: float) -> tuple[float, float]:
     """`x` as (mantissa, scale) with 1 ≤ |mantissa| < 2 and a power-of-two scale; (0, 0) for zero.
 
-    Infinities, NaN and what stands for infinity (-1e38, a start for maxima) keep the scale 1: at theirs, what they meet
-    would vanish. So do numbers whose exponent a scale cannot hold.
+    Infinities, NaN and substitutes for infinity (-1e38, a start for maxima) keep the scale 1: with their own scale,
+    other operands would vanish. So do numbers whose exponent a scale cannot represent.
     """
     if x == 0:
         return 0.0, 0.0
@@ -45,14 +45,14 @@ def larger(a: Scale, b: Scale) -> Scale:
 
 
 def ratio(a: Scale, b: Scale) -> Scale:
-    """a / b, and 0 where b is a static zero (a zero of any scale stays zero)."""
+    """a / b, or 0 if b is a static zero (a zero of any scale stays zero)."""
     if isinstance(b, float) and b == 0:
         return 0.0
     return a / b
 
 
 def multiply(a: Scale, b: Scale) -> Scale:
-    """a · b, unclamped; a static zero wins."""
+    """a · b, unclamped; a static zero gives zero."""
     if isinstance(a, float) and isinstance(b, Tensor):
         return 0.0 if a == 0 else b * a
     if isinstance(b, float) and isinstance(a, Tensor) and b == 0:
@@ -63,10 +63,10 @@ def multiply(a: Scale, b: Scale) -> Scale:
 def clamp_scale(
     scale: Scale, counts: "Counter[str]", least: float = MIN_SCALE, most: float = MAX_SCALE
 ) -> tuple[Scale, float]:
-    """`scale` brought into [least, most], and the factor that the data must take over for the value to stay.
+    """Clamp `scale` to [least, most]; also returns the factor by which the data must be multiplied to keep the value.
 
-    A factor other than 1 is counted as ``scale saturated``. A dynamic scale on a GPU, and in a compiled graph, is not
-    read: it is kept above 2^-126, and one beyond 2^127 becomes infinite, so that an overflow is seen.
+    A factor other than 1 is counted as ``scale saturated``. A dynamic scale on a GPU, or in a compiled graph, is not
+    read: it is kept above 2^-126, and one beyond 2^127 becomes infinite, so that an overflow is visible.
     """
     if isinstance(scale, Tensor) and (scale.device.type != "cpu" or torch.compiler.is_compiling()):
         return torch.clamp(scale, min=MIN_SCALE), 1.0
@@ -81,7 +81,8 @@ def clamp_scale(
 def times(data: Tensor, factor: Scale) -> Tensor:
     """data · factor in the dtype of `data`; a factor of exactly 1 costs nothing.
 
-    16-bit data meet a tensor factor in fp32, because PyTorch would first round the factor to 16 bits, where 2^-30 is 0.
+    16-bit data are multiplied by a tensor factor in fp32, because PyTorch would first round the factor to 16 bits,
+    where 2^-30 is 0.
     """
     if isinstance(factor, float):
         return data if factor == 1.0 else data * factor
@@ -91,7 +92,7 @@ def times(data: Tensor, factor: Scale) -> Tensor:
 
 
 def uninitialised_like(data: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """New memory with the shape, strides and storage offset of `data`, which overlaps nowhere; gaps stay unused."""
+    """New memory with the shape, strides and storage offset of `data`, which must not overlap; gaps stay unused."""
     sizes = zip(data.shape, data.stride(), strict=True)
     span = data.storage_offset() + 1 + sum((size - 1) * stride for size, stride in sizes) if data.numel() else 0
     memory = data.new_empty(span, dtype=dtype or data.dtype)

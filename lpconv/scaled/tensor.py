@@ -1,8 +1,8 @@
 """`ScaledTensor`: value = data · scale as a tensor subclass, so that unmodified models propagate scales op by op.
 
 Autograd works on the outside, in ordinary shapes and dtypes; every ATen op, of the forward and the backward pass alike,
-arrives at `__torch_dispatch__`, where the rules table computes on (data, scale). With power-of-two scales all of it is
-exact in fp32. Under `torch.compile` the subclass is flattened into its data and, if data set it, its scale; a static
+reaches `__torch_dispatch__`, where the rules table computes on (data, scale). With power-of-two scales all of this is
+exact in fp32. Under `torch.compile` the subclass is flattened into its data and, if it is dynamic, its scale; a static
 scale is a constant of the graph.
 """
 
@@ -28,8 +28,10 @@ from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamp_scale, 
 
 @dataclass
 class _Memory:
-    """Data and scale of a tensor that has views. A write to any of them replaces both, never the data in place: results
-    of other ops (a product with 2) may share the old data.
+    """Data and scale of a tensor that has views.
+
+    A write to any of them replaces both, never the data in place: results of other ops (a product with 2) may share the
+    old data.
     """
 
     data: Tensor
@@ -37,7 +39,7 @@ class _Memory:
 
 
 class _View(NamedTuple):
-    """A view op and its arguments; `piece` says which of several results."""
+    """A view op and its arguments; `piece` is the index among several results."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -50,13 +52,13 @@ class _View(NamedTuple):
 
 
 class ScaledTensor(torch.Tensor):
-    """A tensor subclass that stores `data` and `scale` and stands for their product, `data · scale`.
+    """A tensor subclass that stores `data` and `scale` and represents their product, `data · scale`.
 
     Shape, strides, dtype and device are those of the data (any floating dtype). The scale is a Python float while it is
-    static, and a 0-dim fp32 tensor on the device once data set it. Make one with `scaled_tensor`.
+    static, and a 0-dim fp32 tensor on the device if data set it. Create one with `scaled_tensor`.
 
-    A view shares `_memory` with its base and knows the ops that lead there, `_views`. `_whole` is the data of the
-    memory that its own data were taken from; once the memory has other data, they are taken again.
+    A view shares `_memory` with its base, and `_views` are the ops from the base to the view. `_whole` is the data of
+    the memory from which the tensor's own data were taken; if the memory has other data, they are taken again.
     """
 
     _data: Tensor
@@ -95,12 +97,12 @@ class ScaledTensor(torch.Tensor):
 
     @property
     def role(self) -> Role:
-        """What the tensor is for."""
+        """The purpose of the tensor."""
         return self._role
 
     @property
     def numerics(self) -> Numerics:
-        """How ops on this tensor compute."""
+        """The settings for ops on this tensor."""
         return self._numerics
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -109,30 +111,30 @@ class ScaledTensor(torch.Tensor):
         return out if dtype is None else out.to(dtype)
 
     def compute_in(self, numerics: Numerics) -> None:
-        """Let ops on this tensor, and on what they return, compute by other numerics."""
+        """Set the numerics of ops on this tensor and on their results."""
         self._numerics = numerics
 
     def rebalance_(self) -> None:
-        """Bring the data near 1 in place, by their root mean square; the value stays, and the scale becomes dynamic."""
+        """Rescale the data to a root mean square near 1, in place; the value stays, and the scale becomes dynamic."""
         data, self._scale, _ = rebalance(self._pair(), "l2")
         self._data.copy_(data)
 
     def _pair(self) -> Scaled:
-        """Data, scale and role, after the writes to other views of the same memory."""
+        """Data, scale and role, including writes to other views of the same memory."""
         if self._memory is not None and self._memory.data is not self._whole:
             self._whole, self._scale = self._memory.data, self._memory.scale
             self._data = _viewed(self._whole, self._views)
         return Scaled(self._data, self._scale, self._role)
 
     def _keeps_scale(self) -> bool:
-        """Whether this is a parameter, or made like one."""
+        """Whether this is a parameter, or was created like one."""
         is_zero = isinstance(self._scale, float) and self._scale == 0
         return self._role in (Role.WEIGHT, Role.EXACT) and not is_zero
 
     def _share_with(self, view: "ScaledTensor", step: _View) -> None:
-        """Let `view`, which this view op made of the tensor, see its writes and it those of the view.
+        """Make writes to this tensor visible in `view`, the result of a view op on it, and the other way round.
 
-        Parameters have no need of it: they keep their scale, and what is written goes into their storage.
+        Parameters do not need this: they keep their scale, and writes go into their storage.
         """
         if self._keeps_scale():
             return
@@ -141,7 +143,7 @@ class ScaledTensor(torch.Tensor):
         view._memory, view._views, view._whole = self._memory, (*self._views, step), self._whole
 
     def _reshape(self, op: OpOverload, step: _View) -> "ScaledTensor":
-        """The tensor itself, turned into a view of what it was: `squeeze_` and its kind."""
+        """Turn the tensor itself into a view of what it was, as `squeeze_` does."""
         self._data = step.of(self._pair().data)
         if self._memory is not None:
             self._views = (*self._views, step)
@@ -150,7 +152,7 @@ class ScaledTensor(torch.Tensor):
         return self
 
     def _write(self, result: Scaled) -> None:
-        """Replace the value, and that of the same elements in all views. A parameter keeps its scale and its storage.
+        """Replace the value, and the same elements in all views. A parameter keeps its scale and its storage.
 
         Any other tensor takes the scale of the result, or, if it is a part of another, the larger of the two.
         """
@@ -171,7 +173,7 @@ class ScaledTensor(torch.Tensor):
             new = uninitialised_like(whole)
             if is_part:
                 new_scale = larger(old_scale, result.scale)
-                is_zero = isinstance(old_scale, float) and old_scale == 0  # and its data may be anything
+                is_zero = isinstance(old_scale, float) and old_scale == 0  # its data are arbitrary
                 new.zero_() if is_zero else new.copy_(times(whole, ratio(old_scale, new_scale)))
             target = _viewed(new, self._views)
             target.copy_(times(result.data, ratio(result.scale, new_scale)) if is_part else result.data)
@@ -182,7 +184,7 @@ class ScaledTensor(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP2 gathers of this rank's part of a parameter."""
+        """The data that FSDP2 gathers from this rank's part of a parameter."""
         dtype = mp_policy.param_dtype or self.dtype
         own = Scaled(self._data.detach(), self._scale, self._role)
         return (gather.to_ranks(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
@@ -190,7 +192,7 @@ class ScaledTensor(torch.Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["ScaledTensor", tuple[Tensor, ...]] | None:
-        """The whole parameter from what was gathered, or `out` filled with it: one that an earlier call returned."""
+        """The whole parameter from gathered data, or fill `out`, which an earlier call returned."""
         (gathered,) = outputs
         data = gather.from_ranks(gathered, self._numerics, param_dtype)
         if out is None:
@@ -218,7 +220,7 @@ class ScaledTensor(torch.Tensor):
         return ScaledTensor(inner["_data"], inner["_scale"] if scale is None else scale, role, numerics)
 
     def _stable_hash_for_caching(self) -> str:
-        """Everything but the data that decides what is compiled, for the caches of `torch.compile`."""
+        """Everything that affects compilation, except the data, for the caches of `torch.compile`."""
         scale = "dynamic" if isinstance(self._scale, Tensor) else self._scale.hex()
         numerics = [getattr(self._numerics, f.name) for f in dataclasses.fields(Numerics) if f.compare]
         return repr((scale, self._role, numerics))
@@ -231,38 +233,38 @@ class ScaledTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if op not in RULES and (parts := op.decompose(*args, **kwargs)) is not NotImplemented:
-            return parts  # composite ops arrive whole where autograd is off: inference mode, other dispatch modes
-        found: list[ScaledTensor] = []
-        pairs = [_to_pair(a, found) for a in args]
-        named = {k: _to_pair(v, found) for k, v in kwargs.items()}
-        numerics = found[0]._numerics
+            return parts  # composite ops arrive undecomposed if autograd is off: inference mode, other dispatch modes
+        scaled_args: list[ScaledTensor] = []
+        pairs = [_to_pair(a, scaled_args) for a in args]
+        named = {k: _to_pair(v, scaled_args) for k, v in kwargs.items()}
+        numerics = scaled_args[0]._numerics
         if op._schema.is_mutable and op not in RULES:
             return _in_place(op, args, pairs, named, numerics)
-        is_gradient = any(t._role is Role.GRADIENT for t in found)
+        is_gradient = any(t._role is Role.GRADIENT for t in scaled_args)
         out = _wrap(_run(Call(op, numerics), pairs, named), is_gradient, numerics)
         if op.is_view and op not in _COPYING:
             for index, view in enumerate(out) if isinstance(out, (list, tuple)) else ((None, out),):
                 if isinstance(view, ScaledTensor):
-                    found[0]._share_with(view, _View(op, args[1:], kwargs, index))
+                    scaled_args[0]._share_with(view, _View(op, args[1:], kwargs, index))
         return out
 
 
-# Views in plain torch whose data are copies here, see `rules.layout`.
+# Views in plain torch, but copies here; see `rules.layout`.
 _COPYING = (torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
 
 
 def data_part(x: Tensor) -> Tensor:
-    """The data of a scaled tensor, and any other tensor itself."""
+    """The data of a scaled tensor; any other tensor unchanged."""
     return x.data_part if isinstance(x, ScaledTensor) else x
 
 
 def scaled_tensor(
     data: Tensor, scale: Scale, *, role: Role = Role.ACTIVATION, numerics: Numerics | None = None
 ) -> ScaledTensor:
-    """Create a `ScaledTensor` of the value `data · scale`.
+    """Create a `ScaledTensor` with the value `data · scale`.
 
-    A float scale must be 0 or, but for native numerics, a power of two, in [2^-126, 2^127]; 0 means "a zero of any
-    scale" and asks for zero data. A tensor scale must be 0-dim fp32 on the device of the data and is taken as it is.
+    A float scale must be 0 or, except for native numerics, a power of two, in [2^-126, 2^127]; 0 means "a zero of any
+    scale" and requires zero data. A tensor scale must be 0-dim fp32 on the device of the data and is used unchanged.
     Raises `UsageError` otherwise.
     """
     if not data.is_floating_point():
@@ -290,12 +292,12 @@ def scaled_tensor(
     return ScaledTensor(data, scale, role, numerics or Numerics())
 
 
-def _to_pair(x: Any, found: list[ScaledTensor]) -> Any:
+def _to_pair(x: Any, scaled_args: list[ScaledTensor]) -> Any:
     if isinstance(x, ScaledTensor):
-        found.append(x)
+        scaled_args.append(x)
         return x._pair()
     if isinstance(x, (list, tuple)):
-        return [_to_pair(v, found) for v in x]
+        return [_to_pair(v, scaled_args) for v in x]
     return x
 
 
@@ -313,7 +315,7 @@ def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _node(numerics: Numerics) -> str:
-    """The autograd node that is running, and the module in which its forward op had no rule either."""
+    """Description of the running autograd node, and of the module where its forward op had no rule either."""
     node = torch._C._current_autograd_node()
     if node is None:
         return "an unknown op"
@@ -322,7 +324,7 @@ def _node(numerics: Numerics) -> str:
 
 
 def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The op on dequantised operands: counted, or an error in strict mode."""
+    """Run the op on dequantised operands and count it, or raise an error in strict mode."""
     if call.numerics.strict:
         raise UnsupportedError(
             f"no rule propagates scales through `{call.op}` (reached in {_where()})",
@@ -334,7 +336,7 @@ def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    """The value of a pair in the dtype of its data, inside lists too."""
+    """The value of a pair in the dtype of its data, also inside lists."""
     if isinstance(x, Scaled):
         return value(x).to(x.data.dtype)
     return [_plain(v) for v in x] if isinstance(x, list) else x
@@ -377,7 +379,7 @@ def _in_place(
 
 
 def _lies_as(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one dtype, shape, strides and storage offset."""
+    """Whether two tensors have the same dtype, shape, strides and storage offset."""
     return (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
 
 
@@ -392,9 +394,9 @@ def _where() -> str:
     modules: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, torch.nn.Module):
-            modules.append(found)
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            modules.append(owner)
         frame = frame.f_back
     if not modules:
         return "the backward pass or outside any module"

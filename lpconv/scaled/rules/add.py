@@ -1,4 +1,4 @@
-"""Sums: operands meet at one scale."""
+"""Sums: operands are brought to a common scale."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
-    """`data` in units of `target` instead of `scale`; numbers stay numbers while both scales are static."""
+    """`data` in units of `target` instead of `scale`; numbers stay numbers if both scales are static."""
     factor = ratio(scale, target)
     if isinstance(data, Tensor):
         return times(data, factor)
@@ -23,14 +23,14 @@ def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
 
 
 def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
-    """The data of two operands at the larger of their scales, and that."""
+    """The data of two operands at the larger of their scales, and that scale."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     scale = larger(scale_a, scale_b)
     return _at_scale(data_a, scale_a, scale), _at_scale(data_b, scale_b, scale), scale
 
 
 def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b): the larger is √(s_a² + s_b²) floored to a power of two."""
+    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b), which is √(s_a² + s_b²) floored to a power of two."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if alpha != 1:
         mantissa, power = split_number(float(alpha))
@@ -41,9 +41,9 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
 
 
 def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
-    """a·factor_a + b·factor_b; if one factor is 1, the other rides on the addition and costs no pass of its own.
+    """a·factor_a + b·factor_b; if one factor is 1, the addition applies the other without a pass of its own.
 
-    The strides of the sum are those of the first operand, so two that differ in theirs are not exchanged.
+    The sum has the strides of the first operand, so operands of different strides are not exchanged.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim():
         if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_a == 1.0:
@@ -57,7 +57,7 @@ def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """As `_add`, with b negated."""
+    """`_add` with b negated."""
     return _add(call, a, b, alpha=-alpha)
 
 
@@ -76,12 +76,12 @@ def _fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scal
     limit = torch.finfo(torch.promote_types(data_a.dtype, data_b.dtype)).max
     smallest_fit = 2 * pow2_floor((amax_a + amax_b) / limit)
     scales = (torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b))
-    finer = torch.minimum(*(torch.where(s > 0, s, torch.inf) for s in scales))  # a zero of any scale has no say
+    finer = torch.minimum(*(torch.where(s > 0, s, torch.inf) for s in scales))  # zeros do not count
     return torch.where(smallest_fit.isfinite(), torch.maximum(finer, smallest_fit), finer)
 
 
 def _common_scale(pieces: list[Any]) -> Scale:
-    """The largest scale among the pieces that hold elements."""
+    """The largest scale among the non-empty pieces."""
     scale: Scale = 0.0
     for piece in pieces:
         if data_of(piece).numel():
@@ -90,7 +90,7 @@ def _common_scale(pieces: list[Any]) -> Scale:
 
 
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
-    """cat and stack of d_i·s_i/s at s = max s_i; empty pieces have no say."""
+    """cat and stack of d_i·s_i/s at s = max s_i; empty pieces do not count."""
     scale = _common_scale(pieces)
     return Scaled(call.op([_at_scale(*pair(p), scale) for p in pieces], *args), scale)
 
@@ -98,7 +98,7 @@ def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
 def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     """where(c, d_a·s_a/s, d_b·s_b/s) at s = max(s_a, s_b); a plain 0-dim operand is a fill, at the other's scale.
 
-    A fill of 0 (clamp's backward pass makes one) would otherwise lift a gradient to the scale 1, and finfo.min would
+    Otherwise a fill of 0 (from clamp's backward pass) would raise a gradient to the scale 1, and finfo.min would
     overflow as a scale.
     """
     if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
@@ -112,13 +112,13 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
 
 
 def _index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
-    """Both at the larger scale; the zeros that an index's backward pass starts from have any scale."""
+    """Both at the larger scale; the zeros at the start of an index's backward pass have any scale."""
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 
 
 def _scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
-    """scatter, scatter_add and index_add, both at the larger scale; what gathering ops do in their backward pass."""
+    """scatter, scatter_add and index_add, both at the larger scale; used by the backward pass of gathering ops."""
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
 
@@ -130,7 +130,7 @@ def _extremum(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32: Σd itself may not fit."""
+    """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32, since Σd itself may not fit."""
     if not isinstance(x, Scaled):
         return NotImplemented
     dims = dims or range(x.data.dim())
@@ -142,7 +142,7 @@ def _sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dt
 
 
 def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
-    """As `_sum_dims`, over everything, in the order of the plain op."""
+    """`_sum_dims` over all dimensions, in the order of the plain op."""
     if not isinstance(x, Scaled):
         return NotImplemented
     r = contraction_factor(call, x.data.numel())
@@ -153,7 +153,7 @@ def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
 
 
 def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """(clamp(d, low/s, high/s), s) with bounds kept finite; needs a static scale."""
+    """(clamp(d, low/s, high/s), s) with finite bounds; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
@@ -165,7 +165,7 @@ def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
 
 
 def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """As `_clamp`, for bounds that are plain tensors."""
+    """`_clamp` with plain tensors as bounds."""
     if not isinstance(x, Scaled) or isinstance(low, Scaled) or isinstance(high, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)

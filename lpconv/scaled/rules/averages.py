@@ -1,4 +1,4 @@
-"""Native unit scaling of averages: softmax and attention, whose sizes depend on how many keys there are."""
+"""Native unit scaling of averages: softmax and attention, whose sizes depend on the number of keys."""
 
 import math
 from typing import Any
@@ -12,39 +12,39 @@ from lpconv.scaled.scales import times
 
 aten = torch.ops.aten
 
-LARGEST_SCORE = 4.0  # of the predicted sizes of what enters softmax; above, it starts as good as one-hot
+LARGEST_SCORE = 4.0  # largest predicted size of softmax's input; above, it starts nearly one-hot
 MAX_GAIN = nonlinear.SOFTMAX_MAX_GAIN
 
 
 def averaged(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
-    """The predicted size of attention's output over that of V, at scores of normal distribution of this size.
+    """The predicted size of attention's output relative to V, for normally distributed scores of this size.
 
-    A row of n keys weighs them by e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = c/n for c = e^(size²); the mean
+    A row of n keys has weights e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = c/n for c = e^(size²); the mean
     over the rows of a causal square of S is c·(1 + ln(S/c))/S. At most 1. unit-scaling 0.3.5 has c = 1 and ln S. With
-    large scores the largest of n decides: c is n^0.7 at most, found by simulation for sizes 2 to 4 and n up to 512.
+    large scores the largest of n dominates: c is n^0.7 at most, found by simulation for sizes 2 to 4 and n up to 512.
     """
     c = min(math.exp(min(size, LARGEST_SCORE) ** 2), num_keys**0.7)
     return math.sqrt(min(1.0, c * (1 + math.log(num_keys / c) if is_causal and num_keys > c else 1.0) / num_keys))
 
 
 def _chosen(num_keys: int, is_causal: bool) -> float:
-    """What the gradients of Q and K are predicted to be over `averaged`: rows of fewer than e keys leave no choice."""
+    """Predicted size of the gradients of Q and K relative to `averaged`: rows of fewer than e keys leave no choice."""
     return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
 
 
 def averaged_alike(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
-    """The geometric mean of `averaged`, for independent values, and 1, for values alike or scores one-hot.
+    """The geometric mean of `averaged` (independent values) and 1 (equal values or one-hot scores).
 
-    What tokens have in common passes an average undiminished: biases and activations whose mean is not zero give all
-    of them some. The differences alone come back as gradients, so that theory serves those as it is.
+    The common part of all tokens passes an average undiminished: biases and activations with a non-zero mean add to it.
+    Only differences affect gradients, so these follow the theory without this correction.
     """
     return math.sqrt(averaged(num_keys, is_causal, size))
 
 
 def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
-    """(c·softmax(d·s), 1/c), c = √S over the size of what S keys average to: elements have size 1. c is at most 2^8.
+    """(c·softmax(d·s), 1/c), c = √S over the predicted size of S keys' average, at most 2^8: elements have size 1.
 
-    Raises `UnsupportedError` for scores that are predicted to be far from unit size: attention without its 1/√d.
+    Raises `UnsupportedError` for scores whose predicted size is far from 1: attention without its 1/√d.
     """
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -73,8 +73,10 @@ def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: A
 
 
 def _attention_backward(rule: Rule) -> Rule:
-    """β_v = 1/`averaged`: each gradient is a sum of as many terms, weighted alike, as the output; β_q = β_k, and of a
-    bias, are that over `_chosen`, and β_q = β_k over the size of the scores, which their factor is.
+    """Factors of attention's gradients: β_v = 1/`averaged`, and for Q, K and a bias also divided by `_chosen`.
+
+    Each gradient of V is a sum of as many equally weighted terms as the output. β_q = β_k is further divided by the
+    size of the scores, which is the factor of its gradient.
     """
 
     def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,7 @@ def _attention_backward(rule: Rule) -> Rule:
 
 
 def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool, float]:
-    """How many keys attention averages over, whether each query sees those before it only, and the scores' size."""
+    """The number of keys that attention averages over, whether it is causal, and the scores' size."""
     named = dict(zip((a.name for a in call.op._schema.arguments), args, strict=False)) | kwargs
     query, key = named["query"], named["key"]
     (num_queries, width), num_keys = pair(query)[0].shape[-2:], pair(key)[0].shape[-2]

@@ -37,7 +37,7 @@ def _embedding(call: Call, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """(cast(d), s): a cast touches the data only [Scalify §1.1]; a cast to integers or bool leaves the scaled world."""
+    """(cast(d), s): a cast affects the data only [Scalify §1.1]; a cast to integers or bool returns a plain tensor."""
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
@@ -48,9 +48,9 @@ def _to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwarg
 def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     """`x` at the smallest scale, not below its own, at which the data fit `dtype`.
 
-    With `underflow` at a smaller one where they leave room: the one at which this share of log-normal data lies below
-    the smallest number u_min, factor exp(ln u_min - μ - σ·√2·erfinv(2T - 1)) for the mean μ and the deviation σ of the
-    logarithms of what is not zero [adaptive loss scaling, casts].
+    With `underflow`, at a smaller scale if the data leave headroom: the one at which this fraction of log-normal data
+    is below the smallest number u_min, factor exp(ln u_min - μ - σ·√2·erfinv(2T - 1)) for the mean μ and the deviation
+    σ of the logarithms of non-zero elements [adaptive loss scaling, casts].
     """
     times_over = x.data.abs().amax() / torch.finfo(dtype).max
     down = 0.5 / pow2_floor(times_over).float()
@@ -60,7 +60,7 @@ def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
 
 
 def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Tensor:
-    """A power of two, at least 1 and at most 2^64."""
+    """The factor of `_fitting` with underflow: a power of two from 1 to 2^64."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     logs = data.abs().float().log2()
     logs = logs.where(logs.isfinite(), torch.nan)
@@ -89,7 +89,7 @@ def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled
 
 
 def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
-    """(masked_fill(d, fill/s), s): the tensor keeps its scale whatever the mask constant is."""
+    """(masked_fill(d, fill/s), s): the tensor keeps its scale for any mask constant."""
     if not isinstance(x, Scaled) or isinstance(fill, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
@@ -100,12 +100,12 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
 
 
 def _unchanged(call: Call, x: Scaled) -> Scaled:
-    """The same pair: alias and detach differ for autograd only, which is above the rules."""
+    """The same pair: alias and detach matter to autograd only, which is above the rules."""
     return x
 
 
 def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> Any:
-    """(scatter(d, fill/s), s), as `_masked_fill`."""
+    """(scatter(d, fill/s), s), like `_masked_fill`."""
     if not isinstance(x, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
@@ -115,23 +115,23 @@ def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> A
 
 
 def _conjugate(call: Call, x: Scaled) -> Scaled:
-    """(conj(d), s) in memory of its own: below autograd torch overlooks that a tensor is conjugate or negative."""
+    """(conj(d), s) in new memory: below autograd torch ignores that a tensor is a conjugate or negative view."""
     return x.with_data((aten.neg if call.op is aten._neg_view.default else aten.conj_physical)(x.data))
 
 
 def _copy(call: Call, target: Any, source: Any, *args: Any) -> Scaled:
-    """The source with the shape and dtype of what it is copied over."""
+    """The source with the shape and dtype of the target."""
     data, scale = pair(source)
     return Scaled(data.to(data_of(target).dtype).expand_as(data_of(target)), scale)
 
 
 def _fill(call: Call, x: Any, number: Any) -> Scaled:
-    """(mantissa everywhere, its power of two)."""
+    """(the number's mantissa everywhere, its power of two)."""
     data, scale = pair(number)
     return Scaled(torch.ones_like(data_of(x)) * data, scale)
 
 
-# Sums whose size depends on how alike their terms are: no theory predicts it, so native unit scaling refuses them.
+# Sums whose size depends on the correlation of their terms, which no theory predicts: refused by native unit scaling.
 SUMS = (
     aten.avg_pool2d.default,
     aten._adaptive_avg_pool2d.default,

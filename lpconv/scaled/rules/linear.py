@@ -1,4 +1,4 @@
-"""Backward ops: all are linear in the incoming gradient, so f(g_d·s, …) = s·f(g_d, …) holds exactly for every one."""
+"""Backward ops: all are linear in the incoming gradient, so f(g_d·s, …) = s·f(g_d, …) holds exactly for each."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ aten = torch.ops.aten
 
 
 def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
-    """(f(d_g, values of the rest), s_g), computed in at least fp32. Further results, the gradients of parameters and
-    sums over the batch, stay in fp32. Of an op that takes two gradients, or one that is not its first operand, nothing.
+    """(f(d_g, values of the rest), s_g), computed in at least fp32.
+
+    Further results, which are parameter gradients and sums over the batch, stay in fp32. NotImplemented if another
+    operand than the first is a gradient.
     """
     if any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
         return NotImplemented
@@ -31,7 +33,7 @@ def linear(call: Call, grad: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
-    """relu's gradient depends on the sign of x only, so no value is needed."""
+    """relu's gradient: it depends on the sign of x only, so no value is needed."""
     if threshold != 0:
         return linear(call, grad, x, threshold)
     data, scale = pair(grad)
@@ -41,7 +43,7 @@ def threshold(call: Call, grad: Any, x: Any, threshold: float) -> Any:
 def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """(c·f(d_g, P), s_g/c) with P's own gain c: elements of P·(g - Σ P·g) are as small as those of P.
 
-    With `softmax_grad` c is what brings the result near 1: a trained P is far from the uniform one of the theory.
+    With `softmax_grad` c brings the result near 1: a trained P is far from the uniform one of the theory.
     """
     (data, scale), (_, scale_p) = pair(grad), pair(output)
     out = call.op(widen_16_bit(data), widen_16_bit(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
@@ -62,9 +64,9 @@ def _log_softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtyp
 def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
     """(f(k·d_g), s_g/k): under mean reduction 1/rows is a constant and belongs in the scale, and so does 1/√V.
 
-    One element in V is not zero, so its RMS is √V times smaller; that of softmax - onehot, which the next op makes of
-    it, is √(V-1)/V [unit scaling table A.2]. k = 2^⌊log2 rows⌋·2^⌊log2 √V⌋ multiplies the gradient of the loss: one
-    number, no pass.
+    One element in V is not zero, so its RMS is √V times smaller; the RMS of softmax - onehot, which the next op
+    computes from it, is √(V-1)/V [unit scaling table A.2]. k = 2^⌊log2 rows⌋·2^⌊log2 √V⌋ multiplies the gradient of the
+    loss: one number, no pass.
     """
     data, scale = pair(grad)
     log_probabilities = value(logp)
@@ -90,7 +92,7 @@ def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) ->
 def attention_backward(
     call: Call, grad: Any, query: Any, key: Any, v: Any, out: Any, *args: Any, scale: float | None = None, **kwargs: Any
 ) -> Any:
-    """Gradients of Q, K and V at s_g·s_v/s_q, s_g·s_v/s_k and s_g: the kernel sees what the forward pass gave it."""
+    """Gradients of Q, K and V at s_g·s_v/s_q, s_g·s_v/s_k and s_g, from the forward pass's kernel inputs."""
     rest, named = plain_operands(query, args, kwargs)
     operands = _attention_operands(grad, query, key, v, out, scale)
     return operands.scaled(call.op(*operands.tensors, *rest, **named, scale=operands.softmax_scale))
@@ -99,7 +101,7 @@ def attention_backward(
 def efficient_attention_backward(
     call: Call, grad: Any, query: Any, key: Any, v: Any, bias: Any, out: Any, *args: Any, scale: float | None = None
 ) -> Any:
-    """As `attention_backward`, where the bias comes before the result and has a gradient, at s_g·s_v."""
+    """`attention_backward` for a kernel with a bias before the output, whose gradient has the scale s_g·s_v."""
     (bias, *rest), _ = plain_operands(query, (bias, *args), {})
     operands = _attention_operands(grad, query, key, v, out, scale)
     *before, at_v = operands.tensors
@@ -107,7 +109,7 @@ def efficient_attention_backward(
 
 
 class _AttentionOperands(NamedTuple):
-    """What an attention kernel's backward pass takes, and the scales of the gradients of Q, K, V and a bias."""
+    """Operands of an attention kernel's backward pass, and the scales of the gradients of Q, K, V and a bias."""
 
     tensors: tuple[Tensor, ...]
     softmax_scale: float
@@ -132,7 +134,7 @@ def _attention_operands(
 
 
 def _solve(call: Call, triangle: Any, x: Any, **kwargs: Any) -> Any:
-    """(A^-1·d, s): linear in what is solved for, in the forward pass and in the backward pass."""
+    """(A^-1·d, s): linear in the right-hand side, in the forward and the backward pass."""
     data, scale = pair(x)
     wide = widen_16_bit(data)
     return Scaled(call.op(value(triangle).to(wide.dtype), wide, **kwargs).to(data.dtype), scale)

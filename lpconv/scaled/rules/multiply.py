@@ -1,7 +1,7 @@
 """Products: scales multiply. A contraction over K terms moves √K from the data to the scale [Scalify §1.4, dot].
 
-The factor 1/r of a contraction, r = 2^⌊log2 √K⌋, rides on the `alpha` of BLAS (`addmm` and `baddbmm` with beta = 0), so
-it costs no pass over the result.
+The factor 1/r of a contraction, r = 2^⌊log2 √K⌋, is passed as the `alpha` of BLAS (`addmm` and `baddbmm` with beta =
+0), so it costs no pass over the result.
 """
 
 import math
@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 def contraction_factor(call: Call, num_terms: float) -> float:
-    """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, floored to a power of two.
+    """r = 2^⌊log2 √K⌋: the standard deviation of a sum of K independent unit terms, rounded down to a power of two.
 
-    √K itself under native unit scaling. K is a mean where the numbers of terms differ.
+    Under native unit scaling, √K itself. K is a mean if the numbers of terms differ.
     """
     if not call.numerics.unit_factors or num_terms < 2:
         return 1.0
@@ -42,7 +42,7 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _div(call: Call, a: Any, b: Any) -> Scaled:
-    """(d_a/d_b, s_a/s_b). A static zero below keeps the numerator's scale and gives inf or NaN."""
+    """(d_a/d_b, s_a/s_b). A static zero as the divisor keeps the numerator's scale and gives inf or NaN."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
     if isinstance(scale_b, float) and scale_b == 0:
         return Scaled(data_a / data_b, scale_a)
@@ -58,13 +58,13 @@ def _reciprocal(call: Call, x: Scaled) -> Scaled:
 
 
 def _square_scale(scale: Scale) -> tuple[Scale, Scale]:
-    """(h, f) with s = h²·f, h a power of two and f 1 or 2: an odd exponent leaves a factor 2 to the data."""
+    """(h, f) with s = h²·f, h a power of two and f 1 or 2: an odd exponent leaves a factor 2 for the data."""
     half: Scale = pow2_floor(scale.sqrt()) if isinstance(scale, Tensor) else pow2_floor(math.sqrt(scale))
     return half, scale / half / half
 
 
 def _sqrt(call: Call, x: Scaled) -> Scaled:
-    """(√(f·d), h) where s = h²·f: the scale stays a power of two."""
+    """(√(f·d), h) with s = h²·f: the scale stays a power of two."""
     if isinstance(x.scale, float) and x.scale == 0:
         return x
     half, factor = _square_scale(x.scale)
@@ -72,7 +72,7 @@ def _sqrt(call: Call, x: Scaled) -> Scaled:
 
 
 def _rsqrt(call: Call, x: Scaled) -> Any:
-    """(1/√(f·d), 1/h) where s = h²·f."""
+    """(1/√(f·d), 1/h) with s = h²·f."""
     if isinstance(x.scale, float) and x.scale == 0:
         return NotImplemented
     half, factor = _square_scale(x.scale)
@@ -80,7 +80,7 @@ def _rsqrt(call: Call, x: Scaled) -> Any:
 
 
 def power(call: Call, x: Any, exponent: Any) -> Any:
-    """(d^y, s^y) for whole y, y = ±½ as square roots, and ((d·s)^y, 1) for exponents that no scale can follow."""
+    """(d^y, s^y) for integer y, square roots for y = ±½, and ((d·s)^y, 1) if s^y is not a valid scale."""
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
     if exponent == 0.5:
@@ -93,7 +93,7 @@ def power(call: Call, x: Any, exponent: Any) -> Any:
 
 
 def _prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
-    """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) where s^n is no double."""
+    """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) if s^n is beyond double precision."""
     num_factors = x.data.shape[args[0]] if args else x.data.numel()
     if not _can_raise(x.scale, num_factors):
         return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
@@ -101,7 +101,7 @@ def _prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
 
 
 def _can_raise(scale: Scale, exponent: int) -> bool:
-    """Whether a static scale has this power in double precision."""
+    """Whether this power of a static scale is within double precision."""
     if isinstance(scale, Tensor):
         return True
     return exponent >= 0 if scale == 0 else abs(math.log2(scale) * exponent) <= 1000
@@ -115,7 +115,7 @@ def _matmul(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
-    """addmm and baddbmm: a product and its bias at the larger of their scales, both factors inside one BLAS call."""
+    """addmm and baddbmm: a product and its bias at the larger of their scales, both factors in one BLAS call."""
     data_bias, scale_bias = pair(bias)
     (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
     scale_ab = multiply(multiply(pair(a)[1], pair(b)[1]), power)
@@ -135,7 +135,7 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
 def _grouped_matmul(
     call: Call, a: Any, b: Any, offsets: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Any:
-    """A product for each expert: (d_a·d_b / r, s_a·s_b·r). K is a mean if the experts share out the summed axis."""
+    """A product per expert: (d_a·d_b / r, s_a·s_b·r). K is a mean if the experts divide the summed axis."""
     if bias is not None:
         return NotImplemented
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
@@ -162,10 +162,10 @@ def _convolution_backward(
     """Gradients of input, weight and bias at s_g·s_w, s_g·s_x and s_g, each with the √ of its number of terms."""
     (data_g, scale_g), (data_x, scale_x), (data_w, scale_w) = pair(grad), pair(x), pair(weight)
     grads = at_half(call.op, data_g, data_x, data_w, bias_sizes, *args)
-    *settings, _ = args  # the last says which gradients are wanted
+    *settings, _ = args  # the last is the mask of requested gradients
     is_transposed = settings[3]
-    met = data_x if is_transposed else data_g  # what an element of the weight meets at every position
-    terms = (_terms(data_w, settings)[1], met.numel() / met.shape[1], data_g.numel() / data_g.shape[1])
+    other = data_x if is_transposed else data_g  # multiplied by an element of the weight at every position
+    terms = (_terms(data_w, settings)[1], other.numel() / other.shape[1], data_g.numel() / data_g.shape[1])
     scales = (multiply(scale_g, scale_w), multiply(scale_g, scale_x), scale_g)
     return tuple(
         None if g is None else Scaled(times(g, 1 / r), multiply(s, r))
@@ -174,9 +174,9 @@ def _convolution_backward(
 
 
 def _terms(weight: Tensor, settings: Sequence[Any]) -> tuple[float, float]:
-    """How many products an element of a convolution's result sums, and one of its input's gradient.
+    """Number of products summed in an element of a convolution's result, and of its input's gradient.
 
-    A stride of s leaves out all but 1/s of the places where the gradient of an element would come from, on average.
+    With a stride of s, on average only 1/s of the positions contribute to the gradient of an element.
     """
     stride, _, _, is_transposed, _, groups = settings
     gathered = math.prod(weight.shape[1:])

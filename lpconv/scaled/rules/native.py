@@ -1,12 +1,12 @@
-"""Native unit scaling: the rules under which every scale is the size that theory predicts at initialisation.
+"""Native unit scaling: rules under which every scale is the size that theory predicts at initialisation.
 
-The ordinary rules keep scales powers of two and floor each factor, and leave sizes that depend on the shape of a
+The ordinary rules keep scales powers of two, rounding each factor down, and leave sizes that depend on the shape of a
 function (an activation's, attention's) in the data. Here a scale is the predicted root mean square of the value, so
 that a fresh model's data and gradients have unit size (Blake et al. 2023, table A.2; the letters α for forward and β
-for backward factors are the paper's). Values stay those of the model: data · scale is the function as before.
+for backward factors are the paper's). Values are unchanged: data · scale is the same function as before.
 
-A backward factor needs no constraint here. The paper must tie the factors of edges that are not cut-edges, or gradients
-would point elsewhere; a gradient that carries its scale is the true one whatever its factor (docs/methods/native.md).
+Backward factors need no constraint here. The paper must tie the factors of edges that are not cut-edges, or gradients
+would change direction; a gradient that carries its scale is the true one for any factor (docs/methods/native.md).
 """
 
 import math
@@ -24,8 +24,8 @@ from lpconv.scaled.scales import Scale, multiply, ratio, times
 
 aten = torch.ops.aten
 
-# 1/σ of f(z) and 1/RMS of f'(z) for z of unit normal distribution; relu, gelu, tanh and sigmoid are in table A.2. Of
-# sigmoid it is 1/RMS of f(z), where the paper has 1/σ = 4.80: a gate multiplies by its mean of ½ too.
+# 1/σ of f(z) and 1/RMS of f'(z) for z of unit normal distribution; relu, gelu, tanh and sigmoid are in table A.2. For
+# sigmoid it is 1/RMS of f(z), while the paper has 1/σ = 4.80: a gate also multiplies by its mean of ½.
 ACTIVATIONS: dict[str, tuple[float, float]] = {
     "relu": (1.7129, 1.4142),
     "leaky_relu": (1.7048, 1.4142),
@@ -41,18 +41,18 @@ ACTIVATIONS: dict[str, tuple[float, float]] = {
 
 
 def _number(x: Any) -> tuple[Any, Scale]:
-    """(data, scale) as `pair` gives them, but a number is its sign and its magnitude."""
+    """(data, scale) like `pair`, but a number becomes its sign and its magnitude."""
     if isinstance(x, (Scaled, Tensor)):
         return pair(x)
     return (math.copysign(1.0, x), abs(float(x))) if x and math.isfinite(x) else (float(x), 1.0)
 
 
 def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
-    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = √(s_a² + s_b²): the weighted add of sizes that the model itself has.
+    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = √(s_a² + s_b²): a weighted add with the model's own sizes.
 
-    In a residual stream s_a² grows with every branch of size s_b, which is the paper's running mean τ = s_b²/s².
-    Next to a plain tensor, such as a mask, the scale stays, and so it does next to a vector of parameters: a bias
-    starts at zero. For the weight w of a norm, 1 + w has the scale of w.
+    In a residual stream s_a² grows with every branch of size s_b, which is the paper's running mean τ = s_b²/s². Adding
+    a plain tensor, such as a mask, keeps the scale, and so does adding a vector of parameters: a bias starts at zero.
+    For the weight w of a norm, 1 + w has the scale of w.
     """
     (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
     data_b, scale_b = data_b * math.copysign(1.0, alpha), multiply(scale_b, abs(float(alpha)))
@@ -66,7 +66,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
 
 
 def _is_size_of_sum(x: Any, other: Any) -> bool:
-    """Whether `other` adds nothing to the size of `x`."""
+    """Whether `other` does not increase the size of `x`."""
     if not isinstance(x, Scaled) or not isinstance(other, Scaled):
         return isinstance(other, Tensor) or (isinstance(x, Scaled) and _is_vector(x))
     return _is_vector(other) and x.data.dim() > 1
@@ -86,16 +86,16 @@ def _static(scale: Scale) -> float:
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
-    """As `_add`, with b negated; a statistic of a, such as its mean, leaves the scale of a."""
+    """`_add` with b negated; subtracting a statistic of a, such as its mean, keeps the scale of a."""
     if isinstance(a, Scaled) and isinstance(b, Scaled) and b.data.numel() < a.data.numel():
         return Scaled(a.data - _at(b.data, ratio(multiply(b.scale, float(alpha)), a.scale)), a.scale)
     return _add(call, a, b, alpha=-alpha)
 
 
 def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
-    """b - alpha·a. From a number, s = max(|b - alpha·s_a|, alpha·s_a): 1 - gate is as large as the gate of size ½.
+    """b - alpha·a. For a number b, s = max(|b - alpha·s_a|, alpha·s_a): 1 - gate is as large as a gate of size ½.
 
-    √(b² + s_a²), for numbers of both signs, would be twice the size, at every step of a recurrence anew.
+    √(b² + s_a²), for numbers of both signs, would be twice the size, again at every step of a recurrence.
     """
     if isinstance(a, Scaled) and isinstance(b, (int, float)) and alpha == 1:
         size = _static(a.scale)
@@ -105,9 +105,9 @@ def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
 
 
 def _mul(call: Call, a: Any, b: Any) -> Scaled:
-    """(d_a·d_b, s_a·s_b); a number moves into the scale whole, and a plain tensor has the size of a cosine.
+    """(d_a·d_b, s_a·s_b); a number's magnitude moves into the scale, and a plain tensor has the size of a cosine.
 
-    Plain tensors with axes that multiply scaled ones are the tables of rotary positions; x·cos + x'·sin keeps its size.
+    Plain tensors with several axes that multiply scaled ones are rotary position tables; x·cos + x'·sin keeps its size.
     """
     (data_a, scale_a), (data_b, scale_b) = (_rotating(*x) for x in ((a, b), (b, a)))
     if isinstance(data_a, float) or isinstance(data_b, float):
@@ -118,14 +118,14 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _rotating(x: Any, other: Any) -> tuple[Any, Scale]:
-    """A table of positions at the size of a cosine; a mask has rows of one feature, or of dropout the shape of all."""
+    """A position table at the size of a cosine. Masks are not tables: rows have one feature, or x's own shape."""
     if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1 and x.shape != other.data.shape:
         return x * math.sqrt(2), math.sqrt(0.5)
     return _number(x)
 
 
 def _div(call: Call, a: Any, b: Any) -> Scaled:
-    """(d_a/d_b, s_a/s_b); a number moves into the scale whole."""
+    """(d_a/d_b, s_a/s_b); a number's magnitude moves into the scale."""
     (data_a, scale_a), (data_b, scale_b) = _number(a), _number(b)
     return Scaled(data_a / data_b, ratio(scale_a, scale_b))
 
@@ -138,7 +138,7 @@ def _power(call: Call, x: Any, exponent: Any) -> Any:
 
 
 def _root(call: Call, x: Scaled) -> Scaled:
-    """sqrt and rsqrt of both."""
+    """sqrt and rsqrt of data and scale."""
     root = math.sqrt(_static(x.scale))
     return Scaled(call.op(x.data), root if call.op is aten.sqrt.default else ratio(1.0, root))
 
@@ -152,7 +152,7 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
 
 
 def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
-    """`rule` with its data times `factor(args)` and its scale over it."""
+    """`rule` with its data multiplied by `factor(args)` and its scale divided by it."""
 
     def at_unit(call: Call, *args: Any, **kwargs: Any) -> Any:
         out = rule(call, *args, **kwargs)
@@ -166,7 +166,7 @@ def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
 
 
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
-    """cat and stack at s = √(Σ n_i·s_i²/Σ n_i), the size of the whole; n_i elements in each piece."""
+    """cat and stack at s = √(Σ n_i·s_i²/Σ n_i), the size of the result; n_i elements in each piece."""
     pairs = [pair(p) for p in pieces]
     squares = sum(data.numel() * _static(scale) ** 2 for data, scale in pairs)
     size = math.sqrt(squares / max(1, sum(data.numel() for data, _ in pairs)))
@@ -174,7 +174,7 @@ def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
 
 
 def _scattered(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
-    """n values among N of a base, as gradients of indexing are scattered: s = √(s_base² + s_values²·n/N)."""
+    """n values among the N of a base, as in gradients of indexing: s = √(s_base² + s_values²·n/N)."""
     at = 1 if call.op is aten.index_put.default else 2
     (data, scale_base), (values, scale_values) = pair(base), pair(args[at])
     scale = math.hypot(_static(scale_base), _static(scale_values) * math.sqrt(values.numel() / max(1, data.numel())))
@@ -183,7 +183,7 @@ def _scattered(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
 
 
 def _among_zeros(grad: Scaled, sizes: list[int], *_: Any) -> float:
-    """√(N/n) for a gradient of n elements that is the only part of N which is not zero."""
+    """√(N/n) for a gradient of n elements that is padded with zeros to N."""
     return math.sqrt(math.prod(sizes) / max(1, grad.data.numel()))
 
 
@@ -207,7 +207,7 @@ def _rows_per_use(grad: Any, ids: Any, num_weights: int, *_: Any) -> float:
 
 
 def _kept(x: Any, p: float, *_: Any) -> float:
-    """√(1-p): dropout leaves 1/√(1-p) of unit size."""
+    """√(1-p): after dropout, a unit tensor has size 1/√(1-p)."""
     return math.sqrt(1 - p) if p < 1 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Functions that need the value: dequantise in fp32, apply, and give the result a scale that is known beforehand."""
+"""Functions that need the value: dequantise in fp32, apply, and give the result a static scale."""
 
 from typing import Any, NamedTuple
 
@@ -15,14 +15,14 @@ SOFTMAX_MAX_GAIN = 2.0**8  # one-hot rows reach 1·gain, which must stay below 4
 
 
 def unit(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """(f(d·s), 1): functions with a bounded result, or one whose scale nobody knows [Scalify §1.4, exp]."""
+    """(f(d·s), 1): functions with a bounded result, or with an unpredictable scale [Scalify §1.4, exp]."""
     if not isinstance(x, Scaled):
         return NotImplemented
     return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
 
 
 def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """(f(d·s)/s, s) for f(x) = x·g(x) with 0 ≤ g ≤ 1, about: gelu, silu and their kind keep the scale [Scalify C.1].
+    """(f(d·s)/s, s) for f(x) = x·g(x) with 0 ≤ g ≤ 1, roughly: gelu, silu and similar keep the scale [Scalify C.1].
 
     The reference computes d·g(d·s); dividing f by a power of two gives the same number, with f's own rounding.
     """
@@ -36,7 +36,7 @@ def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
 def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     """(c·softmax(d·s), 1/c), c = 2^⌊log2 S⌋ for S keys: uniform attention has data 1 [unit scaling A.2].
 
-    c stops at 2^8, the one-hot limit of e4m3fn.
+    c is at most 2^8, the one-hot limit of e4m3fn.
     """
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -46,9 +46,9 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
 
 
 def _log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
-    """(log_softmax(d·s), 1), exact: the loss head is where the backward pass begins.
+    """(log_softmax(d·s), 1), exact, because the backward pass begins at the loss head.
 
-    16-bit data give fp16, bf16 data too: log-probabilities fit its range, and bf16 would be 8 times coarser.
+    16-bit data, including bf16, give fp16: log-probabilities fit its range, and bf16 would be 8 times coarser.
     """
     if not isinstance(x, Scaled):
         return NotImplemented
@@ -57,16 +57,16 @@ def _log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
 
 
 def _power(call: Call, x: Any, exponent: Any) -> Any:
-    """((d·s)^y, 1) for exponents that no scale can follow."""
+    """((d·s)^y, 1) for exponents without a valid scale."""
     operands = (value(x), value(exponent))
     return Scaled(torch.pow(*operands).to((x if isinstance(x, Scaled) else exponent).data.dtype), 1.0)
 
 
 class AttentionInputs(NamedTuple):
-    """Q, K and the softmax scale as an attention kernel takes them, and the scales left outside the kernel.
+    """Q, K and the softmax scale for an attention kernel, and the scales applied outside the kernel.
 
-    Static scales go into the softmax scale, s_q·s_k/√d, so Q and K are used as they are. A kernel takes no tensor
-    there: with a dynamic scale it gets values.
+    Static scales go into the softmax scale, s_q·s_k/√d, so Q and K are used as they are. A kernel does not take a
+    tensor there, so with a dynamic scale it gets values.
     """
 
     query: Tensor
@@ -86,7 +86,7 @@ class AttentionInputs(NamedTuple):
 
 
 def plain_operands(query: Any, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Biases and masks of an attention kernel as values in the dtype of Q, as kernels insist; the rest as it is."""
+    """Biases and masks of an attention kernel as values in the dtype of Q, as kernels require; others unchanged."""
     dtype = pair(query)[0].dtype
 
     def plain(x: Any) -> Any:

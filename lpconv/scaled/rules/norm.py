@@ -1,4 +1,4 @@
-"""Norms. Layer norm: ε/s² in place of ε makes it exact on the data alone (unit scaling §3.1, rule 5).
+"""Norms. Layer norm: ε/s² instead of ε makes it exact on the data alone (unit scaling §3.1, rule 5).
 
 Scalify C.2 drops ε instead, which changes the function; this is the exact form.
 """
@@ -18,7 +18,7 @@ SAFE = 2.0**40  # ε/s² must stay a normal fp32 number for any usual ε
 
 
 def _on_data(x: Any, eps: float) -> tuple[Any, float, Scale]:
-    """(data, ε, scale) to normalise: the data with ε/s² while s is static and moderate, the value otherwise."""
+    """(data, ε, scale) to normalise: the data with ε/s² while s is static and moderate, otherwise the value."""
     data, scale = pair(x)
     if isinstance(scale, float) and 1 / SAFE <= scale <= SAFE:
         return data, eps / scale**2, scale
@@ -40,7 +40,7 @@ def _layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, ep
 def _layer_norm_backward(
     call: Call, grad: Any, x: Any, shape: list[int], mean: Any, rstd: Any, weight: Any, bias: Any, mask: list[bool]
 ) -> tuple[Scaled | None, ...]:
-    """Linear in g: the input's gradient at s_g·s_w/s_x, those of weight and bias at s_g·r for r = 2^⌊log2 √rows⌋."""
+    """Linear in g: the input's gradient at s_g·s_w/s_x, the weight's and bias's at s_g·r for r = 2^⌊log2 √rows⌋."""
     data_g, scale_g = pair(grad)
     scale_x, scale_w = pair(mean)[1], 1.0 if weight is None else pair(weight)[1]
     data_x, own_scale = pair(x)
@@ -58,7 +58,7 @@ def _layer_norm_backward(
 
 
 def _batch_norm(call: Call, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """(norm of the values, 1): running means are values, so ε alone cannot make it exact on the data."""
+    """(norm of the values, 1): running means are values, so adapting ε cannot make it exact on the data."""
     out, *statistics = call.op(value(x), *(widen_16_bit(value(a)) for a in (weight, bias)), *args)
     return (Scaled(out.to(data_of(x).dtype), 1.0), *statistics)
 

@@ -1,4 +1,4 @@
-"""Rules for our own ops: entering and leaving, rescaling by data, marking as exact."""
+"""Rules for lpconv's own ops: converting to and from plain tensors, rescaling by data, marking as exact."""
 
 from typing import Any
 
@@ -22,8 +22,9 @@ SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by 
 def rebalance(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
     """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
 
-    `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), taken in fp32. The new scale is a 0-dim fp32
-    tensor; n is bounded so that it stays in [2^-126, 2^127]. `headroom` leaves the statistic at 1/headroom, not at 1.
+    `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), computed in fp32. The new scale is a 0-dim
+    fp32 tensor; n is bounded so that it stays in [2^-126, 2^127]. With `headroom`, the statistic becomes 1/headroom
+    instead of 1.
     """
     if not x.data.numel():
         return x
@@ -35,7 +36,7 @@ def rebalance(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, hea
 
 
 def _rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
-    """`rebalanced` by the forward statistic, if there is one; gradients with the headroom of the numerics."""
+    """`rebalance` by the forward statistic, if any; gradients use the headroom of the numerics."""
     if not forward:
         return x
     return rebalance(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
@@ -49,9 +50,9 @@ def _leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
 def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     """(g/s, s) with s = 2^⌊log2 max|g|⌋, so that a factor on the loss moves into the scale and cannot underflow.
 
-    1/s is what others call the loss scale. Eager static methods read max|g| once per output and backward pass; with
-    `dynamic` the scale stays on the device. A compiled static graph can do neither, and there s = 1. The headroom h of
-    the numerics starts lower: (g/(s·h), s·h).
+    1/s is usually called the loss scale. Eager static methods read max|g| once per output and backward pass; with
+    `dynamic` the scale stays on the device. A compiled static graph can do neither, so s = 1. The headroom h of the
+    numerics lowers the data: (g/(s·h), s·h).
     """
     data, scale = pair(grad)
     start = Scaled(data, scale, Role.GRADIENT)

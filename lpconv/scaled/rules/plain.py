@@ -1,4 +1,4 @@
-"""Ops whose result has no scale: comparisons, counts, fresh tensors, norms for reports."""
+"""Ops whose result has no scale: comparisons, counts, new tensors, norms for reports."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ aten = torch.ops.aten
 
 
 def _on_values(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """op(values): comparisons and the like give plain booleans or integers [Scalify §1.4]."""
+    """op(values): comparisons and similar ops give plain booleans or integers [Scalify §1.4]."""
     return call.op(*map(value, args), **{k: value(v) for k, v in kwargs.items()})
 
 
 def _on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """op(data): argmax and isnan do not change under a positive factor; empty_like and its kind ask for a shape."""
+    """op(data): argmax and isnan do not change under a positive factor; empty_like and similar need only the shape."""
     return call.op(*map(data_of, args), **kwargs)
 
 
 def _classified(call: Call, x: Scaled) -> Any:
-    """isnan, isinf and isfinite: of the data under a static scale, which is finite; of the value otherwise."""
+    """isnan, isinf and isfinite: on the data under a static scale, which is finite; otherwise on the value."""
     return call.op(x.data if static(x.scale) else value(x))
 
 
@@ -30,19 +30,19 @@ def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
 
 
 def _fresh(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
-    """`_zeros`; of a parameter at its own scale, because they are to hold a part of it."""
-    made = _zeros(call, x, *args, **kwargs)
-    return Scaled(made.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else made
+    """`_zeros`, or for a parameter a tensor at its own scale, because it will hold a part of the parameter."""
+    zeros = _zeros(call, x, *args, **kwargs)
+    return Scaled(zeros.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else zeros
 
 
 def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
-    """((loss, 1), total weight): the loss stays scaled, or its backward pass would begin with plain tensors."""
+    """((loss, 1), total weight): the loss stays scaled, otherwise its backward pass would begin with plain tensors."""
     loss, total = call.op(value(logp), target, value(weight), reduction, ignore_index)
     return Scaled(loss, 1.0), total
 
 
 def loss(call: Call, x: Any, target: Any, *args: Any) -> Scaled:
-    """(loss of the values, 1), for the reason given at `_nll_loss`."""
+    """(loss of the values, 1), scaled for the same reason as in `_nll_loss`."""
     return Scaled(call.op(value(x), value(target), *args), 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The one table of rules: ATen op to rule, and the class that each op belongs to."""
+"""The table of rules: from ATen op to rule, and the class of each op."""
 
 from typing import Any
 
@@ -25,15 +25,15 @@ RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in
 
 NATIVE_RULES: dict[Any, Rule] = {op: r for op, r in RULES.items() if op not in layout.SUMS} | native.RULES
 
-# What an in-place op writes, for those whose functional twin has another name.
+# Functional twins of in-place ops, if their name differs by more than the underscore.
 _TWINS: dict[Any, Any] = {aten.zero_.default: aten.zeros_like.default}
 
 
 def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:
-    """The rule of the table, or that of the class of ops that this one is of; None if there is neither.
+    """The rule of an op from the table, or from its class of ops; None if there is neither.
 
-    A view moves elements and nothing else, unless it reads their bits as another type. An op called `…_backward`
-    multiplies a gradient by a Jacobian, and is linear in it.
+    A view only moves elements, unless it reinterprets their bits as another type. An op called `…_backward` multiplies
+    a gradient by a Jacobian, and is linear in it.
     """
     rule = (NATIVE_RULES if is_native else RULES).get(op)
     if rule is not None:
@@ -44,14 +44,14 @@ def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:
 
 
 def functional(op: OpOverload) -> OpOverload | None:
-    """The op that returns what this in-place op writes: its name without the underscore. None if there is none.
+    """The functional twin of an in-place op: its name without the underscore. None if there is none.
 
-    For an op that changes the shape of a tensor in place, such as `squeeze_`, it is a view.
+    For an op that changes the shape of a tensor in place, such as `squeeze_`, the twin is a view.
     """
     if op in _TWINS:
         return _TWINS[op]  # type: ignore[no-any-return]
     if not op._opname.endswith("_") or op.namespace != "aten":
         return None
     twin = getattr(getattr(aten, op._opname[:-1], None), op._overloadname, None)
-    changes_shape = torch.Tag.inplace_view in op.tags  # the twin of `resize_` is no view
+    changes_shape = torch.Tag.inplace_view in op.tags  # the twin of `resize_` is not a view
     return twin if twin is not None and twin.is_view >= changes_shape else None
