@@ -110,9 +110,7 @@ class ExponentHistogram:
         return below_normal - self.num_underflow(spec, log2_scale=log2_scale)
 
     def num_overflow(self, format: str | Format, *, log2_scale: int = 0) -> int:
-        """Number of finite elements that round beyond the largest number of `format` after multiplication by
-        2^log2_scale.
-        """
+        """Number of finite elements beyond the largest number of `format` after multiplication by 2^log2_scale."""
         spec = _supported(format)
         edge = 1 + (spec.max_mantissa + 0.5) * spec.eps
         even = spec.max_mantissa % 2 == 0  # then the tie rounds down
@@ -132,9 +130,7 @@ class ExponentHistogram:
         )
 
     def sqnr_db(self, format: str | Format, *, log2_scale: int = 0) -> float:
-        """Signal-to-noise ratio of a cast to `format` in decibels, estimated as if values were evenly spread within
-        bins.
-        """
+        """Estimated signal-to-noise ratio of a cast to `format` in decibels, with values evenly spread in bins."""
         signal, noise, _, _ = self._powers(_supported(format), log2_scale)
         if self.num_nonzero == 0:
             return math.nan
@@ -148,9 +144,7 @@ class ExponentHistogram:
 
     @property
     def crest(self) -> float:
-        """Largest magnitude divided by the root mean square, to the width of a bin; NaN without finite non-zero
-        elements.
-        """
+        """Largest magnitude over the root mean square, to the width of a bin; NaN without finite non-zero elements."""
         if self.num_nonzero == 0:
             return math.nan
         top = int(self.counts.any(1).nonzero()[-1])
@@ -228,8 +222,9 @@ def _whole(value: Any, least: int, most: int) -> int:
 
 
 def bin_of(significand: Tensor) -> Tensor:
-    """Bin of each significand in [1, 2): 2i at exactly 1 + i/16, 2i + 1 above it; from 31 on, the edges are 2 - 2^-5
-    ...
+    """Bin of each significand in [1, 2): 2i at exactly 1 + i/16, 2i + 1 above it.
+
+    From bin 31 on, the edges are 2 - 2^-5, 2 - 2^-6, ...
     """
     sixteenths = (significand - 1) * 16
     fine = torch.tensor(_EDGES[16:], dtype=significand.dtype, device=significand.device)
@@ -265,9 +260,7 @@ def _sample_points() -> Tensor:
 
 @cache
 def _bin_powers(spec: Format, exponent: int) -> Tensor:
-    """Means over each bin of a binade, shape (4, BINS): x², squared rounding error, and the latter's flushed and
-    clipped parts.
-    """
+    """Mean powers in each bin of a binade, shape (4, BINS): x², squared error, and its flushed and clipped parts."""
     x = _sample_points() * math.ldexp(1.0, exponent)
     rounded = cast(x, spec)
     error = (rounded - x).square()

@@ -56,8 +56,9 @@ def num_zero_codes(codes: Tensor, element: Format) -> int:
 
 
 def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
-    """Pack 4-bit codes (1-D bytes) two to a byte, the first in the lower half. `spare` is a buffer of twice as many
-    bytes.
+    """Pack 4-bit codes (1-D bytes) two to a byte, the first in the lower half.
+
+    `spare` is a buffer of twice as many bytes.
     """
     pairs = codes.view(torch.int16)
     count = codes.numel()

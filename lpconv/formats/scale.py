@@ -38,10 +38,9 @@ def pow2_ceil(x: FloatOrTensor) -> FloatOrTensor:
 
 
 def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
-    """Return the power of two nearest to |x| in ratio, so that |x| / result is in (1/√2, √2). Otherwise like
-    `pow2_floor`.
+    """Return the power of two nearest to |x| in ratio; otherwise like `pow2_floor`.
 
-    The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
+    |x| divided by the result is in (1/√2, √2). The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
     """
     return _pow2(x, math.sqrt(2))  # the float64 just above √2
 
@@ -92,8 +91,9 @@ def amax(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
 
 
 def rms(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
-    """Return sqrt(mean(x²)) of the tensor or of each block (as in `amax`), computed in float64; 0 if there are no
-    elements.
+    """Return sqrt(mean(x²)) of the tensor or of each block (as in `amax`); 0 if there are no elements.
+
+    Computed in float64.
     """
     blocks, axes = _blocks(x.detach(), block)
     count = math.prod(blocks.shape[a] for a in axes)

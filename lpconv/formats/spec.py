@@ -82,9 +82,7 @@ class Format:
 
     @property
     def nan_code(self) -> int | None:
-        """The code used for NaN: all ones below the sign, as in torch, or the code of -0 in the fnuz pair; None without
-        NaN.
-        """
+        """The code used for NaN: all ones below the sign, as in torch, or the code of -0 (fnuz); None without NaN."""
         if not self.has_nan:
             return None
         magnitude_bits = self.exponent_bits + self.mantissa_bits
@@ -140,8 +138,9 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """A format with one scale per block along the last axis: value = scale · element, times a tensor scale if it has
-    one.
+    """A format with one scale per block along the last axis: value = scale · element.
+
+    With `has_tensor_scale`, one more scale multiplies the whole tensor.
     """
 
     name: str
