@@ -40,7 +40,8 @@ def pow2_ceil(x: FloatOrTensor) -> FloatOrTensor:
 def pow2_nearest(x: FloatOrTensor) -> FloatOrTensor:
     """Return the power of two nearest to |x| in ratio; otherwise like `pow2_floor`.
 
-    |x| divided by the result is in (1/√2, √2). The ratio decides, not the difference, because a scale multiplies. No float equals √2, so there are no ties.
+    The quotient of |x| and the result is in (1/√2, √2). The ratio decides, not the difference, because a scale
+    multiplies. No float equals √2, so there are no ties.
     """
     return _pow2(x, math.sqrt(2))  # the float64 just above √2
 

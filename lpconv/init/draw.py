@@ -73,12 +73,12 @@ def draw(architecture: Architecture, output: Path, options: InitOptions, progres
         return InitResult(**fields, unit_shares=shares)
 
 
-def _blueprint(asked: Architecture, options: InitOptions) -> Blueprint:
+def _blueprint(arch: Architecture, options: InitOptions) -> Blueprint:
     """The class and config of the model to draw. Raises UnsupportedError if config.json builds no model."""
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
-        settings = asked.settings
+        settings = arch.settings
         if settings is None:
-            preset = PRESETS[asked.name].config().to_dict()
+            preset = PRESETS[arch.name].config().to_dict()
             settings = resize_config(preset, width=options.width, layers=options.layers)
         if not settings.get("architectures"):
             raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
@@ -167,14 +167,14 @@ def _beside(output: Path) -> Iterator[Path]:
     prefix = f".lpconv-init-{place.name[:200]}-"
     with writing(output):
         place.parent.mkdir(parents=True, exist_ok=True)
-        left = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
-        made = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
-        descriptor = os.open(made.name, os.O_RDONLY)
+        stale_folders = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
+        temporary = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
+        descriptor = os.open(temporary.name, os.O_RDONLY)
     try:
         hold(descriptor)
-        for killed in left:
+        for killed in stale_folders:
             shutil.rmtree(killed, ignore_errors=True)
-        with made as folder:
+        with temporary as folder:
             yield Path(folder)
     finally:
         os.close(descriptor)

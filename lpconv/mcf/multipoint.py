@@ -110,26 +110,26 @@ def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
     shape = codes.code_shape(element, (points.scales_P.numel(), x_RC.shape[1]))
     coded = torch.empty(shape, dtype=torch.uint8)
     rest = x_RC
-    for keep, at in _turns(points):
-        rest, scale = rest[keep], points.scales_P[at]
-        coded[at] = codes.encode(rest / scale[:, None], element).view(torch.uint8)
+    for keep, indices in _turns(points):
+        rest, scale = rest[keep], points.scales_P[indices]
+        coded[indices] = codes.encode(rest / scale[:, None], element).view(torch.uint8)
         rest = _residual(rest, scale, element)
     return coded
 
 
 def decode(coded: Tensor, points: Points, element: Format) -> Tensor:
     """Return the float32 values [R, C] of bytes from `encode`: Σ a_i w_i, summed in the order of the points."""
-    (_, at), *others = _turns(points)
-    values = _scaled_numbers(coded, points, at, element)
-    rows = torch.arange(at.numel())
-    for keep, at in others:
+    (_, indices), *others = _turns(points)
+    values = _scaled_numbers(coded, points, indices, element)
+    rows = torch.arange(indices.numel())
+    for keep, indices in others:
         rows = rows[keep]
-        values[rows] += _scaled_numbers(coded, points, at, element)
+        values[rows] += _scaled_numbers(coded, points, indices, element)
     return values
 
 
-def _scaled_numbers(coded: Tensor, points: Points, at: Tensor, element: Format) -> Tensor:
-    return codes.decode(coded[at], element) * points.scales_P[at][:, None]
+def _scaled_numbers(coded: Tensor, points: Points, indices: Tensor, element: Format) -> Tensor:
+    return codes.decode(coded[indices], element) * points.scales_P[indices][:, None]
 
 
 def _turns(points: Points) -> list[tuple[Tensor, Tensor]]:

@@ -257,8 +257,8 @@ def _item(x: Any, index: Any) -> Tensor:
     if not isinstance(x, CodedTensor) or x.ndim < 3 or not is_one:
         values: Tensor = x[index]
         return values
-    size, at = x.numel() // x.shape[0], int(index) % x.shape[0]
-    return _wanting(x.part(at * size, (at + 1) * size, tuple(x.shape[1:])), x)
+    size, position = x.numel() // x.shape[0], int(index) % x.shape[0]
+    return _wanting(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
 
 
 def _wanting(derived: Tensor, weight: Tensor) -> Tensor:

@@ -47,15 +47,15 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
             _, report = from_state(type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True)
     except Exception as e:  # raised by operations on tensors that do not fit together
         return {"model": name, "missing": _missing_experts(shapes), "error": first_line(e)}
-    left = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
-    extra = {n for n in left if n.startswith(tuple(lists))}
+    unused = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
+    extra = {n for n in unused if n.startswith(tuple(lists))}
     wrong = {n: (tuple(stored), tuple(expected)) for n, stored, expected in report["mismatched_keys"]}
     experts = _missing_experts(shapes) if wrong else ()
     return {
         "model": name,
         "missing": tuple(sorted({*missing_of(architecture(checkpoint.config), report), *experts})),
         "extra": tuple(sorted(extra)),
-        "unused": tuple(sorted(left - extra)),
+        "unused": tuple(sorted(unused - extra)),
         "shapes": {} if experts else dict(sorted(wrong.items())),
     }
 

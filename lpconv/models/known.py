@@ -103,8 +103,8 @@ def known_linears(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     """
     if {"auto_map", "quantization_config"} & config.keys():
         return None
-    named = config.get("architectures") or [""]
-    layer = FAMILIES.get((named[0], config.get("model_type", ""))) if len(named) == 1 else None
+    architectures = config.get("architectures") or [""]
+    layer = FAMILIES.get((architectures[0], config.get("model_type", ""))) if len(architectures) == 1 else None
     count = config.get("num_hidden_layers")
     if layer is None or not isinstance(count, int) or not _has_whole_heads(config):
         return None

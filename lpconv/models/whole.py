@@ -44,9 +44,9 @@ class Fit:
             )
         if self.extra:
             problems.append(f"{what}, has no {code_list(self.extra)} in its layers")
-        for name, (stored, wanted) in list(self.shapes.items())[:1]:
+        for name, (stored, expected) in list(self.shapes.items())[:1]:
             count = plural(len(self.shapes), "weight")
-            problems.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {wanted}")
+            problems.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {expected}")
         if self.error is not None and not problems:
             problems.append(f"{what}, cannot be made of these tensors: {self.error}")
         return tuple(problems)

@@ -70,13 +70,13 @@ class Snapshot:
         """Compare with the weight's parts after the step and return the record."""
         full = total(self.storage, weight)
         moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
-        meant = self.intended != 0
+        is_intended = self.intended != 0
         return UpdateRecord(
             name=name,
             step=step,
-            num_meant=int(meant.sum()),
-            num_lost_hi=int((meant & (moved_hi == 0)).sum()),
-            num_lost_full=int((meant & (moved_full == 0)).sum()),
+            num_meant=int(is_intended.sum()),
+            num_lost_hi=int((is_intended & (moved_hi == 0)).sum()),
+            num_lost_full=int((is_intended & (moved_full == 0)).sum()),
             intended_norm=float(self.intended.double().norm()),
             along_hi=float(self.intended.double() @ moved_hi.double()),
             along_full=float(self.intended.double() @ moved_full.double()),

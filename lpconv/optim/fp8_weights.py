@@ -66,11 +66,11 @@ def use_fp8_weights(
     `.bfloat16()` would widen the weights again. Raises UsageError if a weight is not finite and if there is no layer to
     replace.
     """
-    chosen = list(_replaceable(model, tuple(exclude)))
-    if not chosen:
+    layers = list(_replaceable(model, tuple(exclude)))
+    if not layers:
         raise UsageError("no Linear layer to replace", hint="heads, tied weights and `exclude` are left as they are")
-    replacements = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in chosen}
-    for name, old in chosen:
+    replacements = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in layers}
+    for name, old in layers:
         for kind, p in replacements[name].named_parameters():
             p.requires_grad_(old.get_parameter(kind).requires_grad)
         parent, _, key = name.rpartition(".")

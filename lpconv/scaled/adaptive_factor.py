@@ -61,9 +61,9 @@ def adaptive_factor(
     num_terms = num_terms or grad.shape[-1]
     g, w = grad.float(), weight.float()
     sigma = (0.5 * num_terms * g.square().mean() * w.square().mean()).sqrt()
-    wanted = u_min / (math.sqrt(2) * _erfinv(options.threshold) * sigma)
+    lower_bound = u_min / (math.sqrt(2) * _erfinv(options.threshold) * sigma)
     amax_g, amax_w = g.abs().amax(), w.abs().amax()
-    factor = wanted.clamp(min=1.0)
+    factor = lower_bound.clamp(min=1.0)
     factor = torch.minimum(factor, spec.max / num_terms / (amax_g * amax_w))
     factor = torch.minimum(factor, spec.max / amax_g)
     factor = torch.minimum(factor, times(torch.full_like(sigma, options.total_bound), scale))

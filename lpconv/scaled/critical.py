@@ -44,11 +44,11 @@ class InputRisk:
 
 def critical_modules(risks: Sequence[InputRisk], *, max_share: float = _MAX_SHARE) -> tuple[InputRisk, ...]:
     """The layers to keep in 16 bits: largest crests first, within the budget."""
-    chosen: list[InputRisk] = []
+    selection: list[InputRisk] = []
     for risk in sorted(risks, key=lambda r: -r.crest):
-        if risk.is_critical and sum(r.share for r in chosen) + risk.share <= max_share:
-            chosen.append(risk)
-    return tuple(chosen)
+        if risk.is_critical and sum(r.share for r in selection) + risk.share <= max_share:
+            selection.append(risk)
+    return tuple(selection)
 
 
 @torch.no_grad()
@@ -57,7 +57,9 @@ def input_risks(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple
     exact = heads(model)
     layers = [x for x in linears(model) if x.kind != "experts" and x.module not in exact]
     measurements: dict[str, list[tuple[float, float, int]]] = {}
-    handles = [x.module.register_forward_pre_hook(partial(_measure, layer=x, seen=measurements)) for x in layers]
+    handles = [
+        x.module.register_forward_pre_hook(partial(_measure, layer=x, measurements=measurements)) for x in layers
+    ]
     try:
         for batch in batches:
             model(**batch)
@@ -78,13 +80,17 @@ def input_risks(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple
 
 
 def _measure(
-    module: nn.Module, args: tuple[Any, ...], *, layer: LinearLayer, seen: dict[str, list[tuple[float, float, int]]]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    *,
+    layer: LinearLayer,
+    measurements: dict[str, list[tuple[float, float, int]]],
 ) -> None:
     x_MK = args[0].detach().float().reshape(-1, args[0].shape[-1])
     if not x_MK.numel() or not x_MK.any():
         return
     crest = float(x_MK.abs().amax() / x_MK.square().mean().sqrt())
-    seen.setdefault(layer.name, []).append((crest, _row_sqnr_db(x_MK), len(x_MK)))
+    measurements.setdefault(layer.name, []).append((crest, _row_sqnr_db(x_MK), len(x_MK)))
 
 
 def _row_sqnr_db(x_MK: Tensor) -> float:

@@ -31,11 +31,11 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
     rank must call this.
     """
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) in seen:
+        if id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         own = local(x.detach())
         if isinstance(own, ScaledTensor):
             tensors |= pack_scaled(name, gather_whole(placed_like(x, own.data_part)), own.scale)
@@ -51,11 +51,11 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     scales is exact if both scales are powers of two and the data's dtype can represent the result. Raises `InputError`
     for a missing parameter or a shape that does not fit.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) in seen:
+        if id(x) in visited:
             continue
-        seen.add(id(x))
+        visited.add(id(x))
         if name not in tensors:
             raise InputError(f"the checkpoint has no tensor `{name}`", hint="is it of the same architecture?")
         stored, stored_scale = unpack_scaled(name, tensors)

@@ -36,11 +36,11 @@ class StepGuard:
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the step if gradients are finite, and return whether it was taken. Reads one boolean from the device."""
-        taken = gradients_are_finite(p for group in optimizer.param_groups for p in group["params"])
-        if taken:
+        is_finite = gradients_are_finite(p for group in optimizer.param_groups for p in group["params"])
+        if is_finite:
             optimizer.step()
-        self.update(not taken)
-        return taken
+        self.update(not is_finite)
+        return is_finite
 
     def update(self, found_nonfinite: bool) -> None:
         """The bookkeeping of `step`, for loops that skip steps themselves."""

@@ -109,31 +109,31 @@ def scaled(
     """
     find("method", method, SCALED_METHODS)
     scales = operand_scales(operand_scale) if isinstance(operand_scale, str) else operand_scale
-    chosen = find("compute", compute, COMPUTE)
+    compute_spec = find("compute", compute, COMPUTE)
     if rescale is not None and method != "scalify":
         raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
     refuse_scaled(model)
-    dtype = carrier or chosen.carrier
+    dtype = carrier or compute_spec.carrier
     places = ("layernorm_grad",) if rescale is None else tuple(rescale)
     for name in places:
         place(name)
     numerics = Numerics(
-        operand=chosen.operand,
-        gradient=chosen.gradient,
+        operand=compute_spec.operand,
+        gradient=compute_spec.gradient,
         operand_scales=scales,
         softmax_grad="softmax_grad" in places,
         native=method == "native",
         causal=method == "native" and averages_causally(model),
         strict=strict,
     )
-    exact = _exact_modules(model, tuple(critical)) if chosen.operand else []
+    exact = _exact_modules(model, tuple(critical)) if compute_spec.operand else []
     saves_codes = save_codes and scales.grad_weight != "carrier"
     scaling = Scaling(
         method=method,
         compute=compute,
         numerics=numerics,
         scales=_replace_parameters(model, dtype, numerics, exact, native_scales(model) if numerics.native else {}),
-        saved=SavedCodes(chosen.operand) if chosen.operand and saves_codes else None,
+        saved=SavedCodes(compute_spec.operand) if compute_spec.operand and saves_codes else None,
         unit=scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics),
     )
     if numerics.native:
@@ -224,8 +224,8 @@ def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     if isinstance(outputs, dict):
         return type(outputs)(**{k: _leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):
-        left = [_leave_outputs(v, scaling) for v in outputs]
-        return type(outputs)(*left) if hasattr(outputs, "_fields") else type(outputs)(left)  # a NamedTuple
+        plain = [_leave_outputs(v, scaling) for v in outputs]
+        return type(outputs)(*plain) if hasattr(outputs, "_fields") else type(outputs)(plain)  # a NamedTuple
     return outputs
 
 
@@ -251,21 +251,25 @@ def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Modul
             near = nearest_name(pattern.strip("*."), names)
             hint = f"did you mean `{near}`?" if near else "patterns match whole dotted names"
             raise UsageError(f"no module with a weight matches `{pattern}`", hint=hint)
-    named = [model.get_submodule(n) for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
-    return [*named, *(head for head in heads(model) if head not in named)]
+    matching = [model.get_submodule(n) for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+    return [*matching, *(head for head in heads(model) if head not in matching)]
 
 
 def _replace_parameters(
-    model: nn.Module, dtype: torch.dtype, numerics: Numerics, exact: Iterable[nn.Module], given: Mapping[int, float]
+    model: nn.Module,
+    dtype: torch.dtype,
+    numerics: Numerics,
+    exact: Iterable[nn.Module],
+    known_scales: Mapping[int, float],
 ) -> dict[str, float]:
     """Replace every floating-point parameter by its scaled form, keeping ties, and return the scales by name.
 
-    Parameters whose id is in `given` take that scale, others one from their values. All scales are computed first, so
-    that a parameter without a valid scale leaves the model unchanged.
+    Parameters whose id is in `known_scales` take that scale, others one from their values. All scales are computed
+    first, so that a parameter without a valid scale leaves the model unchanged.
     """
     exact_ids = {id(p) for module in exact for p in module.parameters(recurse=False)}
     owned = list(_owned_parameters(model))
-    scales = {id(p): given.get(id(p)) or weight_scale(name, gather_whole(p.detach())) for name, _, _, p in owned}
+    scales = {id(p): known_scales.get(id(p)) or weight_scale(name, gather_whole(p.detach())) for name, _, _, p in owned}
     hats: dict[int, nn.Parameter] = {}
     for _, module, key, parameter in owned:
         if id(parameter) not in hats:

@@ -129,8 +129,8 @@ def in_units_of(plain: Tensor, x: Scaled) -> Tensor:
     """A plain tensor divided by the scale of `x`, in its dtype; finite numbers stay finite (finfo.min is a mask)."""
     limit = torch.finfo(x.data.dtype).max
     wide = plain.to(torch.promote_types(x.data.dtype, torch.float32))
-    over = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
-    return torch.where(wide.isinf(), wide, over).to(x.data.dtype)
+    quotient = times(wide, ratio(1.0, x.scale)).clamp(-limit, limit)
+    return torch.where(wide.isinf(), wide, quotient).to(x.data.dtype)
 
 
 def move_factor(x: Scaled, factor: float) -> Scaled:

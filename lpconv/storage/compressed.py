@@ -126,8 +126,8 @@ def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> 
     grain = grain if grain is None or not grain.formats or number in grain.formats else None
     if grain is not None and number in _INTEGERS and number in grain.formats:
         return None if calibrated else _integers(number, grain)
-    asked = (number, grain, calibrated)
-    return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == asked), None)
+    key = (number, grain, calibrated)
+    return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == key), None)
 
 
 def _integers(number: str, grain: Grain) -> Preset:

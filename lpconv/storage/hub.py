@@ -79,14 +79,14 @@ def download(repo_id: str, revision: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    wanted = wanted_files(f.rfilename for f in _asked(repo_id, revision).siblings or ())
-    if not any(_is_weights(name) for name in wanted):
+    names = wanted_files(f.rfilename for f in _asked(repo_id, revision).siblings or ())
+    if not any(_is_weights(name) for name in names):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",
             hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
         )
-    with _explained(repo_id, revision, wanted), _bars_on_terminals_only():
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in wanted]))
+    with _explained(repo_id, revision, names), _bars_on_terminals_only():
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in names]))
 
 
 def commit_of(repo_id: str, revision: str | None) -> str:

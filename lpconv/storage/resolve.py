@@ -106,15 +106,15 @@ def _from_url(url: str, revision: str | None, *, whole: bool) -> Resolved:
         if revision is not None:
             raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
         return Resolved(name=url, resolved=url, directory=view_of(url, whole=whole))
-    repo_id, named = hub_names(url)
-    asked = named or revision
-    snapshot = cached_snapshot(repo_id, asked)
+    repo_id, url_revision = hub_names(url)
+    ref = url_revision or revision
+    snapshot = cached_snapshot(repo_id, ref)
     if snapshot is None and whole:
-        snapshot = download(repo_id, asked)
+        snapshot = download(repo_id, ref)
         check_promises(snapshot)
     if snapshot is not None:
         return _snapshot(url, repo_id, snapshot)
-    commit = commit_of(repo_id, asked)
+    commit = commit_of(repo_id, ref)
     view = view_of(f"hf://{repo_id}@{commit}", whole=False)
     return Resolved(name=url, resolved=repo_id, revision=commit, directory=view)
 
@@ -146,9 +146,9 @@ def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:
 
 def _unknown_name(name: str) -> InputError:
     near, beside = nearest(name, ALIASES), nearest_beside(Path(name))
-    meant = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
-    meant += f"did you mean the directory `{beside}`? " if beside else ""
+    suggestions = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
+    suggestions += f"did you mean the directory `{beside}`? " if beside else ""
     return InputError(
         f"no directory and no model called `{name}`",
-        hint=f"{meant}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",
+        hint=f"{suggestions}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",
     )

@@ -214,8 +214,8 @@ def _load_bin(path: Path) -> dict[str, object]:
             loaded = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as e:
         # torch's own message also tells how to run the code.
-        asked = re.search(r"GLOBAL ([\w.]+)", str(e))
-        what = f"opening it would run `{asked[1]}`" if asked else "it is no plain pickle of tensors"
+        match = re.search(r"GLOBAL ([\w.]+)", str(e))
+        what = f"opening it would run `{match[1]}`" if match else "it is no plain pickle of tensors"
         raise InputError(f"`{path}` is refused: {what}", hint=hint) from e
     except Exception as e:  # broken pickles raise any exception: IndexError, AssertionError, struct.error
         text = " ".join(str(e).split()) or type(e).__name__

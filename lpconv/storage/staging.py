@@ -161,9 +161,9 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
     raise OutputExistsError(f"`{partial}` is left from an interrupted run", hint=hint)
 
 
-def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+def check_same_run(place: Path | str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse to resume a run that was started with other settings. Raises OutputExistsError."""
-    changed = differing(asked, begun)
+    changed = differing(current, saved)
     if changed:
         raise OutputExistsError(
             f"`{place}` was begun with other {', '.join(changed)}",
@@ -172,9 +172,9 @@ def check_same_run(place: Path | str, asked: Mapping[str, Any], begun: Mapping[s
         )
 
 
-def differing(asked: Mapping[str, Any], begun: Mapping[str, Any]) -> list[str]:
+def differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Names of the settings in which two runs differ."""
-    return sorted(k for k in {*asked, *begun} if asked.get(k) != begun.get(k))
+    return sorted(k for k in {*current, *saved} if current.get(k) != saved.get(k))
 
 
 def is_unused(directory: Path) -> bool:
@@ -278,13 +278,13 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     return lines, size
 
 
-def _clear(directory: Path, kept: set[str]) -> None:
-    """Delete everything below `directory` except the files `kept`, named relative to it."""
+def _clear(directory: Path, names_to_keep: set[str]) -> None:
+    """Delete everything below `directory` except the files `names_to_keep`, relative to it."""
     for path in sorted(directory.rglob("*"), reverse=True):  # contents of a folder before the folder
         if path.is_dir() and not path.is_symlink():
             with contextlib.suppress(OSError):  # not empty: it contains a kept file
                 path.rmdir()
-        elif path.relative_to(directory).as_posix() not in kept:
+        elif path.relative_to(directory).as_posix() not in names_to_keep:
             path.unlink()
 
 

@@ -54,8 +54,8 @@ def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     """
     times_over = x.data.abs().amax() / torch.finfo(dtype).max
     down = 0.5 / pow2_floor(times_over).float()
-    wanted = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
-    factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(wanted, down), 1.0)
+    target = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
+    factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(target, down), 1.0)
     return Scaled(times(x.data, factor), multiply(x.scale, 1 / factor), x.role)
 
 
