@@ -9,7 +9,8 @@ from lpconv.batch.task import Answer
 from lpconv.errors import InterruptedRunError, LpconvError, from_system
 from lpconv.machine import out_of_memory
 from lpconv.results import from_json, to_json
-from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobOutcome, JobResult
+from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobFindings, JobOutcome, JobResult
+from lpconv.results.documents import fields_from
 
 
 class JobFailedError(LpconvError):
@@ -39,15 +40,7 @@ def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
 
 def fill_outcome(result: JobResult, outcome: JobOutcome) -> JobResult:
     """A copy of a job's record with the outcome of running or planning it."""
-    return replace(
-        result,
-        source=outcome.source,
-        bytes=outcome.bytes,
-        estimate=outcome.estimate,
-        verify=outcome.verify,
-        figures=outcome.figures,
-        warnings=outcome.warnings,
-    )
+    return replace(result, **fields_from(JobFindings, outcome))
 
 
 def failed_job(job: BatchJob, error: JobError) -> JobResult:

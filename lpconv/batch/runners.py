@@ -29,6 +29,7 @@ from lpconv.results import (
     PlanResult,
     SourceRecord,
 )
+from lpconv.results.documents import fields_from
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gate_problem
@@ -59,12 +60,7 @@ def converted(result: ConvertResult) -> JobOutcome:
 
 def planned(plan: PlanResult) -> JobOutcome:
     """The outcome of planning a conversion."""
-    estimate = JobEstimate(
-        memory_bytes=plan.memory_bytes,
-        disk_bytes=plan.disk_bytes,
-        disk_free_bytes=plan.disk_free_bytes,
-        seconds=plan.seconds,
-    )
+    estimate = JobEstimate(**fields_from(JobEstimate, plan))
     return JobOutcome(source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lpconv.results.batch import (
         BatchResult as BatchResult,
         JobError as JobError,
-        JobEstimate as JobEstimate,
         JobOutcome as JobOutcome,
         JobResult as JobResult,
     )
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         CalibrationRecord as CalibrationRecord,
         ConvertResult as ConvertResult,
         InitResult as InitResult,
+        JobEstimate as JobEstimate,
         PartResult as PartResult,
         PlanResult as PlanResult,
         RestoreResult as RestoreResult,

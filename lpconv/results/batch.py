@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.results.checkpoint import FileRecord, SourceRecord
-from lpconv.results.convert import ByteCounts
+from lpconv.results.convert import ByteCounts, JobEstimate
 from lpconv.results.documents import SCHEMA_VERSION
 from lpconv.results.verify import VerifyResult
 
@@ -28,34 +28,32 @@ class JobError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobEstimate:
-    """Resources that a dry run expects a job to need."""
+class JobFindings:
+    """What is known of a job once it has run or been planned.
 
-    memory_bytes: int
-    disk_bytes: int
-    disk_free_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOutcome:
-    """Outcome of running or planning a job. Plans have an `estimate` if this kind of job can be estimated.
-
-    `files` are weight files with their hashes, of a conversion; `figures` are the figures of a measurement by name.
+    Plans have an `estimate` if this kind of job can be estimated. `figures` are the figures of a measurement by name.
     """
 
     source: SourceRecord | None = None
-    files: tuple[FileRecord, ...] = ()
     bytes: ByteCounts | None = None
     estimate: JobEstimate | None = None
     verify: VerifyResult | None = None
     figures: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome(JobFindings):
+    """Outcome of running or planning a job, with what the lock records: hashes of a conversion's weight files, and the
+    versions of the libraries.
+    """
+
+    files: tuple[FileRecord, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobResult:
+class JobResult(JobFindings):
     """One job of a batch: its `status` (a constant of this module, or the status of a finished job) and its outcome.
 
     `what` are its settings in a few words. Tensors and steps are not repeated here: the report of a finished job lies
@@ -69,12 +67,6 @@ class JobResult:
     what: str
     status: str
     seconds: float = 0.0
-    source: SourceRecord | None = None
-    bytes: ByteCounts | None = None
-    estimate: JobEstimate | None = None
-    verify: VerifyResult | None = None
-    figures: dict[str, float] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
     error: JobError | None = None
 
 

@@ -54,11 +54,18 @@ class ByteCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """What a conversion would do, from headers alone.
+class JobEstimate:
+    """Resources that a run is expected to need. `seconds` and `disk_free_bytes` are estimates for this machine."""
 
-    `seconds` and `disk_free_bytes` are estimates for this machine.
-    """
+    memory_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult(JobEstimate):
+    """What a conversion would do, from headers alone."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str = "plan"
@@ -70,10 +77,6 @@ class PlanResult:
     bytes: ByteCounts
     shards: tuple[FileRecord, ...]
     side_files: tuple[str, ...]
-    memory_bytes: int
-    disk_bytes: int
-    disk_free_bytes: int
-    seconds: float
     workers: int
     warnings: tuple[str, ...] = ()
 
