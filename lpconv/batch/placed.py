@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lpconv.batch.kinds import BatchJob
+from lpconv.batch.options import BatchOptions
 from lpconv.batch.records import (
     JobFailedError,
     failed_job,
@@ -65,8 +66,8 @@ class _Step:
 class Placement:
     """Runs `jobs` of a manifest on an executor.
 
-    `known` returns the result of a job that is up to date, and raises an error for a job that must not run. `flags` are
-    appended to the commands; `started` and `finished` are called with the index of a job.
+    `known` returns the result of a job that is up to date, and raises an error for a job that must not run. `started`
+    and `finished` are called with the index of a job.
     """
 
     def __init__(
@@ -74,16 +75,15 @@ class Placement:
         manifest: Path,
         jobs: Sequence[BatchJob],
         executor: Executor,
+        options: BatchOptions,
         *,
         known: Callable[[BatchJob], JobResult | None],
-        flags: Sequence[str],
-        keep_going: bool,
         progress: Progress,
         started: Callable[[BatchJob, int], None],
         finished: Callable[[JobResult, int], None],
     ) -> None:
         self._manifest, self._jobs, self._executor, self._known = manifest, jobs, executor, known
-        self._flags, self._keep_going, self._progress = tuple(flags), keep_going, progress
+        self._options, self._progress = options, progress
         self._started, self._finished = started, finished
         self._waiting = list(jobs)
         self._steps: list[_Step] = []  # ready to run
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def _is_over(self) -> bool:
-        return self._failure is not None and stops(self._failure, self._keep_going)
+        return self._failure is not None and stops(self._failure, self._options.keep_going)
 
     def _begin(self) -> None:
         """Start everything that can start now. A job that is already done may make others ready."""
@@ -152,7 +152,9 @@ class Placement:
             self._steps.append(self._step(job))
 
     def _step(self, job: BatchJob, suffix: str = "", *more: str) -> _Step:
-        arguments = (str(self._manifest), "--only", job.id, "--json", *self._flags, *more)
+        given = {"--resume": self._options.resume, "--locked": self._options.locked}
+        flags = [flag for flag, is_set in given.items() if is_set]
+        arguments = (str(self._manifest), "--only", job.id, "--json", *flags, *more)
         return _Step(
             job=job, task=Task(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
         )

@@ -19,6 +19,7 @@ from lpconv.batch.lock import (
     stale_reasons,
 )
 from lpconv.batch.manifest import Manifest
+from lpconv.batch.options import BatchOptions
 from lpconv.batch.placed import Placement
 from lpconv.batch.records import failed_job, fill_outcome, held_back, job_error, job_result, stops
 from lpconv.batch.runners import JobRunner
@@ -28,6 +29,8 @@ from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobOutcome, JobResult
+
+_ALL_JOBS = BatchOptions()
 
 
 class BatchEvents(Protocol):
@@ -67,12 +70,8 @@ class JobsFailedError(BatchError):
 def run_batch(
     manifest: Manifest,
     runners: Mapping[str, JobRunner],
+    options: BatchOptions = _ALL_JOBS,
     *,
-    only: Sequence[str] = (),
-    keep_going: bool = False,
-    dry_run: bool = False,
-    resume: bool = False,
-    locked: bool = False,
     progress: Progress | None = None,
     events: BatchEvents | None = None,
     executor: Executor | None = None,
@@ -89,21 +88,18 @@ def run_batch(
     `events.batch_finished` receives the result first.
     """
     events = events or SilentEvents()
-    jobs = select_jobs(manifest, only)
-    lock = read_lock(manifest.lock_path) if locked or dry_run else begin_lock(manifest.lock_path)
-    if locked:
+    jobs = select_jobs(manifest, options.only)
+    reads_lock = options.locked or options.dry_run
+    lock = read_lock(manifest.lock_path) if reads_lock else begin_lock(manifest.lock_path)
+    if options.locked:
         check_lockable(manifest, jobs, lock)
-    batch_run = _BatchRun(
-        manifest, lock or Lock(), runners, progress or Silent(), dry_run=dry_run, resume=resume, locked=locked
-    )
+    batch_run = _BatchRun(manifest, lock or Lock(), runners, options, progress or Silent())
     started = time.monotonic()
-    if executor is None or dry_run:
-        results, failure = _run_all(jobs, batch_run.do, keep_going, events)
+    if executor is None or options.dry_run:
+        results, failure = _run_all(jobs, batch_run.do, options.keep_going, events)
     else:
-        flags = [flag for flag, is_set in (("--resume", resume), ("--locked", locked)) if is_set]
         placement = Placement(
-            manifest.path, jobs, executor, known=batch_run.known, flags=flags, keep_going=keep_going,
-            progress=batch_run.progress,
+            manifest.path, jobs, executor, options, known=batch_run.known, progress=batch_run.progress,
             started=lambda job, index: events.job_started(job, index, len(jobs)),
             finished=lambda result, index: events.job_finished(result, index, len(jobs)),
         )  # fmt: skip
@@ -112,11 +108,11 @@ def run_batch(
         finally:
             executor.close()
     seconds = time.monotonic() - started
-    batch = BatchResult(manifest=str(manifest.path), dry_run=dry_run, seconds=seconds, jobs=results)
+    batch = BatchResult(manifest=str(manifest.path), dry_run=options.dry_run, seconds=seconds, jobs=results)
     events.batch_finished(batch)
     if failure is None:
         return batch
-    raise failure if stops(failure, keep_going) else JobsFailedError(batch)
+    raise failure if stops(failure, options.keep_going) else JobsFailedError(batch)
 
 
 def _run_all(
@@ -148,19 +144,17 @@ class _BatchRun:
     manifest: Manifest
     lock: Lock
     runners: Mapping[str, JobRunner]
+    options: BatchOptions
     progress: Progress
-    dry_run: bool
-    resume: bool
-    locked: bool
 
     def do(self, job: BatchJob) -> JobResult:
         """Run or plan a job and return its result; raises the job's exception if it fails."""
-        return self.known(job) or (self._plan(job) if self.dry_run else self._carry_out(job))
+        return self.known(job) or (self._plan(job) if self.options.dry_run else self._carry_out(job))
 
     def known(self, job: BatchJob) -> JobResult | None:
         """The result of a job that needs no work, or None. Raises an error for a job that must not run."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
-        if lacking and self.dry_run:
+        if lacking and self.options.dry_run:
             return replace(
                 job_result(job, PLANNED), warnings=(f"nothing is known before {', '.join(lacking)} is done",)
             )
@@ -174,7 +168,7 @@ class _BatchRun:
     def _there_already(self, job: BatchJob) -> JobResult | None:
         """The record of a job that is up to date, if resuming. Raises OutputExistsError for a stale output."""
         entry = self.lock.get(job.id)
-        if not self.resume or not _is_finished(job) or entry is None:
+        if not self.options.resume or not _is_finished(job) or entry is None:
             return None
         reasons = stale_reasons(job, entry, self.manifest.folder)
         if not reasons:
@@ -192,7 +186,7 @@ class _BatchRun:
     def _carry_out(self, job: BatchJob) -> JobResult:
         outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
         entry = self.lock.get(job.id)
-        if self.locked and entry is not None:
+        if self.options.locked and entry is not None:
             check_locked_result(job, entry, outcome)
         else:
             self._record(job, outcome)
@@ -201,10 +195,10 @@ class _BatchRun:
     def _pinned(self, job: BatchJob) -> BatchJob:
         """A copy of the job with the batch's `resume`, `force` and locked revision."""
         entry = self.lock.get(job.id)
-        options = pinned_options(job.options, entry) if self.locked and entry else job.options
+        options = pinned_options(job.options, entry) if self.options.locked and entry else job.options
         # Interrupted jobs are resumed; `force` applies to finished, outdated outputs. An output without a lock entry
         # may come from a run that was killed before it wrote the entry: it is accepted if the same command made it.
-        resume = self.resume and (not _is_finished(job) or entry is None)
+        resume = self.options.resume and (not _is_finished(job) or entry is None)
         return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
 
     def _record(self, job: BatchJob, outcome: JobOutcome) -> None:

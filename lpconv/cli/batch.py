@@ -97,11 +97,7 @@ def batch(
         result = run_batch(
             loaded,
             FINISHING if options.finish else RUNNERS,
-            only=options.only,
-            keep_going=options.keep_going,
-            dry_run=options.dry_run,
-            resume=options.resume,
-            locked=options.locked,
+            options,
             progress=progress,
             events=_Events(progress, options.junit, json),
             executor=None if options.dry_run else _executor(loaded, options, progress=progress, quiet=quiet),

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from lpconv.batch.lock import read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
+from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import run_batch
 from lpconv.batch.runners import RUNNERS
 from lpconv.bench.options import BenchOptions
@@ -38,10 +39,10 @@ def manifest(tmp_path: Path) -> Manifest:
 def test_a_batch_runs_resumes_and_repeats_itself(manifest: Manifest) -> None:
     first = run_batch(manifest, RUNNERS)
     assert [job.status for job in first.jobs] == ["converted"] * 2
-    again = run_batch(manifest, RUNNERS, resume=True)
+    again = run_batch(manifest, RUNNERS, BatchOptions(resume=True))
     assert [job.status for job in again.jobs] == ["up to date"] * 2
     (manifest.folder / "out").rename(manifest.folder / "elsewhere")
-    locked = run_batch(manifest, RUNNERS, locked=True)
+    locked = run_batch(manifest, RUNNERS, BatchOptions(locked=True))
     assert [job.status for job in locked.jobs] == ["converted"] * 2
 
 
@@ -50,18 +51,18 @@ def test_an_output_without_an_entry_is_taken_over(manifest: Manifest) -> None:
     run_batch(manifest, RUNNERS)
     known, written = read_lock(manifest.lock_path), files_of(manifest.folder / "out")
     manifest.lock_path.unlink()
-    assert [job.status for job in run_batch(manifest, RUNNERS, resume=True).jobs] == ["converted"] * 2
+    assert [job.status for job in run_batch(manifest, RUNNERS, BatchOptions(resume=True)).jobs] == ["converted"] * 2
     assert read_lock(manifest.lock_path) == known
     assert files_of(manifest.folder / "out") == written
 
     manifest.lock_path.unlink()
     manifest.path.write_text(manifest.path.read_text().replace("e4m3fn", "e5m2"))
     with pytest.raises(OutputExistsError, match="was made with other options"):
-        run_batch(load_manifest(manifest.path), RUNNERS, resume=True)
+        run_batch(load_manifest(manifest.path), RUNNERS, BatchOptions(resume=True))
 
 
 def test_a_dry_run_tells_what_the_real_one_writes(manifest: Manifest) -> None:
-    planned = run_batch(manifest, RUNNERS, dry_run=True)
+    planned = run_batch(manifest, RUNNERS, BatchOptions(dry_run=True))
     done = run_batch(manifest, RUNNERS)
     assert [job.bytes for job in planned.jobs] == [job.bytes for job in done.jobs]
 
@@ -90,11 +91,11 @@ def test_a_fine_tuning_of_a_conversion_is_gated_and_judged_again_without_trainin
     with pytest.raises(VerificationError, match="1 gate failed: loss<=0"):
         run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=0"}), RUNNERS)
     rows = (tmp_path / "out/tuned/metrics.jsonl").stat().st_mtime_ns
-    result = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, resume=True)
+    result = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, BatchOptions(resume=True))
     assert [job.status for job in result.jobs] == ["up to date", "trained"]
     assert 0 < result.jobs[1].figures["loss"] < 9
     assert (tmp_path / "out/tuned/metrics.jsonl").stat().st_mtime_ns == rows
-    again = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, resume=True)
+    again = run_batch(write(tmp_path, converted, tuned | {"gates": "loss<=9"}), RUNNERS, BatchOptions(resume=True))
     assert [job.status for job in again.jobs] == ["up to date"] * 2
 
 

@@ -23,6 +23,7 @@ import lpconv
 from lpconv.batch.local import LocalExecutor
 from lpconv.batch.lock import begin_lock, enter, read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
+from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, run_batch
 from lpconv.batch.runners import RUNNERS
 from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
@@ -141,11 +142,11 @@ def test_results_and_lock_are_those_of_one_process(folder: Path) -> None:
     assert sorted(p.name for p in (folder / "out").iterdir()) == ["again", "fp8", "split"]
 
     again = Executor()
-    result = run_batch(manifest(folder, *jobs), RUNNERS, executor=again, resume=True)
+    result = run_batch(manifest(folder, *jobs), RUNNERS, BatchOptions(resume=True), executor=again)
     assert set(statuses(result).values()) == {"up to date"}
     assert again.log == []
     (folder / "out").rename(folder / "placed")
-    locked = run_batch(manifest(folder, *jobs), RUNNERS, executor=Executor(), locked=True)
+    locked = run_batch(manifest(folder, *jobs), RUNNERS, BatchOptions(locked=True), executor=Executor())
     assert set(statuses(locked).values()) == {"converted"}
 
 
@@ -155,7 +156,7 @@ def test_a_failure_is_the_jobs_own_error(folder: Path) -> None:
         run_batch(jobs, RUNNERS, executor=Executor(places=1))
     assert (caught.value.exit_code, caught.value.kind) == (5, "verification")
     with pytest.raises(JobsFailedError) as failed:
-        run_batch(jobs, RUNNERS, executor=Executor(places=1), keep_going=True)
+        run_batch(jobs, RUNNERS, BatchOptions(keep_going=True), executor=Executor(places=1))
     assert statuses(failed.value.result) == {"a": "failed", "b": "not run", "c": "converted"}
     assert [job.warnings for job in failed.value.result.jobs][1] == ("it needs a",)
 
@@ -204,7 +205,12 @@ def test_a_failed_part_fails_its_job_once(folder: Path) -> None:
 
     executor = Executor(second_fails, places=1)
     with pytest.raises(JobsFailedError) as failed:
-        run_batch(manifest(folder, {"id": "a", "split": 3}, {"id": "b"}), RUNNERS, executor=executor, keep_going=True)
+        run_batch(
+            manifest(folder, {"id": "a", "split": 3}, {"id": "b"}),
+            RUNNERS,
+            BatchOptions(keep_going=True),
+            executor=executor,
+        )
     assert executor.log == ["a 1/3", "a 2/3", "b"]
     (error,) = [job.error for job in failed.value.result.jobs if job.error is not None]
     assert (error.code, error.message) == (137, "the process of the job was killed by signal 9: Killed")
@@ -246,7 +252,7 @@ def test_an_interruption_stops_what_runs(folder: Path) -> None:
 
     executor = Interrupted(lambda task: Answer(code=143, last="interrupted"))
     with pytest.raises(KeyboardInterrupt):
-        run_batch(manifest(folder, {"id": "a"}, {"id": "b"}), RUNNERS, executor=executor, keep_going=True)
+        run_batch(manifest(folder, {"id": "a"}, {"id": "b"}), RUNNERS, BatchOptions(keep_going=True), executor=executor)
     assert executor.is_stopped
 
 
@@ -274,7 +280,7 @@ def test_parts_are_of_one_conversion(folder: Path, arguments: list[str]) -> None
 
 def test_two_batches_at_once_lose_no_entry_of_the_lock(folder: Path) -> None:
     jobs = manifest(folder, *({"id": f"j{i}"} for i in range(8)))
-    run_batch(jobs, RUNNERS, only=("j0",))
+    run_batch(jobs, RUNNERS, BatchOptions(only=("j0",)))
     entry = read_lock(jobs.lock_path).entries[0]
     jobs.lock_path.unlink()
 
@@ -392,8 +398,8 @@ def test_stopping_ends_processes_by_sigterm(program: Path) -> None:
 
 def test_an_output_in_the_way_fails_its_job_only(folder: Path) -> None:
     jobs = manifest(folder, {"id": "a"}, {"id": "b"})
-    run_batch(jobs, RUNNERS, only=("a",))
+    run_batch(jobs, RUNNERS, BatchOptions(only=("a",)))
     with pytest.raises(JobsFailedError) as failed:
-        run_batch(jobs, RUNNERS, executor=Executor(), keep_going=True)
+        run_batch(jobs, RUNNERS, BatchOptions(keep_going=True), executor=Executor())
     assert statuses(failed.value.result) == {"a": "failed", "b": "converted"}
     assert failed.value.result.jobs[0].error.code == OutputExistsError.exit_code

@@ -12,6 +12,7 @@ import pytest
 from lpconv.batch.kinds import BatchJob
 from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
+from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
 from lpconv.batch.runners import JobRunner, converted, planned
 from lpconv.bench.options import BenchOptions
@@ -169,20 +170,38 @@ class TestRunning:
 
     def test_only_some(self, tmp_path: Path) -> None:
         engine = Engine()
-        result = run_batch(write_manifest(tmp_path), engine.runners, only=["c", "a"])
+        result = run_batch(
+            write_manifest(tmp_path),
+            engine.runners,
+            BatchOptions(
+                only=(
+                    "c",
+                    "a",
+                )
+            ),
+        )
         assert engine.ran == ["a", "c"]
         assert [job.id for job in result.jobs] == ["a", "c"]
 
     def test_only_a_job_that_is_not_there(self, tmp_path: Path) -> None:
         engine = Engine()
         with pytest.raises(UsageError, match="unknown job `z`"):
-            run_batch(write_manifest(tmp_path), engine.runners, only=["a", "z"])
+            run_batch(
+                write_manifest(tmp_path),
+                engine.runners,
+                BatchOptions(
+                    only=(
+                        "a",
+                        "z",
+                    )
+                ),
+            )
         assert engine.ran == []
 
     def test_a_dry_run_plans_and_writes_nothing(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         before = sorted(tmp_path.rglob("*"))
-        result = run_batch(manifest, engine.runners, dry_run=True)
+        result = run_batch(manifest, engine.runners, BatchOptions(dry_run=True))
         assert (engine.ran, engine.planned) == ([], ["a", "b", "c"])
         assert statuses(result) == ["planned"] * 3
         assert result.dry_run
@@ -210,7 +229,7 @@ class TestFailures:
     def test_keep_going_runs_the_rest_and_fails_in_the_end(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": VerificationError("gate", hint="h"), "b": KeyError("oops")})
         with pytest.raises(JobsFailedError, match="2 of 3 jobs failed: a, b") as caught:
-            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True)
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True))
         assert caught.value.exit_code == 6
         gate, bug, fine = caught.value.result.jobs
         assert gate.error is not None
@@ -229,7 +248,7 @@ class TestFailures:
     ) -> None:
         engine, events = Engine(failures={"a": error}), Recorder()
         with pytest.raises(type(error)):
-            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True, events=events)
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True), events=events)
         assert engine.ran == ["a"]
         assert events.result is not None
         assert statuses(events.result) == ["failed", "not run", "not run"]
@@ -253,7 +272,7 @@ class TestResume:
     def run(self, tmp_path: Path, hashes: bool = True, **settings: object) -> tuple[BatchResult, Engine]:
         engine = Engine(hashes_sources=hashes)
         manifest = write_manifest(tmp_path, **settings)  # type: ignore[arg-type]  # settings of write_manifest
-        return run_batch(manifest, engine.runners, resume=True), engine
+        return run_batch(manifest, engine.runners, BatchOptions(resume=True)), engine
 
     def test_what_is_done_is_up_to_date(self, tmp_path: Path) -> None:
         self.run(tmp_path)
@@ -270,7 +289,7 @@ class TestResume:
     def test_a_dry_run_tells_what_is_left_to_do(self, tmp_path: Path) -> None:
         self.run(tmp_path, jobs=("a",))
         engine = Engine()
-        result = run_batch(write_manifest(tmp_path), engine.runners, dry_run=True, resume=True)
+        result = run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(dry_run=True, resume=True))
         assert statuses(result) == ["up to date", "planned", "planned"]
 
     def test_another_memory_bound_changes_no_output(self, tmp_path: Path) -> None:
@@ -331,7 +350,7 @@ class TestResume:
         manifest = load_manifest(tmp_path / "jobs.json")
         (tmp_path / "local").rename(tmp_path / "elsewhere")
         engine = Engine()
-        assert statuses(run_batch(manifest, engine.runners, resume=True)) == ["up to date"] * 2
+        assert statuses(run_batch(manifest, engine.runners, BatchOptions(resume=True))) == ["up to date"] * 2
 
 
 @dataclass
@@ -387,18 +406,22 @@ class TestKinds:
         assert caught.value.exit_code == 5
         assert events.result is not None
         assert "<failure" in junit_xml(events.result)
-        again = run_batch(write_mixed(tmp_path, gate="speedup>=0.1"), bench.runners(Engine()), resume=True)
+        again = run_batch(
+            write_mixed(tmp_path, gate="speedup>=0.1"), bench.runners(Engine()), BatchOptions(resume=True)
+        )
         assert statuses(again) == ["up to date", "measured"]
         assert bench.resumed == [False, True]
 
     def test_a_measurement_that_is_done_is_not_repeated(self, tmp_path: Path) -> None:
         bench = Bench()
         run_batch(write_mixed(tmp_path), bench.runners(Engine()))
-        result = run_batch(write_mixed(tmp_path), bench.runners(Engine()), resume=True)
+        result = run_batch(write_mixed(tmp_path), bench.runners(Engine()), BatchOptions(resume=True))
         assert statuses(result) == ["up to date"] * 2
         with pytest.raises(OutputExistsError, match="seed is 1 and was 0"):
-            run_batch(write_mixed(tmp_path, seed=1), bench.runners(Engine()), resume=True)
-        forced = run_batch(write_mixed(tmp_path, seed=1, force=True), bench.runners(Engine()), resume=True)
+            run_batch(write_mixed(tmp_path, seed=1), bench.runners(Engine()), BatchOptions(resume=True))
+        forced = run_batch(
+            write_mixed(tmp_path, seed=1, force=True), bench.runners(Engine()), BatchOptions(resume=True)
+        )
         assert statuses(forced) == ["up to date", "measured"]
 
     def test_the_lock_pins_what_is_measured_and_not_what_was_found(self, tmp_path: Path) -> None:
@@ -408,15 +431,15 @@ class TestKinds:
         assert (entry.kind, entry.model, entry.files, entry.checksums_sha256) == ("bench", "./out/a", (), None)
         assert str(tmp_path) not in manifest.lock_path.read_text()
         (tmp_path / "out").rename(tmp_path / "kept")
-        other = run_batch(manifest, Bench(speedup=1.5).runners(Engine()), locked=True)
+        other = run_batch(manifest, Bench(speedup=1.5).runners(Engine()), BatchOptions(locked=True))
         assert statuses(other) == ["converted", "measured"]
         with pytest.raises(VerificationError, match="speed: seed is 1 and was 0"):
-            run_batch(write_mixed(tmp_path, seed=1), Bench().runners(Engine()), locked=True)
+            run_batch(write_mixed(tmp_path, seed=1), Bench().runners(Engine()), BatchOptions(locked=True))
 
     def test_a_job_is_not_run_where_one_that_it_needs_failed(self, tmp_path: Path) -> None:
         engine, bench = Engine(failures={"a": InputError("gone")}), Bench()
         with pytest.raises(JobsFailedError) as caught:
-            run_batch(write_mixed(tmp_path), bench.runners(engine), keep_going=True)
+            run_batch(write_mixed(tmp_path), bench.runners(engine), BatchOptions(keep_going=True))
         assert statuses(caught.value.result) == ["failed", "not run"]
         assert caught.value.result.jobs[1].warnings == ("it needs a",)
         assert bench.resumed == []
@@ -424,8 +447,8 @@ class TestKinds:
     def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
         manifest = write_mixed(tmp_path)
         with pytest.raises(InputError, match="speed needs a, and `"):
-            run_batch(manifest, Bench().runners(Engine()), only=["speed"])
-        planned_batch = run_batch(manifest, Bench().runners(Engine()), dry_run=True)
+            run_batch(manifest, Bench().runners(Engine()), BatchOptions(only=("speed",)))
+        planned_batch = run_batch(manifest, Bench().runners(Engine()), BatchOptions(dry_run=True))
         assert statuses(planned_batch) == ["planned", "planned"]
 
     def test_a_lock_from_before_there_were_kinds_is_read(self, tmp_path: Path) -> None:
@@ -435,7 +458,7 @@ class TestKinds:
         for entry in document["entries"]:
             del entry["kind"]
         manifest.lock_path.write_text(json.dumps(document))
-        assert statuses(run_batch(manifest, Engine().runners, resume=True)) == ["up to date"] * 3
+        assert statuses(run_batch(manifest, Engine().runners, BatchOptions(resume=True))) == ["up to date"] * 3
 
 
 class TestLock:
@@ -454,7 +477,7 @@ class TestLock:
         engine = Engine()
         run_batch(write_manifest(tmp_path), engine.runners)
         manifest = write_manifest(tmp_path, jobs=("c", "b"), force=True)
-        run_batch(manifest, engine.runners, only=["b"])
+        run_batch(manifest, engine.runners, BatchOptions(only=("b",)))
         assert [e.id for e in lock_of(manifest).entries] == ["c", "b"]
 
     def test_a_lock_that_cannot_be_written_is_found_out_before_the_work(self, tmp_path: Path) -> None:
@@ -483,7 +506,7 @@ class TestLocked:
 
     def test_the_same_again_passes_with_the_locked_revision(self, manifest: Manifest) -> None:
         engine, lock = Engine(), manifest.lock_path.read_bytes()
-        result = run_batch(manifest, engine.runners, locked=True)
+        result = run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert statuses(result) == ["converted"] * 3
         assert [options.revision for _, options in engine.calls] == ["c" * 40, None, "c" * 40]
         assert manifest.lock_path.read_bytes() == lock
@@ -494,12 +517,12 @@ class TestLocked:
         (tmp_path / "out").rename(tmp_path / "kept")
         (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
         with pytest.raises(VerificationError, match="b: files differ from the lock"):
-            run_batch(manifest, engine.runners, locked=True)
+            run_batch(manifest, engine.runners, BatchOptions(locked=True))
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
         with pytest.raises(VerificationError, match="a: files differ from the lock: model") as caught:
-            run_batch(manifest, engine.runners, locked=True)
+            run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert caught.value.exit_code == 5
         assert "torch 1 → 2" in str(caught.value.hint)
         assert not (manifest.folder / "out/a").exists()
@@ -508,26 +531,26 @@ class TestLocked:
     def test_changed_settings_fail_before_any_work(self, manifest: Manifest) -> None:
         engine, changed = Engine(), write_manifest(manifest.folder, format="bf16")
         with pytest.raises(VerificationError, match='a: format is "bf16" and was "fp16"; b: format'):
-            run_batch(changed, engine.runners, locked=True)
+            run_batch(changed, engine.runners, BatchOptions(locked=True))
         assert engine.ran == []
 
     def test_a_changed_local_source_fails_before_any_work(self, manifest: Manifest) -> None:
         (manifest.folder / "local/model.safetensors").write_text("WEIGHTS")
         engine = Engine()
         with pytest.raises(VerificationError, match="b: source file model"):
-            run_batch(manifest, engine.runners, locked=True)
+            run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert engine.ran == []
 
     def test_a_new_job_is_not_in_the_lock(self, tmp_path: Path) -> None:
         engine = Engine()
         run_batch(write_manifest(tmp_path, jobs=("a",)), engine.runners)
         with pytest.raises(VerificationError, match="b: not in the lock"):
-            run_batch(write_manifest(tmp_path), engine.runners, locked=True)
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(locked=True))
 
     def test_no_lock_file(self, tmp_path: Path) -> None:
         engine = Engine()
         with pytest.raises(InputError, match=r"no lock file `.*jobs\.lock\.json`"):
-            run_batch(write_manifest(tmp_path), engine.runners, locked=True)
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(locked=True))
 
 
 @pytest.fixture
@@ -535,10 +558,10 @@ def mixed(tmp_path: Path) -> BatchResult:
     """A batch with one job of each kind: up to date, failed verification, failed otherwise, not run."""
     engine = Engine(failures={"b": VerificationError('gate "sqnr" <20> \x00\x1b[31m & more', hint="loosen it")})
     manifest = write_manifest(tmp_path)
-    run_batch(manifest, engine.runners, only=["a"])
+    run_batch(manifest, engine.runners, BatchOptions(only=("a",)))
     events = Recorder()
     with pytest.raises(VerificationError):
-        run_batch(manifest, engine.runners, resume=True, events=events)
+        run_batch(manifest, engine.runners, BatchOptions(resume=True), events=events)
     assert events.result is not None
     return events.result
 
@@ -562,7 +585,7 @@ class TestReports:
     def test_junit_counts_other_errors_as_errors(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": InputError("gone"), "b": RuntimeError("bug")})
         with pytest.raises(JobsFailedError) as caught:
-            run_batch(write_manifest(tmp_path), engine.runners, keep_going=True)
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True))
         root = ET.fromstring(junit_xml(caught.value.result))
         assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("2", "0", "0")
         assert [e.get("type") for e in root.iter("error")] == ["input", "bug"]
@@ -585,7 +608,7 @@ class TestReports:
         assert "100 B" in row["result"]
 
     def test_the_table_of_a_dry_run_shows_needs(self, tmp_path: Path) -> None:
-        rows = rows_of(run_batch(write_manifest(tmp_path), Engine().runners, dry_run=True))
+        rows = rows_of(run_batch(write_manifest(tmp_path), Engine().runners, BatchOptions(dry_run=True)))
         assert rows[0]["note"] == "needs 7 B memory, 8 B disk, about 2 s"
 
 
