@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lpconv.formats.grains import Grain
 from lpconv.storage.compressed import Presets, presets_in, quantized_by
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
+from lpconv.summed import Summed, joined
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,23 +123,14 @@ class Headers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockStats:
+class BlockStats(Summed):
     """Σx² and max |x| over the finite elements of a block, and the counts of what is not finite."""
 
     num_elements: int = 0
     sum_squares: float = 0.0
-    absmax: float = 0.0
+    absmax: float = joined(max, 0.0)
     num_nan: int = 0
     num_inf: int = 0
-
-    def __add__(self, other: BlockStats) -> BlockStats:
-        return BlockStats(
-            num_elements=self.num_elements + other.num_elements,
-            sum_squares=self.sum_squares + other.sum_squares,
-            absmax=max(self.absmax, other.absmax),
-            num_nan=self.num_nan + other.num_nan,
-            num_inf=self.num_inf + other.num_inf,
-        )
 
     @property
     def rms(self) -> float:
@@ -153,21 +145,13 @@ class BlockStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockError:
+class BlockError(Summed):
     """Σ(x - x̂)², max |x - x̂| / |x|, and how many finite elements became infinite or non-zero ones zero."""
 
     sum_squares: float = 0.0
-    max_relative: float = 0.0
+    max_relative: float = joined(max, 0.0)
     num_saturated: int = 0
     num_flushed: int = 0
-
-    def __add__(self, other: BlockError) -> BlockError:
-        return BlockError(
-            sum_squares=self.sum_squares + other.sum_squares,
-            max_relative=max(self.max_relative, other.max_relative),
-            num_saturated=self.num_saturated + other.num_saturated,
-            num_flushed=self.num_flushed + other.num_flushed,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

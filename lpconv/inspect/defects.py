@@ -16,6 +16,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import code_list
 from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_of
+from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
@@ -31,14 +32,11 @@ _SURELY_CODES = (".weight_packed", ".qweight")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(Summed):
     """Problems and warnings about a checkpoint, as text."""
 
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-
-    def __add__(self, other: "Findings") -> "Findings":
-        return Findings(problems=self.problems + other.problems, warnings=self.warnings + other.warnings)
 
 
 def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:

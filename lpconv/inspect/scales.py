@@ -24,6 +24,7 @@ from lpconv.results import InspectResult
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import INPUT_SCALES
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
+from lpconv.summed import Summed, joined
 
 # Weights of trained models are smaller than this; a weight that exceeds the others by this factor has lost its scale.
 _LARGEST, _FACTOR = 1e4, 256.0
@@ -37,7 +38,7 @@ _UNEQUAL = 1.001  # ratio that a round trip of scales through bf16 can explain
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scales:
+class Scales(Summed):
     """Statistics of the scales of one weight, including all factors.
 
     `least` and `most` are the extremes, and the counts are of scales in total, zero, invalid (negative, NaN or
@@ -46,28 +47,15 @@ class Scales:
     smallest factor, which is the only certain bound because smoothing gives large codes to those columns.
     """
 
-    least: float = math.inf
-    most: float = 0.0
+    least: float = joined(min, math.inf)
+    most: float = joined(max, 0.0)
     num: int = 0
     num_zero: int = 0
     num_bad: int = 0
     num_cut: int = 0
     num_odd: int = 0
-    one: float | None = None
-    bound: float = 0.0
-
-    def __add__(self, other: "Scales") -> "Scales":
-        return Scales(
-            least=min(self.least, other.least),
-            most=max(self.most, other.most),
-            num=self.num + other.num,
-            num_zero=self.num_zero + other.num_zero,
-            num_bad=self.num_bad + other.num_bad,
-            num_cut=self.num_cut + other.num_cut,
-            num_odd=self.num_odd + other.num_odd,
-            one=self.one,
-            bound=max(self.bound, other.bound),
-        )
+    one: float | None = joined(lambda own, other: own, None)
+    bound: float = joined(max, 0.0)
 
 
 def judged(found: InspectResult, model: Openable) -> InspectResult:

@@ -26,6 +26,7 @@ from lpconv.storage.checkpoint import Openable
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.ties import tie_candidates
+from lpconv.summed import Summed, joined
 
 # Range of group factors that rounding to 4 bits or more can cause: a largest weight of nearly 8 may be clipped to 6
 # (0.75).
@@ -39,7 +40,7 @@ _LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sums:
+class _WeightSums(Summed):
     """Sums over blocks of a tensor x and its copy y.
 
     `signal` Σx², `noise` Σ(y - x)², `relative` the largest |y - x| / |x|, `lean` Σ(y - x), `num` elements, `groups`
@@ -48,7 +49,7 @@ class _Sums:
 
     signal: float = 0.0
     noise: float = 0.0
-    relative: float = 0.0
+    relative: float = joined(max, 0.0)
     lean: float = 0.0
     num: int = 0
     groups: int = 0
@@ -59,18 +60,6 @@ class _Sums:
     def one_sided(self) -> float:
         """Share of the noise due to the mean error: nearly 0 for rounding, 1 if all elements are shifted equally."""
         return self.lean**2 / (self.num * self.noise) if self.noise else 0.0
-
-    def __add__(self, other: "_Sums") -> "_Sums":
-        return _Sums(
-            signal=self.signal + other.signal,
-            noise=self.noise + other.noise,
-            relative=max(self.relative, other.relative),
-            lean=self.lean + other.lean,
-            num=self.num + other.num,
-            groups=self.groups + other.groups,
-            off=self.off + other.off,
-            lost=self.lost + other.lost,
-        )
 
 
 def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
@@ -124,17 +113,17 @@ def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str
         yield f"{code_list(reshaped)}: {who} has it in another shape"
 
 
-def _compare(a: Source, b: Source, name: str) -> _Sums:
+def _compare(a: Source, b: Source, name: str) -> _WeightSums:
     info = b.entries[name].info
     cols = info.shape[-1] if info.shape else 1
-    total = _Sums()
+    total = _WeightSums()
     for start, stop in block_ranges(info.num_elements, cols):
         y, x = (read_range(source, name, start, stop).float().view(-1, cols) for source in (a, b))
         total = total + _sums(x, y)
     return total
 
 
-def _sums(x: Tensor, y: Tensor) -> _Sums:
+def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     """Compare rows `y` with the reference's rows `x`; elements that are not finite in `x` are skipped."""
     known = torch.isfinite(x)
     lost = int((known & ~torch.isfinite(y)).sum())
@@ -144,7 +133,7 @@ def _sums(x: Tensor, y: Tensor) -> _Sums:
     energy, shared = (groups[0] * groups[0]).sum(1), (groups[0] * groups[1]).sum(1)
     asked = energy > _FAINT * energy.mean()
     factor = shared[asked] / energy[asked]
-    return _Sums(
+    return _WeightSums(
         signal=float(x.double().square().sum()),
         noise=math.inf if lost else float(error.square().sum()),
         relative=float((error.abs() / x.abs()).nan_to_num(0.0, math.inf).max()) if x.numel() else 0.0,
@@ -156,7 +145,7 @@ def _sums(x: Tensor, y: Tensor) -> _Sums:
     )
 
 
-def _record(ours: Stored, theirs: Stored, found: _Sums) -> ComparedTensor:
+def _record(ours: Stored, theirs: Stored, found: _WeightSums) -> ComparedTensor:
     bits = min(_bits(ours), _bits(theirs))
     noise = sqnr_db(found.signal, found.noise)
     return ComparedTensor(
@@ -182,7 +171,7 @@ def _has_codes(form: Stored) -> bool:
     return not isinstance(form, (Kept, Pair))
 
 
-def _problem(found: _Sums, noise: float, bits: int, *, has_codes: bool) -> str | None:
+def _problem(found: _WeightSums, noise: float, bits: int, *, has_codes: bool) -> str | None:
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     told = []
     if found.lost:

@@ -9,6 +9,7 @@ Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden 
 """
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.summed import Summed, joined
 
 _HINT = "verify by weights: leave --data out"
 AT_ONCE = 1024  # most tokens per forward pass of a body
@@ -37,8 +39,13 @@ _HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose
 _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
 
 
+def _larger(a: float, b: float) -> float:
+    """The larger of two numbers, where NaN is larger than any."""
+    return max(a, b, key=lambda x: math.inf if math.isnan(x) else x)
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Sums:
+class _TokenSums(Summed):
     """Sums over tokens.
 
     `num` tokens, `kl` KL of the source to the result and `back` the reverse, `same` equal top-1 choices, `error` Σ(y -
@@ -51,26 +58,11 @@ class _Sums:
     same: int = 0
     error: float = 0.0
     signal: float = 0.0
-    largest: float = 0.0
-    equal: bool = True
+    largest: float = joined(_larger, 0.0)
+    equal: bool = joined(operator.and_, True)
     num_next: int = 0
     loss: float = 0.0
     source_loss: float = 0.0
-
-    def __add__(self, other: "_Sums") -> "_Sums":
-        return _Sums(
-            num=self.num + other.num,
-            kl=self.kl + other.kl,
-            back=self.back + other.back,
-            same=self.same + other.same,
-            error=self.error + other.error,
-            signal=self.signal + other.signal,
-            largest=max(self.largest, other.largest, key=lambda x: math.inf if math.isnan(x) else x),
-            equal=self.equal and other.equal,
-            num_next=self.num_next + other.num_next,
-            loss=self.loss + other.loss,
-            source_loss=self.source_loss + other.source_loss,
-        )
 
 
 def compare_on_text(
@@ -94,7 +86,7 @@ def compare_on_text(
     ):
         bodies = [_hidden(m, tokens.windows, at_once, progress) for m in (source, converted)]
         has_next = task_of(type(converted).__name__) is CLM
-        total = _Sums()
+        total = _TokenSums()
         for ids, hidden, following in _pieces(bodies, tokens.windows, vocabulary_size(config)):
             said = [_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True)]
             for i in range(0, len(following), _EXACT):
@@ -105,7 +97,7 @@ def compare_on_text(
         return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
 
 
-def _check(total: _Sums, model: str, inputs: str) -> LogitsCheck:
+def _check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
     return LogitsCheck(
         max_abs_diff=total.largest,
         rel_error=math.sqrt(total.error / (total.signal or 1.0)),
@@ -208,12 +200,12 @@ def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
     return out
 
 
-def _compared(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _Sums:
+def _compared(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
     x, y = wanted_TV.double(), got_TV.double()
     log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
     finite = torch.isfinite(x)
     difference = (x - y)[finite]
-    sums = _Sums(
+    sums = _TokenSums(
         num=len(x),
         kl=float((log_p.exp() * (log_p - log_q)).sum()),
         back=float((log_q.exp() * (log_q - log_p)).sum()),
@@ -228,4 +220,4 @@ def _compared(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> 
         return sums
     at = following_T[known].unsqueeze(1)
     losses = [-float(p[known].gather(1, at).sum()) for p in (log_q, log_p)]
-    return sums + _Sums(num_next=int(known.sum()), loss=losses[0], source_loss=losses[1])
+    return sums + _TokenSums(num_next=int(known.sum()), loss=losses[0], source_loss=losses[1])

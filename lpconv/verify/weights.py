@@ -11,6 +11,7 @@ close but not bit-equal may side tensors differ, and only if no block gets worse
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from lpconv.plan.tensor_records import planned_record, tensor_record
 from lpconv.plan.workers import Block, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
+from lpconv.summed import Summed, joined
 from lpconv.verify.reader import OutputReader
 
 _PIECE = 2**14  # elements of a sample
@@ -39,7 +41,7 @@ _DB, _SHARE = 0.01, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Compared:
+class _Compared(Summed):
     """Result of comparing blocks with the source.
 
     `right`: the blocks are right for the stored side tensors, and no worse than with the implied ones. `error` is the
@@ -47,20 +49,11 @@ class _Compared:
     reference.
     """
 
-    right: bool = True
+    right: bool = joined(operator.and_, True)
     stats: BlockStats = field(default_factory=BlockStats)
     error: BlockError = field(default_factory=BlockError)
     implied: BlockError = field(default_factory=BlockError)
-    left: "_Small | None" = None
-
-    def __add__(self, other: "_Compared") -> "_Compared":
-        return _Compared(
-            right=self.right and other.right,
-            stats=self.stats + other.stats,
-            error=self.error + other.error,
-            implied=self.implied + other.implied,
-            left=self.left or other.left,
-        )
+    left: "_Small | None" = field(default=None, metadata={"join": lambda own, other: own or other})
 
 
 @dataclass(frozen=True, kw_only=True)
