@@ -15,6 +15,8 @@ reaches are rounded to nearest instead of becoming 0, since another text may rea
 Letters in shapes: R rows (outputs) and C columns (inputs) of a weight, B columns of a block.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -25,23 +27,47 @@ from lpconv.plan.workers import SingleThreadedTorch
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: the paper's value
 _BLOCK = 64  # columns that are corrected one by one; later ones are corrected once for all of them
 _ROWS = 4096  # rows that are rounded together: each row is rounded alone, so this bounds memory
-_SAMPLED = 1024  # rows that an output error is measured on
 
 
-def round_with_feedback(
-    weight_RC: Tensor, hessian_CC: Tensor, scales_RC: Tensor, element: Format, *, damping: float = DAMPING
-) -> Tensor:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InverseFactor:
+    """`order` of columns, and U of the columns in that order, fp32 [C, C]."""
+
+    order: Tensor
+    upper_CC: Tensor
+
+
+def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFactor:
+    """U of `hessian_CC`, Σ x xᵀ over the inputs of a layer or any multiple, taken in fp64.
+
+    Raises ValueError if it is not finite.
+    """
+    diagonal = hessian_CC.diagonal()
+    if not torch.isfinite(diagonal).all():
+        raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
+    rising = torch.argsort(diagonal, stable=True)  # U of falling columns is L⁻¹ of rising ones, turned around
+    wide_CC = hessian_CC[rising].double()[:, rising]
+    unreached = wide_CC.diagonal() == 0
+    wide_CC.diagonal().add_(damping * wide_CC.diagonal().mean())[unreached] = 1.0
+    lower_CC, info = torch.linalg.cholesky_ex(wide_CC)
+    if int(info):
+        raise ValueError("the inputs of the layer have no positive definite second moment")
+    del wide_CC
+    inverse_CC = torch.eye(len(lower_CC), dtype=torch.float64)
+    torch.linalg.solve_triangular(lower_CC, inverse_CC, upper=False, out=inverse_CC)
+    return InverseFactor(order=rising.flip(0), upper_CC=inverse_CC.float().flip(0, 1))
+
+
+def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Tensor, element: Format) -> Tensor:
     """Numbers code · scale, the codes of `element`, that make the outputs of a linear layer nearest to the weight's.
 
-    All tensors are fp32. `hessian_CC` is Σ x xᵀ over the layer's inputs, or any multiple. Raises ValueError if it is
-    not finite.
+    Weight and scales are fp32.
     """
-    order, inverse_CC = _inverse_factor(hessian_CC, damping)
     out_RC = torch.empty_like(weight_RC)
     for start in range(0, len(weight_RC), _ROWS):
         rows = slice(start, start + _ROWS)
-        found_CR = _round_columns(weight_RC[rows].t()[order], inverse_CC, scales_RC[rows].t()[order], element)
-        out_RC[rows, order] = found_CR.t()
+        columns = (x_RC[rows].t()[inverse.order] for x_RC in (weight_RC, scales_RC))
+        out_RC[rows, inverse.order] = _round_columns(*columns, inverse.upper_CC, element).t()
     return out_RC
 
 
@@ -51,32 +77,13 @@ def round_to_nearest(weight_RC: Tensor, scales_RC: Tensor, element: Format) -> T
 
 
 def output_error(weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor) -> float:
-    """‖(W - Q)X‖² / ‖WX‖², the share of a layer's output that rounding changes, over at most 1,024 even rows."""
-    step = -(-len(weight_RC) // _SAMPLED)
-    weight, lost = weight_RC[::step], weight_RC[::step] - rounded_RC[::step]
-    signal, noise = (float(torch.mm(x, hessian_CC).mul_(x).sum(dtype=torch.float64)) for x in (weight, lost))
+    """‖(W - Q)X‖² / ‖WX‖², the share of a layer's output that rounding changes."""
+    lost_RC = weight_RC - rounded_RC
+    signal, noise = (float(torch.mm(x, hessian_CC).mul_(x).sum(dtype=torch.float64)) for x in (weight_RC, lost_RC))
     return max(noise, 0.0) / signal if signal > 0 else 0.0
 
 
-def _inverse_factor(hessian_CC: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The order of columns, and U of the columns in that order, fp32. Factors are taken in fp64."""
-    diagonal = hessian_CC.diagonal()
-    if not torch.isfinite(diagonal).all():
-        raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
-    rising = torch.argsort(diagonal, stable=True)  # U of falling columns is L⁻¹ of rising ones, turned around
-    wide = hessian_CC[rising].double()[:, rising]
-    shift = damping * float(wide.diagonal().mean())
-    unreached = wide.diagonal() == 0
-    wide.diagonal().add_(shift)[unreached] = 1.0
-    lower, info = torch.linalg.cholesky_ex(wide)
-    if int(info):
-        raise ValueError("the inputs of the layer have no positive definite second moment")
-    del wide
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=torch.float64), upper=False)
-    return rising.flip(0), inverse.float().flip(0, 1)
-
-
-def _round_columns(weight_CR: Tensor, inverse_CC: Tensor, scales_CR: Tensor, element: Format) -> Tensor:
+def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, element: Format) -> Tensor:
     """The loop of the paper's algorithm 1, on transposed weights (overwritten), whose columns are then rows."""
     num = len(weight_CR)
     out_CR = torch.empty_like(weight_CR)
@@ -86,9 +93,9 @@ def _round_columns(weight_CR: Tensor, inverse_CC: Tensor, scales_CR: Tensor, ele
         with SingleThreadedTorch():  # to wake other threads for one column takes longer than to round it
             for c in range(first, last):
                 found = torch.mul(_codes(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
-                error = torch.sub(weight_CR[c], found, out=errors_BR[c - first]).div_(inverse_CC[c, c])
-                weight_CR[c + 1 : last].addr_(inverse_CC[c, c + 1 : last], error, alpha=-1)
-        weight_CR[last:].addmm_(inverse_CC[first:last, last:].t(), errors_BR, alpha=-1)
+                error = torch.sub(weight_CR[c], found, out=errors_BR[c - first]).div_(upper_CC[c, c])
+                weight_CR[c + 1 : last].addr_(upper_CC[c, c + 1 : last], error, alpha=-1)
+        weight_CR[last:].addmm_(upper_CC[first:last, last:].t(), errors_BR, alpha=-1)
     return out_CR
 
 

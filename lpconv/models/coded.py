@@ -14,7 +14,8 @@ so does every in-place op.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NoReturn, Self
@@ -36,6 +37,7 @@ from lpconv.storage.header import DTYPE_BITS
 _BLOCK = 2**18  # numbers that are decoded at once: they fit a core's cache
 # Enough for the largest block in fp32: equal blocks of whole rows may have up to half more numbers.
 _KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))
+_WATCHES: list[Callable[[Tensor, "CodedTensor"], None]] = []
 _HINT = "open the model without resident=True to train or change it"
 
 
@@ -66,6 +68,11 @@ class Codes:
     @property
     def device(self) -> torch.device:
         return next((x.device for x in self.parts.values()), torch.device("cpu"))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all numbers of the stored tensor."""
+        return len(self) == self.form.num_elements
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -216,9 +223,21 @@ def _refuse_gradient(gradient: Tensor) -> NoReturn:
     raise UnsupportedError("weights that stay codes have no gradient", hint=_HINT)
 
 
+@contextmanager
+def watched_products(watch: Callable[[Tensor, CodedTensor], None]) -> Iterator[None]:
+    """Call `watch` with the input and the weight of every linear product in the block, before it is computed."""
+    _WATCHES.append(watch)
+    try:
+        yield
+    finally:
+        _WATCHES.remove(watch)
+
+
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, CodedTensor) or weight.ndim != 2 or isinstance(x, CodedTensor):
         return functional.linear(x, weight, bias)
+    for watch in _WATCHES:
+        watch(x, weight)
     output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return output
 

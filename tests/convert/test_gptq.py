@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import DAMPING, output_error, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import DAMPING, inverse_factor, output_error, round_to_nearest, round_with_feedback
 from lpconv.formats.spec import FORMATS, Format
 
 NAMES = ("int4", "int8", "e2m1", "e4m3fn", "e5m2")
@@ -19,6 +19,10 @@ def _layer(element: Format, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     weight = torch.randn(ROWS, COLS, generator=generator)
     scales = weight.view(ROWS, -1, 10).abs().amax(-1) / element.max
     return weight, x.T @ x, scales.repeat_interleave(10, 1)
+
+
+def _feedback(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
+    return round_with_feedback(weight, inverse_factor(hessian), scales, element)
 
 
 def _textbook(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
@@ -41,16 +45,14 @@ def _textbook(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) 
 def test_blocks_round_as_the_textbook_loop_does(name: str) -> None:
     element = FORMATS[name]
     weight, hessian, scales = _layer(element)
-    assert torch.equal(
-        round_with_feedback(weight, hessian, scales, element), _textbook(weight, hessian, scales, element)
-    )
+    assert torch.equal(_feedback(weight, hessian, scales, element), _textbook(weight, hessian, scales, element))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_number_is_a_code_times_its_scale(name: str) -> None:
     element = FORMATS[name]
     weight, hessian, scales = _layer(element)
-    rounded = round_with_feedback(weight, hessian, scales, element)
+    rounded = _feedback(weight, hessian, scales, element)
     assert torch.equal(rounded, round_to_nearest(rounded, scales, element))
 
 
@@ -59,7 +61,7 @@ def test_outputs_change_less_than_by_nearest_rounding(name: str) -> None:
     element = FORMATS[name]
     weight, hessian, scales = _layer(element)
     nearest = output_error(weight, round_to_nearest(weight, scales, element), hessian)
-    assert output_error(weight, round_with_feedback(weight, hessian, scales, element), hessian) < 0.6 * nearest
+    assert output_error(weight, _feedback(weight, hessian, scales, element), hessian) < 0.6 * nearest
 
 
 def test_output_error_is_the_share_of_the_output_that_changes() -> None:
@@ -72,45 +74,45 @@ def test_output_error_is_the_share_of_the_output_that_changes() -> None:
 
 def test_uncorrelated_inputs_leave_nearest_rounding() -> None:
     weight, hessian, scales = _layer(FORMATS["int4"])
-    found = round_with_feedback(weight, torch.diag(hessian.diagonal()), scales, FORMATS["int4"])
+    found = _feedback(weight, torch.diag(hessian.diagonal()), scales, FORMATS["int4"])
     assert torch.equal(found, round_to_nearest(weight, scales, FORMATS["int4"]))
 
 
 def test_columns_that_no_input_reaches_are_rounded_to_nearest() -> None:
     weight, hessian, scales = _layer(FORMATS["int4"])
     hessian[:, 7], hessian[7] = 0.0, 0.0
-    found = round_with_feedback(weight, hessian, scales, FORMATS["int4"])
+    found = _feedback(weight, hessian, scales, FORMATS["int4"])
     assert torch.equal(found[:, 7], round_to_nearest(weight, scales, FORMATS["int4"])[:, 7])
-    assert torch.isfinite(round_with_feedback(weight, torch.zeros_like(hessian), scales, FORMATS["int4"])).all()
+    assert torch.isfinite(_feedback(weight, torch.zeros_like(hessian), scales, FORMATS["int4"])).all()
 
 
 def test_fewer_inputs_than_columns_are_enough() -> None:
     weight, _, scales = _layer(FORMATS["e2m1"])
     x = torch.randn(3, COLS, generator=torch.Generator().manual_seed(1))
     nearest = round_to_nearest(weight, scales, FORMATS["e2m1"])
-    found = round_with_feedback(weight, x.T @ x, scales, FORMATS["e2m1"])
+    found = _feedback(weight, x.T @ x, scales, FORMATS["e2m1"])
     assert output_error(weight, found, x.T @ x) < 0.1 * output_error(weight, nearest, x.T @ x)
 
 
 def test_a_weight_on_the_grid_stays_as_it_is() -> None:
     weight, hessian, scales = _layer(FORMATS["int4"])
     weight = round_to_nearest(weight, scales, FORMATS["int4"])
-    assert torch.equal(round_with_feedback(weight, hessian, scales, FORMATS["int4"]), weight)
+    assert torch.equal(_feedback(weight, hessian, scales, FORMATS["int4"]), weight)
 
 
 def test_rows_are_rounded_alone_and_the_arguments_left_alone() -> None:
     element = FORMATS["int4"]
     weight, hessian, scales = _layer(element)
     before = weight.clone(), hessian.clone()
-    found = round_with_feedback(weight, hessian, scales, element)
-    assert torch.equal(found[3:5], round_with_feedback(weight[3:5], hessian, scales[3:5], element))
+    found = _feedback(weight, hessian, scales, element)
+    assert torch.equal(found[3:5], _feedback(weight[3:5], hessian, scales[3:5], element))
     assert torch.equal(weight, before[0])
     assert torch.equal(hessian, before[1])
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_inputs_that_are_not_finite_are_an_error(wrong: float) -> None:
-    weight, hessian, scales = _layer(FORMATS["int4"])
+    _, hessian, _ = _layer(FORMATS["int4"])
     hessian[3, 3] = wrong
     with pytest.raises(ValueError, match="NaN, infinite"):
-        round_with_feedback(weight, hessian, scales, FORMATS["int4"])
+        inverse_factor(hessian)
