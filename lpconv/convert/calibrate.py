@@ -6,7 +6,9 @@ the same machine finds the same numbers, however much memory is free.
 """
 
 import math
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ _HINT = "leave --calibrate out: inputs then stay as they are"
 
 def check_calibration(job: Job) -> None:
     """Refuse, before the work, a model that does not read text, and a text that its tokenizer does not read."""
-    _text(job)
+    calibration_windows(job)
 
 
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
@@ -42,10 +44,10 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 
     Raises InputError for inputs that are NaN or infinite, UnsupportedError for modules that the text never reaches.
     """
-    config, tokens, length = _text(job)
+    config, tokens, length = calibration_windows(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
     progress.start("calibrating", tokens.windows.numel())
-    found = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress)
+    found = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress) if modules else {}
     missed = [n for n in modules if n not in found]
     if missed:
         raise UnsupportedError(
@@ -58,11 +60,27 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     )
 
 
-def _text(job: Job) -> tuple[Any, Tokens, int]:
-    """The config of the model, the text in windows, and their length."""
-    config = reads_text(job.plain, hint=_HINT)
-    path = text_at(str(job.plan.options.calibrate))
-    return config, *windows_of((job.plain,), config, path, None, CALIBRATION_TOKENS)
+def calibration_windows(job: Job) -> tuple[Any, Tokens, int]:
+    """The config of the model, windows of the text, and their length: the first windows, or a random choice by the
+    seed of an error feedback."""
+    config, options = reads_text(job.plain, hint=_HINT), job.plan.options
+    path = text_at(str(options.calibrate))
+    if options.calibration_seed is None:
+        return config, *windows_of((job.plain,), config, path, None, options.calibration_tokens or CALIBRATION_TOKENS)
+    tokens, length = windows_of((job.plain,), config, path, None, sys.maxsize)
+    count = max((options.calibration_tokens or 0) // length, 1)
+    generator = torch.Generator().manual_seed(options.calibration_seed)
+    chosen = torch.randperm(len(tokens.windows), generator=generator)[:count].sort().values
+    return config, replace(tokens, windows=tokens.windows[chosen]), length
+
+
+def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
+    """How many windows run at once, by the model alone: whoever has more memory finds the same numbers.
+
+    `num_outputs` is the number of outputs of a token if a head runs, too.
+    """
+    size = window_bytes(config, length) + 4 * length * num_outputs
+    return max(min(AT_ONCE // length, CALIBRATING_BYTES // size), 1)
 
 
 def _largest_inputs(
@@ -81,9 +99,8 @@ def _largest_inputs(
             module.register_forward_pre_hook(partial(_note, found, name), with_kwargs=True)
         inner = set(model.base_model.modules())
         has_head = any(module not in inner for module in watched.values())
-        size = window_bytes(config, windows_NL.shape[1])
-        size += 4 * windows_NL.shape[1] * vocabulary_size(config) if has_head else 0
-        at_once = max(min(AT_ONCE // windows_NL.shape[1], CALIBRATING_BYTES // size), 1)
+        num_outputs = vocabulary_size(config) if has_head else 0
+        at_once = windows_together(config, windows_NL.shape[1], num_outputs=num_outputs)
         for ids_NL in torch.split(windows_NL, at_once):
             (model if has_head else model.base_model)(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
             progress.advance(ids_NL.numel())

@@ -1,8 +1,10 @@
 """One conversion from a name to a published directory: resolve, plan, check, apply, verify, report, publish."""
 
+import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from lpconv.convert.finished import finished_output
@@ -15,7 +17,7 @@ from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes
 from lpconv.plan.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.plan.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
 from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.plan.tensor_records import planned_record
@@ -159,7 +161,8 @@ def _staged(job: Job, asked: _Asked) -> ConvertResult:
         calibration = _calibration(job, staging, asked.progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        result = _carry_out(job, staging, asked, calibration)
+        with _rounded(job, staging, asked.progress) as job:
+            result = _carry_out(job, staging, asked, calibration)
         job.watch.check()
         if not result.verify.passed:
             kept = staging.set_aside()
@@ -191,12 +194,26 @@ def _working_folder(job: Job) -> Staging:
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
+@contextlib.contextmanager
+def _rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
+    """The job itself if numbers are rounded to nearest; else with what error feedback makes of them, which is deleted
+    when it has been written and judged."""
+    if job.plan.options.rounding == NEAREST:
+        yield job
+        return
+    from lpconv.convert.feedback import remove_rounded, rounded  # torch takes seconds to import
+
+    with rounded(job, staging, progress) as chosen:
+        yield chosen
+    remove_rounded(staging)
+
+
 def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationRecord | None:
     """What the scales of inputs come from: of the run that is resumed, or found now and kept for one that resumes this.
-    None where the plan has no such scales."""
-    if not job.plan.num_calibrated:
+    None where nothing is calibrated."""
+    if not job.plan.num_calibrated and job.plan.options.rounding == NEAREST:
         return None
-    known = next((line for line in staging.done if line["shard"] == _CALIBRATION), None)
+    known = next((line for line in staging.done if line.get("shard") == _CALIBRATION), None)
     if known is not None:
         return from_json(CalibrationRecord, known[_CALIBRATION])
     from lpconv.convert.calibrate import calibrate  # torch takes seconds to import

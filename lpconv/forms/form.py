@@ -44,6 +44,7 @@ from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component, Converted, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.stored import Side, Stored
+from lpconv.results import RoundingRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,6 +134,11 @@ class Form(Stored):
     def has_input_scale(self) -> bool:
         """Whether a scale of the inputs that meet the weight lies beside it."""
         return False
+
+    @property
+    def rounding(self) -> RoundingRecord | None:
+        """How error feedback chose the codes, None for codes that the source alone implies."""
+        return None
 
     def with_inputs(self, absmax: float) -> Form:
         """The form of a weight that meets inputs of up to `absmax`, by which their scale is made."""

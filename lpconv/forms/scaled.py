@@ -75,6 +75,17 @@ class Scaled(Form):
         """What the codes of a block, seen as rows of `cols`, are multiplied by."""
         return float(side[self.name + SCALE_SUFFIX])
 
+    def scale_of_each(self, side: Side, start: int, stop: int) -> Tensor:
+        """The scales of the numbers `start` to `stop`, fp32, 1-D: what their codes are multiplied by."""
+        import torch
+
+        factor = self.factor(side, start, stop)
+        ones = torch.ones(stop - start)
+        if isinstance(factor, float):
+            return ones.mul_(factor)
+        ones.view(*factor.shape[:-1], -1).mul_(factor)
+        return ones
+
     def has_sound(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 

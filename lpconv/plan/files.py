@@ -47,7 +47,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
-    ignored, calibrated = _kept_modules(plan, formats), plan.options.calibrate is not None
+    ignored, calibrated = _kept_modules(plan, formats), plan.options.has_input_scales
     experts = () if plan.linears is None else plan.linears.experts
     made = Converted(
         config=checkpoint.config,
@@ -165,6 +165,9 @@ def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpo
     left_out |= {"calibration"} if result.calibration is None else set()
     kept = {k: v for k, v in document.items() if k not in left_out}
     kept["verify"].pop("files")  # of `lpconv verify`; a conversion copies them
+    for tensor in kept["tensors"]:
+        if tensor["rounding"] is None:
+            del tensor["rounding"]
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
 
 

@@ -17,7 +17,7 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 from lpconv.models.known import known_shapes
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
@@ -43,6 +43,7 @@ _COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to 
 _ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
 _COPIES_IN_MEMORY = 2  # the model, and the values that it is given
 CALIBRATING_BYTES = 256 * _MIB  # activations of the windows that a calibration runs together, one at least
+MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs that are gathered in one pass, one at least
 # 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
@@ -83,7 +84,11 @@ def plan_memory(
     needed = loaded + _converting(plan, workers)
     if needed > budget:
         raise _too_much("the conversion", needed, budget, options)
-    if options.calibrate is not None:
+    if options.rounding != NEAREST:
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _rounding(plan))
+        if needed > budget:
+            raise _too_much("rounding with error feedback", needed, budget, options)
+    if options.has_input_scales:
         needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + CALIBRATING_BYTES)
         if needed > budget:
             raise _too_much("running the model for the scales of its inputs", needed, budget, options)
@@ -135,6 +140,15 @@ def _converting(plan: Plan, workers: int) -> int:
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
     tables = _TABLES_BYTES if any(t.form.shares and t.form.late for t in plan.tensors) else 0
     return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
+
+
+def _rounding(plan: Plan) -> int:
+    """States of the text and of the windows that run together, and what rounding the largest weight takes."""
+    weights = [t.info for t in plan.tensors if t.action == "convert" and len(t.info.shape) == 2]
+    cols = max((i.shape[1] for i in weights), default=0)
+    states = 4 * (plan.options.calibration_tokens or 0) * min((i.shape[1] for i in weights), default=0)
+    factors = 20 * cols**2  # the moment in fp32, its factor and the inverse in fp64
+    return CALIBRATING_BYTES + 2 * states + factors + 24 * max((i.num_elements for i in weights), default=0)
 
 
 def _running(plan: Plan, checkpoint: Checkpoint) -> int:

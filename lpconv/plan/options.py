@@ -28,7 +28,8 @@ from lpconv.plan.schemes import SCHEMES
 LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
-CALIBRATION_TOKENS = 4096  # of a text, at most
+ROUNDINGS = NEAREST, GPTQ = ("nearest", "gptq")
+CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # of a text, at most
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
@@ -95,16 +96,40 @@ class ConvertOptions:
             example="group:128",
         ),
     ] = TENSOR
+    rounding: Annotated[
+        str,
+        _what(
+            "Rounding of each number to nearest, or with error feedback (gptq), which keeps the outputs of layers on a "
+            "text; for codes of up to 8 bits",
+            choices=ROUNDINGS,
+        ),
+    ] = NEAREST
     calibrate: Annotated[
         str | None,
         _what(
-            f"Text file on whose first {CALIBRATION_TOKENS} tokens to find scales of inputs, for NVFP4 and e4m3fn with "
-            "one scale; demo: the plays that ship with lpconv",
+            "Text file to calibrate on: error feedback of --rounding gptq, or else scales of inputs for NVFP4 and "
+            "e4m3fn with one scale; demo: the plays that ship with lpconv",
             default="inputs stay as they are",
             metavar="FILE",
             is_path=True,
         ),
     ] = None
+    calibration_tokens: Annotated[
+        int | None,
+        Ge(1),
+        _what(
+            "Number of tokens of the text to calibrate on",
+            default=f"{GPTQ_TOKENS} for --rounding gptq, the first {CALIBRATION_TOKENS} for scales of inputs",
+        ),
+    ] = None
+    calibration_seed: Annotated[
+        int | None,
+        Ge(0),
+        _what("Seed that chooses the windows of the text, for --rounding gptq", default="0"),
+    ] = None
+    input_scales: Annotated[
+        bool, _what("With --rounding gptq, also store scales of inputs, as --calibrate does without it")
+    ] = False
     budget_bits: Annotated[
         float | None,
         Gt(0),
@@ -161,6 +186,11 @@ class ConvertOptions:
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether calibration also finds scales of inputs for the files."""
+        return self.calibrate is not None and (self.rounding == NEAREST or self.input_scales)
 
 
 @dataclass(frozen=True, kw_only=True)

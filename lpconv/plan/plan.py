@@ -7,7 +7,7 @@ output all come from this one object.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpconv.errors import UnsupportedError
@@ -145,9 +145,13 @@ class Plan:
 
     def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
         """The plan with the largest input of every module that has a scale of its inputs, as calibration found it."""
+        return self.with_forms(lambda t: t.form.with_inputs(absmax[t.module]) if t.form.has_input_scale else t.form)
+
+    def with_forms(self, form_of: Callable[[PlannedTensor], Form]) -> "Plan":
+        """The plan with other forms that store the same components."""
 
         def given(t: PlannedTensor) -> PlannedTensor:
-            return replace(t, form=t.form.with_inputs(absmax[t.module])) if t.form.has_input_scale else t
+            return replace(t, form=form_of(t))
 
         shards = tuple(replace(s, tensors=tuple(map(given, s.tensors))) for s in self.shards)
         return replace(self, tensors=tuple(map(given, self.tensors)), shards=shards)

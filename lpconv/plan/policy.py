@@ -79,11 +79,10 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
     """What the form of a tensor needs to know of the options; None is what the method's form does not ask for."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    is_calibrated = options.calibrate is not None
     return Settings(
         scale=options.scale or "pow2",
         grain=grain_of(options.granularity),
-        calibrated=is_calibrated,
+        calibrated=options.has_input_scales,
         is_expert=linears is not None and name in linears.experts,
         **given,
     )

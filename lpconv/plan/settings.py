@@ -13,12 +13,14 @@ from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, options_of, words_for
-from lpconv.plan.options import POINTS_MAX, ConvertOptions
+from lpconv.plan.options import GPTQ, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
 from lpconv.plan.patterns import FormatRule, check_pattern
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
+_OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
+_FEEDBACK_BITS = 8  # up to which numbers lose enough to be made up for
 _SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
 
 
@@ -42,6 +44,8 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
             f"--scheme {options.scheme} needs a text to find scales of inputs on",
             hint="add --calibrate FILE, or --calibrate demo for the sample text",
         )
+    if scheme.calibrated and options.rounding == GPTQ:
+        options = dataclasses.replace(options, input_scales=True)
     return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
 
 
@@ -67,7 +71,8 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
                 hint="use =keep, or another --format",
             )
     _check_layout(options, method, fmt.name, grain)
-    if options.calibrate is not None:
+    options = _with_rounding(options, method, fmt)
+    if options.has_input_scales:
         _check_calibration(options, fmt.name, grain)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_pattern(pattern)
@@ -86,6 +91,8 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     names = [d.field for d in options_of(ConvertOptions).values() if d.option.shapes_output]
     shaping = {n: to_json(getattr(options, n)) for n in names}
     text = shaping.pop("calibrate")
+    for name in _OF_FEEDBACK if options.rounding == NEAREST else ():
+        del shaping[name]
     return shaping if text is None else shaping | {"calibrate": Path(text).name}
 
 
@@ -99,6 +106,29 @@ def command_line(model: str, options: ConvertOptions) -> str:
         if not d.option.of_run and value != unsaid.get(d.field, d.default):
             said[name] = Path(value).name if d.option.is_path and value is not None else value
     return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, said)])
+
+
+def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
+    """The options with what error feedback needs filled in. Raises UsageError for options that do not go with it."""
+    if options.rounding != GPTQ:
+        wrong = next((n for n in _OF_FEEDBACK[1:] if getattr(options, n) not in (None, False)), None)
+        if wrong is not None:
+            flag = "--" + wrong.replace("_", "-")
+            raise UsageError(f"{flag} belongs to --rounding gptq", hint=f"add --rounding gptq, or leave {flag} out")
+        return options
+    if not method.has_granularity or fmt.storage_bits > _FEEDBACK_BITS:
+        what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
+        raise UsageError(
+            f"{what} is rounded to nearest, without error feedback",
+            hint="--rounding gptq is for --method unit or scalify, in int4, int8, e2m1, e4m3fn or e5m2",
+        )
+    if options.calibrate is None:
+        raise UsageError(
+            "--rounding gptq needs a text to calibrate on",
+            hint="add --calibrate FILE, or --calibrate demo for the sample text",
+        )
+    tokens = GPTQ_TOKENS if options.calibration_tokens is None else options.calibration_tokens
+    return dataclasses.replace(options, calibration_tokens=tokens, calibration_seed=options.calibration_seed or 0)
 
 
 def _residual(method: Method, format_name: str, residual: str | None) -> str | None:

@@ -36,6 +36,7 @@ def planned_record(t: PlannedTensor) -> TensorRecord:
         bytes_in=t.info.num_bytes,
         bytes_out=t.bytes_out,
         points=t.form.num_points,
+        rounding=t.form.rounding,
     )
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         PartResult as PartResult,
         PlanResult as PlanResult,
         RestoreResult as RestoreResult,
+        RoundingRecord as RoundingRecord,
         TensorRecord as TensorRecord,
         WrittenShard as WrittenShard,
     )

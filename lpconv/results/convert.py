@@ -9,6 +9,22 @@ from lpconv.results.verify import VerifyResult
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundingRecord:
+    """How error feedback rounded one tensor, on `num_inputs` inputs of its layer from the calibration text.
+
+    `output_error` is the share ‖(W - Q)X‖² / ‖WX‖² of the layer's output that rounding changes, `nearest_error` that of
+    rounding to nearest with the same scales. No number is further than `max_steps` times its scale from the source's.
+    `sha256` is the hash of what is stored.
+    """
+
+    output_error: float
+    nearest_error: float
+    num_inputs: int
+    max_steps: float
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorRecord:
     """Outcome of converting one tensor, with its error and size.
 
@@ -19,7 +35,8 @@ class TensorRecord:
     `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest number,
     `num_flushed` non-zero elements became zero. `on_grid` says that the source lay on a grid of codes of this form
     already, and that decoded numbers, rounded to the source's dtype, are its own; `grid` is a format on whose grid its
-    first numbers lie, if they do. The measured fields are None for tensors nobody read.
+    first numbers lie, if they do. `rounding` is there for error feedback only. The measured fields are None for tensors
+    nobody read.
     """
 
     name: str
@@ -43,6 +60,7 @@ class TensorRecord:
     num_flushed: int = 0
     on_grid: bool = False
     grid: str | None = None
+    rounding: RoundingRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +101,7 @@ class PlanResult(JobEstimate):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRecord:
-    """The text that input scales were calibrated on, and the largest input magnitude of each module."""
+    """The text of a calibration, and the largest input of each module whose inputs have a scale in the file."""
 
     text: str
     sha256: str

@@ -150,9 +150,9 @@ def write_error(e: OSError, path: Path) -> LpconvError:
     return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
 
 
-def write_small(path: Path, text: str) -> FileRecord:
-    """Write a small text file at once, durably. Devices and pipes, such as /dev/stdout, are written to directly."""
-    data = text.encode()
+def write_small(path: Path, content: str | bytes) -> FileRecord:
+    """Write a small file at once, durably. Devices and pipes, such as /dev/stdout, are written to directly."""
+    data = content.encode() if isinstance(content, str) else content
     with writing(path):
         if os.path.exists(path) and not os.path.isfile(path):
             path.write_bytes(data)

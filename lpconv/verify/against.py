@@ -112,8 +112,11 @@ def _check_weights(
     if plan.num_calibrated:
         plan = _calibrated(plan, provenance)
     with OutputReader.from_directory(directory) as output:
+        plan = plan.with_forms(lambda t: output.as_chosen(t.form))
         planned = {t.name: t for t in plan.tensors if t.action != "tie"}
         weights = check_stored(job, output, planned, progress)
+        wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
+        weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` is not the source's" for n in sorted(output.entries.keys() - names)]
         files = {n: e.file for n, e in output.entries.items()}

@@ -1,17 +1,20 @@
 """Read a converted checkpoint back: records from `lpconv.json`, values decoded block by block."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.forms import Form
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
-from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
 from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
+from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, check_marked
 
 _FORMAT_VERSION = 1
@@ -75,3 +78,18 @@ class OutputReader(StoredTensors):
         named = (form.format.name, form.num_points, form.scale(self.side(record.name)))
         wanted = (record.format, record.points, record.scale)
         return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS
+
+    def as_chosen(self, form: Form) -> Form:
+        """The form of a tensor whose codes error feedback has chosen: those in these files. Other forms as they are."""
+        record = self.records[form.name].rounding if form.name in self.records else None
+        if record is None or not isinstance(form, Scaled) or not self.holds(form):
+            return form
+        return Rounded.around(form, self._fetch, self.read_side(form), record)
+
+    def changed(self, forms: Iterable[Form]) -> Iterator[str]:
+        """The tensors whose codes error feedback has chosen, but not those whose hash is recorded."""
+        for form in forms:
+            if form.rounding is not None:
+                stored = {c.name: read_tensor(self._root, c.name) for c in form.components}
+                if digest_of(stored) != form.rounding.sha256:
+                    yield form.name

@@ -1,0 +1,355 @@
+"""Rounding with error feedback along a model: each layer on what the rounded layers before it make of a text.
+
+The source runs layer by layer (`models/layer_walk.py`), its matrices read from its files. Within a layer weights are
+rounded in the order in which they are used: those that meet the same input share its second moment Σ x xᵀ, and what
+comes after them sees what they have become. Of experts all are next at once, each with the tokens that reach it.
+
+Every rounded layer becomes a file in the working folder, which holds what will be stored: codes and scales. A run that
+resumes reads it instead of rounding again. The output is then written and checked as any other, from forms that read
+their codes there (`forms/rounded.py`), and the files go before it is published.
+
+A weight that no input reaches, or that is no matrix of a linear layer, is left to be rounded to nearest.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from lpconv.convert.calibrate import calibration_windows, windows_together
+from lpconv.convert.gptq import InverseFactor, inverse_factor, output_error, round_to_nearest, round_with_feedback
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.facts import Measured
+from lpconv.forms.ranges import block_ranges
+from lpconv.forms.reader import StoredTensors
+from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.scaled import Scaled
+from lpconv.forms.stored import Side
+from lpconv.models.coded import CodedTensor, Codes, watched_products
+from lpconv.models.layer_walk import LayerWalk
+from lpconv.models.load import from_files
+from lpconv.models.opening import model_errors
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import architecture
+from lpconv.plan.job import Job
+from lpconv.plan.memory import MOMENTS_BYTES
+from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.workers import SingleThreadedTorch, Workers
+from lpconv.progress import Progress
+from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.partfile import write_small
+from lpconv.storage.resolve import Resolved
+from lpconv.storage.source import Source, open_source, read_range, read_tensor
+from lpconv.storage.staging import Staging
+
+_FOLDER = "journal.rounded"  # like the journal, no file of the output
+_SAMPLED = 1024  # rows of a weight that its output errors are taken on
+_HINT = "--rounding nearest needs no text"
+_INDEX = re.compile(r"\.\d+\.")  # of a layer, and of an expert in it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A line of the journal: layer `rounded_layer` of `count` is in `files`, its weights rounded as `records` say."""
+
+    rounded_layer: int
+    count: int
+    files: tuple[FileRecord, ...]
+    records: dict[str, RoundingRecord]
+
+
+@contextmanager
+def rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
+    """The job with codes that error feedback has chosen, now or in a run that this one resumes.
+
+    Raises InputError for inputs that are not finite, UnsupportedError for a model whose layers cannot run one by one.
+    """
+    layers = _finished(staging)
+    if not layers or len(layers) < layers[0].count:
+        layers = _round_layers(job, staging, layers, progress)
+    records = {name: record for layer in layers for name, record in layer.records.items()}
+    chosen = open_source(_as_checkpoint(staging, layers))
+    try:
+        yield dataclasses.replace(job, plan=job.plan.with_forms(partial(_chosen_form, chosen, records)))
+    finally:
+        chosen.close()
+
+
+def remove_rounded(staging: Staging) -> None:
+    """Delete the layers from the working folder: what is in them has been written."""
+    shutil.rmtree(staging.directory / _FOLDER, ignore_errors=True)
+
+
+def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedTensor) -> Any:
+    if t.name not in records:
+        return t.form
+    held = {c.name: read_tensor(chosen, c.name) for c in t.form.side}
+    return Rounded.around(t.form, lambda c, start, stop: read_range(chosen, c.name, start, stop), held, records[t.name])
+
+
+def _finished(staging: Staging) -> list[_Layer]:
+    """The first layers, as far as the journal has them."""
+    found = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
+    count = next((i for i in range(len(found)) if i not in found), len(found))
+    return [found[i] for i in range(count)]
+
+
+def _as_checkpoint(staging: Staging, layers: Sequence[_Layer]) -> Checkpoint:
+    return Checkpoint(
+        origin=Resolved(name=_FOLDER, resolved=str(staging.directory), directory=staging.directory),
+        kind="safetensors",
+        weight_files=tuple(f.name for layer in layers for f in layer.files),
+        weight_map=None,
+        config={},
+        side_files=(),
+    )
+
+
+def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
+    """All layers: those that are `done` run with their rounded weights, the others are rounded and written."""
+    config, tokens, length = calibration_windows(job)
+    layers = list(done)
+    workers = Workers(job.source, job.memory.workers)
+    try:
+        with (
+            model_errors("the model does not run layer by layer", hint=_HINT),
+            _Weights.open(job.checkpoint) as weights,
+            quiet_transformers(),
+        ):
+            model, missing = from_files(
+                job.checkpoint, weights, model_class=architecture(job.plain.config), experts_implementation="eager"
+            )
+            if missing:
+                raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint=_HINT)
+            model.config.use_cache = False
+            walk = LayerWalk(model, tokens.windows, at_once=windows_together(config, length))
+            progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
+            rounding = _Rounding(job, workers, weights, walk)
+            for index in range(len(walk.layers)):
+                if index < len(done):
+                    rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
+                else:
+                    records = rounding.round_layer(index)
+                    layers.append(_written(staging, index, len(walk.layers), weights, records))
+                    progress.advance(1, _figures(records))
+                if index + 1 < len(walk.layers):
+                    walk.advance(index)
+                weights.rounded.clear()
+    finally:
+        workers.close()
+    return layers
+
+
+def _written(
+    staging: Staging, index: int, count: int, weights: "_Weights", records: dict[str, RoundingRecord]
+) -> _Layer:
+    name = f"{_FOLDER}/{index:05}.safetensors"
+    stored = {n: x for _, parts in weights.rounded.values() for n, x in parts.items()}
+    file = dataclasses.replace(write_small(staging.directory / name, save(stored)), name=name)
+    layer = _Layer(rounded_layer=index, count=count, files=(file,), records=records)
+    staging.append(to_json(layer))
+    return layer
+
+
+def _figures(records: dict[str, RoundingRecord]) -> str:
+    if not records:
+        return "no weight"
+    before, after = (
+        sum(getattr(r, n) for r in records.values()) / len(records) for n in ("nearest_error", "output_error")
+    )
+    return f"output error {before:.2g} → {after:.2g}"
+
+
+class _Weights(StoredTensors):
+    """The tensors of the source. Those in `rounded` have the values of their codes instead."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.rounded: dict[str, tuple[Scaled, Side]] = {}
+
+    def values(self, name: str, start: int, stop: int) -> Tensor:
+        if name not in self.rounded:
+            return super().values(name, start, stop)
+        return Codes.of(*self.rounded[name]).part(start, stop).decode_to(torch.empty(stop - start))
+
+
+class _Rounding:
+    """Rounds the layers of a walk one after the other; the results are in `weights.rounded`."""
+
+    def __init__(self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk) -> None:
+        self._job, self._workers, self._weights, self._walk = job, workers, weights, walk
+        self._planned = {t.name: t for t in job.plan.tensors if _can_be_rounded(t)}
+        self._work = Workspace()
+
+    def take(self, files: Iterator[dict[str, Tensor]]) -> None:
+        """Take the weights of a layer from the files that `round_layer` led to."""
+        for stored in files:
+            for t in self._planned.values():
+                if t.form.components[0].name in stored:
+                    parts = {c.name: stored[c.name] for c in t.form.components}
+                    self._weights.rounded[t.name] = t.form, parts
+
+    def round_layer(self, index: int) -> dict[str, RoundingRecord]:
+        """Round the weights of layer `index`, which is the next one of the walk."""
+        records: dict[str, RoundingRecord] = {}
+        left = {n for n in _names_of(self._walk.layers[index]) if n in self._planned}
+        while left:
+            moments = self._moments(index, left)
+            if not moments:
+                break  # no input reaches what is left
+            left -= moments.keys()
+            for moment in {id(m): m for m in moments.values()}.values():
+                records |= self._round_together([n for n, m in moments.items() if m is moment], moment)
+                moment.hessian_CC = torch.empty(0)  # the largest thing here
+        return records
+
+    def _moments(self, index: int, left: set[str]) -> dict[str, "_Moment"]:
+        """The second moments of the inputs of the weights that are used next among `left`, by their names."""
+        watch = _Watch(left)
+        for batch in self._walk.batches:
+            watch.begin()
+            try:
+                with watched_products(watch):
+                    self._walk.run(index, batch)
+            except _EnoughSeen:
+                pass
+        return watch.moments
+
+    def _round_together(self, names: list[str], moment: "_Moment") -> dict[str, RoundingRecord]:
+        """Round weights that meet the same inputs."""
+        try:
+            inverse = inverse_factor(moment.hessian_CC)
+        except ValueError as e:
+            raise InputError(
+                f"`{names[0]}`: {e} on the text", hint="`lpconv inspect --stats` says whether its weights are finite"
+            ) from e
+        found = ((name, self._round(self._planned[name], inverse, moment)) for name in names)
+        return {name: record for name, record in found if record is not None}
+
+    def _round(self, t: PlannedTensor, inverse: InverseFactor, moment: "_Moment") -> RoundingRecord | None:
+        """Round one weight. None for one that has NaN or Inf, which is left to be rounded to nearest."""
+        form, element = t.form, t.form.format
+        assert isinstance(form, Scaled)
+        assert element is not None
+        with SingleThreadedTorch():
+            found = self._workers.measured(t)
+        if not found.stats.is_finite:
+            return None
+        weight_RC = read_tensor(self._job.source, t.name).float()
+        scales_RC = form.scale_of_each(found.side, 0, weight_RC.numel()).view(weight_RC.shape)
+        rounded_RC = round_with_feedback(weight_RC, inverse, scales_RC, element)
+        parts = self._stored(form, rounded_RC, found)
+        self._weights.rounded[t.name] = form, parts
+        step = -(-len(weight_RC) // _SAMPLED)
+        sample, nearest = weight_RC[::step], round_to_nearest(weight_RC[::step], scales_RC[::step], element)
+        return RoundingRecord(
+            output_error=output_error(sample, rounded_RC[::step], moment.hessian_CC),
+            nearest_error=output_error(sample, nearest, moment.hessian_CC),
+            num_inputs=moment.num_inputs,
+            max_steps=float(rounded_RC.sub_(weight_RC).abs_().div_(scales_RC).amax()),
+            sha256=digest_of(parts),
+        )
+
+    def _stored(self, form: Scaled, rounded_RC: Tensor, found: Measured) -> dict[str, Tensor]:
+        """What is stored of numbers that lie on the form's grid, by name."""
+        values, data = rounded_RC.view(-1), []
+        for start, stop in block_ranges(len(values), form.cols):
+            codes = form.encode(values[start:stop], start, found, self._work).data
+            assert torch.equal(form.decode(codes, start, stop, found.side), values[start:stop]), form.name
+            data.append(codes[0].view(torch.uint8).clone())
+        (component,) = form.data
+        (example,) = codes
+        return {**found.side, component.name: torch.cat(data).view(example.dtype).view(component.shape)}
+
+
+def _can_be_rounded(t: PlannedTensor) -> bool:
+    """Whether a tensor gets codes of few bits, and may be the weight of a linear layer."""
+    return (
+        t.action == "convert"
+        and isinstance(t.form, Scaled)
+        and t.form.format.storage_bits <= 8
+        and len(t.info.shape) == 2
+    )
+
+
+def _names_of(layer: torch.nn.Module) -> Iterator[str]:
+    """The stored tensors that a layer is made of."""
+    for parameter in layer.parameters():
+        if isinstance(parameter, CodedTensor):
+            yield from (piece.form.name for piece in parameter.pieces)
+
+
+class _EnoughSeen(Exception):
+    """The rest of a layer depends on weights that are about to be rounded."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Moment:
+    """Σ x xᵀ over the inputs x that some weights have in common."""
+
+    hessian_CC: Tensor
+    num_inputs: int = 0
+
+    def add(self, x: Tensor) -> None:
+        x_NC = x.reshape(-1, x.shape[-1])
+        self.hessian_CC.addmm_(x_NC.t(), x_NC)
+        self.num_inputs += len(x_NC)
+
+
+class _Watch:
+    """Gathers the moments of the weights that are used first among `left`.
+
+    Those are the first one that a layer multiplies by, what else meets its input, and of experts all weights of that
+    kind. Raises _EnoughSeen at another weight of `left`.
+    """
+
+    def __init__(self, left: set[str]) -> None:
+        self.moments: dict[str, _Moment] = {}
+        self._left, self._kinds, self._room = left, set[str](), MOMENTS_BYTES
+        self._last: tuple[Tensor, _Moment] | None = None
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self._last = None
+
+    def __call__(self, x: Tensor, weight: CodedTensor) -> None:
+        names = [p.form.name for p in weight.pieces if p.is_whole and p.form.name in self._left]
+        if not names:
+            return
+        if self._last is not None and self._last[0] is x:  # counted already
+            self._share(names, self._last[1])
+            return
+        moment = self.moments.get(names[0]) or self._begun(names, x.shape[-1])
+        if moment is not None:
+            moment.add(x)
+            self._share(names, moment)
+            self._last = x, moment
+
+    def _share(self, names: list[str], moment: _Moment) -> None:
+        self._kinds |= {*map(_kind, names)}
+        self.moments |= dict.fromkeys(names, moment)
+
+    def _begun(self, names: list[str], columns: int) -> _Moment | None:
+        """A moment of its own for weights that are met for the first time; None if another pass gathers it."""
+        is_next = not self._kinds or bool(self._kinds & {*map(_kind, names)})
+        if not is_next and not ("*" in _kind(names[0]) and any("*" in k for k in self._kinds)):
+            raise _EnoughSeen
+        needed = 4 * columns**2
+        if not is_next or (self.moments and needed > self._room):
+            return None
+        self._room -= needed
+        return _Moment(hessian_CC=torch.zeros(columns, columns))
+
+
+def _kind(name: str) -> str:
+    """The name of a weight within its layer; experts have a star for their number."""
+    return _INDEX.sub(".*.", _INDEX.sub(".", name, count=1))

@@ -1,0 +1,136 @@
+"""A tensor whose codes were chosen by rounding with error feedback: no pass over the source finds them again.
+
+Its form is that of any other tensor. Where the codes come from differs: they lie in a file, that of a conversion under
+way or the output itself, and writing or checking them reads that file.
+"""
+
+from __future__ import annotations  # tensors are named below and not imported
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from lpconv.formats.spec import Format
+from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.form import Form, Over
+from lpconv.forms.scaled import Scaled
+from lpconv.forms.stored import Fetch, Side
+from lpconv.results import RoundingRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lpconv.forms.blocks import Workspace
+
+_SLACK = 1e-5  # of a distance in units of the scale: it is taken in fp32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rounded(Form):
+    """The form `inner` with data from `fetch` and side tensors `held`; `record` says how they were chosen."""
+
+    kind: ClassVar[str] = "rounded"
+
+    inner: Scaled
+    fetch: Fetch
+    held: Side
+    record: RoundingRecord
+
+    @classmethod
+    def around(cls, inner: Scaled, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
+        """The form of a tensor that would be `inner` without feedback."""
+        return cls(
+            name=inner.name,
+            shape=inner.shape,
+            format=inner.format,
+            inner=inner,
+            fetch=fetch,
+            held=held,
+            record=record,
+        )
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+        raise NotImplementedError("a plan gives the form without feedback")
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        return None  # headers tell nothing of how codes were chosen
+
+    @property
+    def words(self) -> str:
+        return self.inner.words
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return self.inner.components
+
+    @property
+    def data(self) -> tuple[Component, ...]:  # type: ignore[override]  # a property here
+        return self.inner.data
+
+    @property
+    def side(self) -> tuple[Component, ...]:  # type: ignore[override]
+        return self.inner.side
+
+    @property
+    def late(self) -> tuple[Component, ...]:  # type: ignore[override]
+        return self.inner.late
+
+    @property
+    def cols(self) -> int:
+        return self.inner.cols
+
+    @property
+    def rounding(self) -> RoundingRecord:
+        return self.record
+
+    @property
+    def has_input_scale(self) -> bool:
+        return self.inner.has_input_scale
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        return self.inner.place(start, stop, side)
+
+    def scale(self, side: Side) -> float | None:
+        return self.inner.scale(side)
+
+    def has_sound(self, side: Side) -> bool:
+        return self.inner.has_sound(side)
+
+    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+        return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=self.held)
+
+    def begin(self, largest: float) -> Measured:
+        return Measured(side=self.held, is_guess=True)
+
+    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+        """The codes that were chosen, and their error against the source's `x`."""
+        from lpconv.forms.blocks import as_float32, block_error
+
+        data = self.read(self.fetch, start, start + x.numel(), self.held)
+        got = self.decode(data, start, start + x.numel(), self.held)
+        return Encoded(data=data, error=block_error(as_float32(x, work), got))
+
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return self.inner.decode(data, start, stop, side)
+
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return self.inner.decode_to(out, data, start, stop, side)
+
+    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
+        """Whether numbers are on the grid, by the slow reference, and no further from the source than was recorded."""
+        scales = self.inner.scale_of_each(side, start, start + value.numel())
+        distance = float((value - got).abs_().div_(scales).amax()) if value.numel() else 0.0
+        return distance <= self.record.max_steps + _SLACK and self.inner.is_right(got, got, start, side)
+
+
+def digest_of(stored: Mapping[str, Tensor]) -> str:
+    """SHA-256 of everything that is stored of a tensor, by the names of its components."""
+    import torch
+
+    digest = hashlib.sha256()
+    for _, part in sorted(stored.items()):
+        digest.update(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

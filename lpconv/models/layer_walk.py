@@ -1,0 +1,91 @@
+"""The repeated layers of a model run one at a time, on windows of token ids whose states are kept in between.
+
+A model runs its layers in a loop of its own, with masks and positions that differ by architecture. So it runs once with
+layers that note their arguments and pass their input on: this takes no longer than the embeddings, and no architecture
+is named. After that every layer can run alone, as often as it takes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpconv.errors import UnsupportedError
+from lpconv.layers import blocks_of
+
+
+@dataclass(kw_only=True, eq=False)
+class _Batch:
+    """Windows that run together: the state before the next layer, and what each layer gets beside it."""
+
+    state: Tensor
+    arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+
+class LayerWalk:
+    """The layers of `model` on some windows, `at_once` together. Memory is that of a state: tokens by hidden size.
+
+    Raises UnsupportedError for a model that does not run each of its layers once, on the output of the one before.
+    """
+
+    def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
+        self.layers = blocks_of(model)
+        self._returns_tuple = False
+        self._model_name = type(model).__name__
+        with torch.no_grad():
+            self.batches = tuple(self._noted(model, ids_NL) for ids_NL in torch.split(windows_NL, at_once))
+
+    def run(self, index: int, batch: _Batch) -> Tensor:
+        """What layer `index`, the next one, makes of the state of a batch."""
+        args, kwargs = batch.arguments[index]
+        with torch.no_grad():
+            return _first(self.layers[index](batch.state, *args, **kwargs))
+
+    def advance(self, index: int) -> None:
+        """Let every batch pass layer `index`."""
+        for batch in self.batches:
+            batch.state = self.run(index, batch)
+            batch.arguments[index] = ((), {})  # masks and positions that no later layer needs
+
+    def _noted(self, model: Any, ids_NL: Tensor) -> _Batch:
+        """A batch before the first layer."""
+        called: list[tuple[int, Any, tuple[Any, ...], dict[str, Any]]] = []
+        with self._stand_ins(called):
+            model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
+        state = called[0][1] if called else None
+        if [index for index, *_ in called] != [*range(len(self.layers))] or any(s is not state for _, s, *_ in called):
+            raise UnsupportedError(
+                f"`{self._model_name}` does not run its layers once each, one on the output of the other",
+                hint="its weights can be rounded to nearest only: --rounding nearest",
+            )
+        return _Batch(state=state, arguments=[(args, kwargs) for _, _, args, kwargs in called])
+
+    @contextmanager
+    def _stand_ins(self, called: list[tuple[int, Any, tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+        """Layers that add a line to `called` and pass their input on."""
+
+        def stand_in(index: int, forward: Any) -> Any:
+            def note(state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
+                state = hidden_states if state is None else state
+                if not called:  # what a layer returns beside the state differs by architecture
+                    self._returns_tuple = isinstance(forward(state, *args, **kwargs), tuple)
+                called.append((index, state, args, kwargs))
+                return (state,) if self._returns_tuple else state
+
+            return note
+
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.forward = stand_in(index, layer.forward)  # type: ignore[method-assign]  # of this object only
+            yield
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _first(made: Any) -> Tensor:
+    state: Tensor = made[0] if isinstance(made, tuple) else made
+    return state
