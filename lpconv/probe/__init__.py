@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from lpconv.probe.advice import (
         answer as answer,
         assess as assess,
-        fits as fits,
         own_scale as own_scale,
         recommend_loss_scale as recommend_loss_scale,
         sentence as sentence,

@@ -5,8 +5,7 @@ gradients and nothing else.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.histogram import Rates
@@ -25,43 +24,37 @@ DEFAULT_FORMATS = ("fp16", "e5m2", "e4m3fn", "bf16")
 _FINDINGS = 3  # sentences per format
 
 
-@dataclass(frozen=True, kw_only=True)
-class Assessment:
-    """Effect of one format on one tensor at one loss scale."""
+def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> FormatRates:
+    """Return the effect of `format` on one recorded tensor.
 
-    layer: str
-    role: str
-    format: str
-    log2_loss_scale: int
-    rates: Rates
-
-    @property
-    def lost(self) -> float:
-        """Share of elements that underflow to zero or overflow."""
-        return self.rates.underflow + self.rates.overflow
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatFit:
-    """The requested formats that fit one tensor, unscaled and scaled by `own_scale`."""
-
-    layer: str
-    role: str
-    formats: tuple[str, ...]
-    formats_scaled: tuple[str, ...]
-
-
-def what_if(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> Assessment:
-    """Return the effect of `format` on one recorded tensor."""
+    It fits if nothing overflows, at most 0.1 % underflows, and the SQNR is at least 20 dB; with `fits_own_scale`, so it
+    does if the tensor's own scale replaces the loss scale.
+    """
     scale = log2_loss_scale if tensor.role in GRADIENT_ROLES else 0
     rates = tensor.exponents.rates(format, log2_scale=scale)
-    return Assessment(layer=tensor.layer, role=tensor.role, format=format, log2_loss_scale=scale, rates=rates)
+    scaled = tensor.exponents.rates(format, log2_scale=own_scale(tensor, format))
+    return FormatRates(
+        format=format,
+        log2_loss_scale=scale,
+        underflow=rates.underflow,
+        subnormal=rates.subnormal,
+        overflow=rates.overflow,
+        sqnr_db=rates.sqnr_db,
+        fits=_next_to_nothing_lost(rates),
+        fits_own_scale=_next_to_nothing_lost(scaled),
+    )
 
 
-def assess(result: ProbeResult, format: str, *, log2_loss_scale: int = 0) -> tuple[Assessment, ...]:
+def _next_to_nothing_lost(rates: Rates) -> bool:
+    return rates.overflow == 0 and rates.underflow <= MAX_UNDERFLOW and not rates.sqnr_db < MIN_SQNR_DB
+
+
+def assess(
+    result: ProbeResult, format: str, *, log2_loss_scale: int = 0
+) -> tuple[tuple[ProbedTensor, FormatRates], ...]:
     """Assess every recorded tensor in `format`, worst first: most elements lost, then lowest signal-to-noise ratio."""
-    found = (what_if(t, format, log2_loss_scale=log2_loss_scale) for t in result.tensors)
-    return tuple(sorted(found, key=lambda a: (-a.lost, math.inf if math.isnan(a.rates.sqnr_db) else a.rates.sqnr_db)))
+    found = ((t, what_if(t, format, log2_loss_scale=log2_loss_scale)) for t in result.tensors)
+    return tuple(sorted(found, key=lambda f: (-f[1].lost, math.inf if math.isnan(f[1].sqnr_db) else f[1].sqnr_db)))
 
 
 def at_risk(result: ProbeResult) -> tuple[str, ...]:
@@ -124,40 +117,13 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
     return scale if h.num_overflow(format, log2_scale=scale) == 0 else scale - 1
 
 
-def fits(result: ProbeResult, formats: Iterable[str], *, log2_loss_scale: int = 0) -> tuple[FormatFit, ...]:
-    """Return, for each recorded tensor, which of `formats` fit.
-
-    A format fits if nothing overflows, at most 0.1 % underflows, and the SQNR is at least 20 dB.
-
-    For `formats_scaled` the tensor's own scale replaces the loss scale.
-    """
-    names = tuple(formats)
-    return tuple(fit(t, names, log2_loss_scale=log2_loss_scale) for t in result.tensors)
-
-
-def fit(tensor: ProbedTensor, formats: Sequence[str], *, log2_loss_scale: int = 0) -> FormatFit:
-    """Return which of `formats` fit one tensor; see `fits`."""
-    plain = {n: what_if(tensor, n, log2_loss_scale=log2_loss_scale).rates for n in formats}
-    scaled = {n: tensor.exponents.rates(n, log2_scale=own_scale(tensor, n)) for n in formats}
-    return FormatFit(
-        layer=tensor.layer,
-        role=tensor.role,
-        formats=tuple(n for n, rates in plain.items() if _next_to_nothing_lost(rates)),
-        formats_scaled=tuple(n for n, rates in scaled.items() if _next_to_nothing_lost(rates)),
-    )
-
-
-def _next_to_nothing_lost(rates: Rates) -> bool:
-    return rates.overflow == 0 and rates.underflow <= MAX_UNDERFLOW and not rates.sqnr_db < MIN_SQNR_DB
-
-
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
     """Describe one tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
     found, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
     return loss_sentence(
         f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
         format,
-        {"underflow": found.rates.underflow, "overflow": found.rates.overflow},
+        {"underflow": found.underflow, "overflow": found.overflow},
         log2_scale=found.log2_loss_scale if gradient else None,
         repair=_repair(tensor, format, found) if gradient else None,
     )
@@ -166,12 +132,11 @@ def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> 
 def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:
     """Return the worst tensors in `format` as lines of text, with the loss scale that would suit all of them."""
     found = assess(result, format, log2_loss_scale=log2_loss_scale)
-    width = max((len(a.layer) for a in found[:limit]), default=5)
+    width = max((len(t.layer) for t, _ in found[:limit]), default=5)
     lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
-    for a in found[:limit]:
-        r = a.rates
+    for t, r in found[:limit]:
         shares = "".join(f"{brief_share(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
-        lines.append(f"{a.layer:{width}}  {ROLE_WORDS[a.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
+        lines.append(f"{t.layer:{width}}  {ROLE_WORDS[t.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(found) > limit:
         lines.append(f"and {len(found) - limit} more, none of them worse")
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
@@ -185,7 +150,7 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     return "\n".join(lines)
 
 
-def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, float] | None:
+def _repair(tensor: ProbedTensor, format: str, found: FormatRates) -> tuple[int, float] | None:
     """(log2 of the scale, share still lost) at the nearest scale with at most 0.1 % lost, or else at the best scale.
 
     None if the loss is small already, or if no scale reduces it.
@@ -193,7 +158,7 @@ def _repair(tensor: ProbedTensor, format: str, found: Assessment) -> tuple[int, 
     if found.lost <= MAX_UNDERFLOW:
         return None
     up = range(found.log2_loss_scale + 1, _MAX_LOG2_SCALE + 1)
-    candidates = up if found.rates.underflow >= found.rates.overflow else range(found.log2_loss_scale - 1, -41, -1)
+    candidates = up if found.underflow >= found.overflow else range(found.log2_loss_scale - 1, -41, -1)
     h, total = tensor.exponents, tensor.exponents.num_nonzero
     lost = {
         k: (h.num_underflow(format, log2_scale=k) + h.num_overflow(format, log2_scale=k)) / total for k in candidates
@@ -235,8 +200,10 @@ def findings(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> d
 
 def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, LossScaleRecord]) -> ProbedRecord:
     h, is_gradient = tensor.exponents, tensor.role in GRADIENT_ROLES
-    plain = {name: _rates(tensor, name, 0) for name in formats}
-    scaled = {n: _rates(tensor, n, s.log2_scale) for n, s in scales.items() if is_gradient and s.log2_scale}
+    plain = {name: what_if(tensor, name) for name in formats}
+    scaled = {
+        n: what_if(tensor, n, log2_loss_scale=s.log2_scale) for n, s in scales.items() if is_gradient and s.log2_scale
+    }
     return ProbedRecord(
         layer=tensor.layer,
         role=tensor.role,
@@ -248,21 +215,6 @@ def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, L
         exponents=tuple(h.exponents.items()),
         plain=tuple(plain.values()),
         scaled=tuple((plain | scaled).values()),
-    )
-
-
-def _rates(tensor: ProbedTensor, name: str, log2_scale: int) -> FormatRates:
-    found = what_if(tensor, name, log2_loss_scale=log2_scale)
-    holds = fit(tensor, [name], log2_loss_scale=log2_scale)
-    return FormatRates(
-        format=name,
-        log2_loss_scale=found.log2_loss_scale,
-        underflow=found.rates.underflow,
-        subnormal=found.rates.subnormal,
-        overflow=found.rates.overflow,
-        sqnr_db=found.rates.sqnr_db,
-        fits=name in holds.formats,
-        fits_own_scale=name in holds.formats_scaled,
     )
 
 
@@ -285,9 +237,8 @@ def loss_scales(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -
 
 
 def _findings(result: ProbeResult, name: str) -> Iterator[str]:
-    by_place = {(t.layer, t.role): t for t in result.tensors}
     worst = assess(result, name)[:_FINDINGS]
-    return (sentence(by_place[a.layer, a.role], name) for a in worst if a.lost > 0)
+    return (sentence(tensor, name) for tensor, rates in worst if rates.lost > 0)
 
 
 def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:

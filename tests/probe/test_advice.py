@@ -13,7 +13,6 @@ from lpconv.probe.advice import (
     MAX_UNDERFLOW,
     assess,
     at_risk,
-    fits,
     own_scale,
     recommend_loss_scale,
     sentence,
@@ -42,13 +41,13 @@ def test_a_loss_scale_multiplies_gradients_only() -> None:
     for role, scale in (("grad_input", 10), ("weight_grad", 10), ("weight", 0), ("output", 0)):
         found = what_if(probed("a", role, SMALL), "fp16", log2_loss_scale=10)
         assert found.log2_loss_scale == scale
-        assert found.rates.underflow == (cast(SMALL * 2.0**scale, "fp16") == 0).double().mean().item()
+        assert found.underflow == (cast(SMALL * 2.0**scale, "fp16") == 0).double().mean().item()
 
 
 def test_the_worst_comes_first() -> None:
     found = assess(result(probed("a", "output", LARGE), probed("b", "output", SMALL)), "fp16")
-    assert [a.layer for a in found] == ["b", "a"]
-    assert found[0].lost > 0.3
+    assert [t.layer for t, _ in found] == ["b", "a"]
+    assert found[0][1].lost > 0.3
 
 
 def test_the_recommended_scale_is_the_smallest_that_serves_every_gradient() -> None:
@@ -75,13 +74,12 @@ def test_a_spread_that_no_scale_serves_gets_the_largest_safe_one() -> None:
 
 
 def test_which_formats_fit() -> None:
-    ready, tiny = fits(
-        result(probed("a", "weight", LARGE * 2.0**3), probed("b", "weight", SMALL * 2.0**-40)),
-        ["bf16", "fp16", "e5m2", "e4m3fn", "e2m1"],
-    )
-    assert ready.formats == ("bf16", "fp16", "e5m2", "e4m3fn")
-    assert tiny.formats == ("bf16",)
-    assert ready.formats_scaled == tiny.formats_scaled == ("bf16", "fp16", "e5m2", "e4m3fn")
+    asked = ["bf16", "fp16", "e5m2", "e4m3fn", "e2m1"]
+    ready, tiny = ([what_if(probed("a", "weight", x), n) for n in asked] for x in (LARGE * 2.0**3, SMALL * 2.0**-40))
+    assert [r.format for r in ready if r.fits] == ["bf16", "fp16", "e5m2", "e4m3fn"]
+    assert [r.format for r in tiny if r.fits] == ["bf16"]
+    for rates in (ready, tiny):
+        assert [r.format for r in rates if r.fits_own_scale] == ["bf16", "fp16", "e5m2", "e4m3fn"]
 
 
 @pytest.mark.parametrize("format", ["fp16", "e5m2", "e4m3fn", "e4m3fnuz"])
@@ -100,7 +98,7 @@ def test_the_own_scale_is_the_largest_without_overflow(format: str, top: float) 
 def test_tensors_of_zeros_need_no_scale_and_fit() -> None:
     nothing = probed("a", "weight", torch.zeros(5))
     assert own_scale(nothing, "e4m3fn") == 0
-    assert fits(result(nothing), ["e2m1"])[0].formats_scaled == ("e2m1",)
+    assert what_if(nothing, "e2m1").fits_own_scale
 
 
 @pytest.mark.parametrize("block_format", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"])
