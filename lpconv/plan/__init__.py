@@ -1,4 +1,4 @@
-"""The plan of a conversion: what is asked for, and every tensor, file and byte of the output, from headers alone."""
+"""The options and the plan of a conversion: every tensor, file and byte of the output, from headers alone."""
 
 from typing import TYPE_CHECKING
 

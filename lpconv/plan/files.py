@@ -19,14 +19,14 @@ from lpconv.storage.staging import MARKER, SUMS, read_marker
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
 INDEX = "model.safetensors.index.json"
-# These describe one run, with its times; all other files depend only on source and options.
+# These describe one run, including its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of the values of a checkpoint: without what says how they are stored.
+    """The config of a checkpoint's decoded model, without settings about how the weights are stored.
 
-    What a conversion of ours replaced in it comes back from its record.
+    Values that an lpconv conversion replaced are restored from its record.
     """
     config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     replaced = read_marker(checkpoint.directory).get("source_config")
@@ -41,9 +41,9 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """config.json of the output: the source's, and what the form needs in order to be opened.
+    """config.json of the output: the source's, plus the settings that readers of the form need.
 
-    Codes that only lpconv opens get an `auto_map` to the loader module, unless the source has code of its own.
+    If only lpconv opens the codes, `auto_map` points to the loader module, unless the source has code of its own.
     """
     settings = {n: getattr(plan.options, n) for n in ("method", "format", "scale", "granularity")}
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
@@ -64,10 +64,10 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
 
 
 def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
-    """The modules whose weights are not among `formats`, those of converted tensors, by the names that files have.
+    """Names of the modules whose weights are not converted, as in the files.
 
-    Where the layout converts `Linear` modules only, these as the model names them, too, and all else with a weight but
-    what looks ids up: readers may build it as such, also what the model of transformers lacks.
+    If the layout converts `Linear` modules only, the result also has their names in the model, and all other modules
+    with a weight except embeddings: readers may build these as `Linear`, even if the transformers model lacks them.
     """
     kept = [t.info for t in plan.tensors if t.format is None and len(t.info.shape) > 1]
     if plan.linears is None:
@@ -81,13 +81,13 @@ def _is_weight(info: TensorInfo) -> bool:
 
 
 def replaced_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """The values of the source's config.json that `output_config` replaces, None for those it adds."""
+    """The values of the source's config.json that `output_config` replaces; None for keys that it adds."""
     config = output_config(checkpoint, plan)
     return {k: checkpoint.config.get(k) for k in config if config[k] != checkpoint.config.get(k)}
 
 
 def write_metadata(directory: Path, checkpoint: Checkpoint, plan: Plan, files: Sequence[FileRecord]) -> None:
-    """Index, config, loader module and residual index. `files` are the weight files with their hashes."""
+    """Write index, config, loader module and residual index. `files` are the weight files with their hashes."""
     config = output_config(checkpoint, plan)
     write_small(directory / "config.json", ordered_json_text(config))
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
@@ -111,7 +111,7 @@ def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:
 
 
 def _loader_source(model_type: str) -> str:
-    # Found from the top: importing the module itself would import transformers, for seconds.
+    # Located from the top-level package: importing the module would import transformers (seconds).
     plugin = importlib.resources.files("lpconv").joinpath("models", "plugin.py").read_text(encoding="utf-8")
     return f'''{plugin}
 
@@ -134,10 +134,10 @@ class Config:
 
 
 def model_side_files(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The side files of a checkpoint that belong to the model: its tokenizer and what else came with it.
+    """The side files of a checkpoint that belong to the model: tokenizer and other accompanying files.
 
-    What belongs to the form of its weights (the folder of residuals, the loader module, checksums) goes with that form
-    and is never copied on; nor is the card, which describes one checkpoint.
+    Files that belong to the stored form (residual folder, loader module, checksums) are not copied to other forms; nor
+    is the card, which describes one checkpoint.
     """
     of_the_form = {CARD, SUMS, LOADER, *QUANTIZATION_FILES}
     return tuple(n for n in checkpoint.side_files if n not in of_the_form and not n.startswith(RESIDUAL_FOLDER + "/"))
@@ -158,13 +158,13 @@ def copy_side_files(
 
 
 def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
-    """lpconv.json: everything about the output that does not change from run to run or place to place."""
+    """Write lpconv.json: everything about the output that does not depend on the run or the location."""
     document: Mapping[str, Any] = to_json(result)
     left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
     changed = replaced_config(checkpoint, plan)
     left_out |= {"calibration"} if result.calibration is None else set()
     kept = {k: v for k, v in document.items() if k not in left_out}
-    kept["verify"].pop("files")  # of `lpconv verify`; a conversion copies them
+    kept["verify"].pop("files")  # only `lpconv verify` compares them; a conversion copies them
     for tensor in kept["tensors"]:
         if tensor["rounding"] is None:
             del tensor["rounding"]
@@ -172,9 +172,9 @@ def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpo
 
 
 def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[str, str] | None = None) -> None:
-    """SHA256SUMS of every file of the output but the run's own reports; hashes that are known are not taken again.
+    """Write SHA256SUMS of all files except the run's own reports, using the hashes in `known` where available.
 
-    Files that are about to be `renamed` stand under their new names.
+    Files that are about to be `renamed` are listed under their new names.
     """
     hashes = {f.name: f.sha256 for f in known}
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}

@@ -1,4 +1,4 @@
-"""A conversion that is understood but not begun: source, plan, and what it needs of the machine."""
+"""A prepared conversion: source, plan, and the resources that it needs."""
 
 import dataclasses
 import hashlib
@@ -34,19 +34,17 @@ from lpconv.storage.unchanged import Watch, watch, watched_files
 from lpconv.storage.urls import is_url
 from lpconv.version import __version__
 
-# Seconds that no size changes, of two cores: torch, pages and records; transformers and two small models.
+# Seconds independent of size, on two cores: torch, pages and records; transformers and two small models.
 _REPORTING_S, _RUNNING_S = 0.8, 4.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A conversion that is understood but not begun. `source` is open; who prepares a job closes it. `missing` are
-    weights of the model that it lacks.
+    """A conversion that is prepared but not started. The caller of `prepare` closes `source`.
 
-    `checkpoint` is the source as it lies, `plain` the same with the config of the values that its codes stand for;
-    `promised` has the hashes that its files were promised to have, and have.
-
-    `output` is the directory that is written; where the output is remote, its `url`, that is worked on here.
+    `missing` are weights of the model that the source lacks. `checkpoint` is the source as stored, `plain` the same
+    with the config of its decoded values; `promised` are the hub's hashes of its files, already checked. `output` is
+    the directory to write; for a remote output it is the local working folder, and `url` is set.
     """
 
     output: Path
@@ -98,7 +96,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
             ties=find_ties(source, plain.config),
             linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
         )
-        output_config(plain, made)  # what it refuses, it refuses now
+        output_config(plain, made)  # raises its errors now
         memory = plan_memory(made, plain, gates, output=output, uploads=url is not None)
         missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
@@ -120,13 +118,13 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
 
 
 def disk_bytes(job: Job) -> int:
-    """Bytes that the output will take."""
+    """Bytes of disk that the output needs."""
     side = sum((job.checkpoint.directory / n).stat().st_size for n in job.checkpoint.side_files)
-    return job.plan.bytes_out + side + 4 * 2**20  # reports, card and provenance
+    return job.plan.bytes_out + side + 4 * 2**20  # the last term is for reports, card and provenance
 
 
 def free_bytes(output: Path) -> int:
-    """Bytes that the file system of `output` has left."""
+    """Free bytes on the file system of `output`."""
     folder = output.absolute().parent
     while not os.path.exists(folder):  # Path.exists raises for names that are too long
         folder = folder.parent
@@ -134,7 +132,7 @@ def free_bytes(output: Path) -> int:
 
 
 def check_disk(output: Path, needed: int) -> None:
-    """Raise ResourceError unless so many bytes fit, of which an interrupted run may have written some."""
+    """Raise ResourceError unless `needed` bytes fit on disk. An interrupted run's partial output counts as free."""
     partial = folder_next_to(output, ".partial")
     reusable = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if os.path.isdir(partial) else 0
     free = free_bytes(output) + reusable
@@ -147,7 +145,7 @@ def check_disk(output: Path, needed: int) -> None:
 
 
 def identity(job: Job) -> dict[str, Any]:
-    """What must be unchanged for a resume."""
+    """The facts that must be equal for a resumed run."""
     directory = job.checkpoint.directory
     stats = [(f, (directory / f).stat()) for f in job.checkpoint.weight_files]
     text = job.plan.options.calibrate
@@ -162,8 +160,10 @@ def identity(job: Job) -> dict[str, Any]:
 
 
 def estimate_seconds(job: Job) -> float:
-    """What the run will take after lpconv's own start, where nothing waits for a disk, on a machine like the one that
-    `Form.encoded_per_second` was measured on."""
+    """Estimated seconds of the run without lpconv's own start, for a fast disk.
+
+    The machine is assumed to be like the one on which `Form.encoded_per_second` was measured.
+    """
     running = _RUNNING_S if job.memory.no_logits is None else 0.0
     encoding = sum(t.form.seconds_to_encode for t in job.plan.tensors if t.action != "tie")
     return _REPORTING_S + running + encoding / job.memory.workers

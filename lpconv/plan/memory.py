@@ -1,7 +1,7 @@
-"""What a conversion takes of memory, known before it begins: blocks in work, then two models that run one by one.
+"""Memory that a conversion needs, estimated before it starts: blocks in work, then two models, one after the other.
 
-The bytes were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run lies 1 to
-15 % below the sum. What torch takes is in what the process has, once it is loaded; a dry run is over before that.
+The constants were measured on Linux with torch 2.13 and transformers 5.23 and are upper bounds: the peak of a run is 1
+to 15 % below the estimate. Once loaded, torch is part of the process's memory; dry runs end before that.
 """
 
 import os
@@ -24,35 +24,36 @@ from lpconv.storage.place import any_pointer
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9
-SPARE = 2  # blocks that wait for the writer while every worker is busy
+SPARE = 2  # blocks waiting for the writer while all workers are busy
 _MAX_WORKERS = 8
 _MIB = 2**20
 _TORCH_BYTES = 200 * _MIB
 _CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
-_OVERHEAD_BYTES = 8 * _MIB  # Python's own growth
-_TENSOR_BYTES = 8 * 2**10  # a header's entry, a record, a row of a report
-_WORK_BYTES = 12  # an element of a worker's fp32 scratch: its value, its code, its error
-# The tables of scales in e4m3fn, codes and references: two spans of 64 each, and one of each under way in two threads.
+_OVERHEAD_BYTES = 8 * _MIB  # growth of Python itself
+_TENSOR_BYTES = 8 * 2**10  # per tensor: header entry, record, row of a report
+_WORK_BYTES = 12  # per element of a worker's fp32 scratch: value, code, error
+# Tables of e4m3fn scales, codes and references: two spans of 64 entries each, and one of each in two threads.
 _TABLES_BYTES = (2 + 2 + 4) * 64 * 2**18
-_FITTING_BYTES = 192  # an element of a worker's temporary tensors where rows are fitted to a budget of points
-# An element of the largest block where it is decoded, and of those that are compared in fp64 with their reference.
+_FITTING_BYTES = 192  # per element of a worker's temporary tensors when points are fitted to a budget
+# Per element of the largest block during decoding, and of blocks that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
-_TRANSFORMERS_BYTES = 160 * _MIB  # its code and that of one architecture, and what the heap keeps of blocks
-_BUILDING_BYTES = 120 * _MIB  # transformers and a model without memory, to compare names and shapes with
-_COPIES_OF_SIDES = 2  # scales that were found, and those that are read back to be compared
-_ROWS_BYTES = 80 * _MIB  # rows of weights as they are used, their activations, and what multiplying takes
-_COPIES_IN_MEMORY = 2  # the model, and the values that it is given
-CALIBRATING_BYTES = 256 * _MIB  # activations of the windows that a calibration runs together, one at least
+_TRANSFORMERS_BYTES = 160 * _MIB  # transformers and one architecture, and blocks kept by the heap
+_BUILDING_BYTES = 120 * _MIB  # transformers and a model without weights, for comparing names and shapes
+_COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
+_ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
+_COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
+CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
 MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs that are gathered in one pass, one at least
-# 2 x 32 tokens: both models' logits in fp32, their difference and four tables of probabilities in fp64.
+# 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """`needed_bytes` of the whole run with so many `workers`; `no_logits` says why both models would not fit.
+    """Memory of a whole run: `needed_bytes` with this many `workers`.
 
-    `in_files` says that they run all the same, because that was asked for, with their matrices left in the files.
+    `no_logits` is the reason why both models are not run. `in_files`: the models are run with their matrices left in
+    the files, because logits were requested and the models do not fit in memory.
     """
 
     workers: int
@@ -64,12 +65,11 @@ class Memory:
 def plan_memory(
     plan: Plan, checkpoint: Checkpoint, gates: tuple[Gate, ...], *, output: Path, uploads: bool = False
 ) -> Memory:
-    """As many workers as the options and memory allow, and what the run takes with them.
+    """The largest number of workers that options and memory allow, and the memory that the run needs with them.
 
-    With `uploads` the output goes to a store. What is verified lies at `output` already, with pointers if it is in one.
-
-    Raises ResourceError where one worker is too much, or where the options demand outputs and two models are, even with
-    matrices that stay in their files.
+    With `uploads` the output goes to a store. An existing output at `output` may contain pointers to files in a store.
+    Raises ResourceError if one worker is too much, or if logits are requested and both models do not fit even with
+    matrices left in their files.
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
@@ -107,7 +107,7 @@ def plan_memory(
 
 
 def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
-    """Why `--verify auto` does not run the models, however much memory there is; None where it does."""
+    """Why `--verify auto` does not run the models, apart from memory; None if it does."""
     options = plan.options
     if options.verify != "auto":
         return f"--verify {options.verify} does not run the models"
@@ -121,7 +121,7 @@ def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
 
 
 def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
-    """What a store takes: pieces that are read of it, and parts on their way to it. What was uploaded is read back."""
+    """Memory for reading from and writing to a store. Uploaded files are read back for verification."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
     downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
     if not downloads and not uploads:
@@ -134,7 +134,7 @@ def _converting(plan: Plan, workers: int) -> int:
     largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
     fitting = _FITTING_BYTES * largest if plan.options.budget_bits is not None else 0
     stored = max((-(-(t.info.num_bytes + t.bytes_out) // max(t.info.num_elements, 1)) for t in plan.tensors), default=0)
-    buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # as much of them as is touched
+    buffers = ((workers + SPARE) * stored + workers * _WORK_BYTES) * largest  # only touched pages count
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
@@ -159,9 +159,9 @@ def _running(plan: Plan, checkpoint: Checkpoint) -> int:
 
 
 def _running_in_files(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Activations, rows of matrices and vectors of both models, one at a time; then their outputs.
+    """Activations, rows of matrices, and vectors of both models, one at a time; then their outputs.
 
-    Only the models that bring no code of their own, which may use a weight in any way, are known to run so.
+    Models with their own code may use a weight in any way, so they are counted in full.
     """
     if "auto_map" in checkpoint.config:
         return _running(plan, checkpoint)
@@ -169,12 +169,12 @@ def _running_in_files(plan: Plan, checkpoint: Checkpoint) -> int:
 
 
 def _in_files(plan: Plan) -> int:
-    """What a model takes whose matrices stay in its files: vectors, and a few rows."""
+    """Memory of a model whose matrices stay in its files: vectors, and a few rows."""
     return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
 def _outputs(checkpoint: Checkpoint) -> int:
-    """What a head makes as wide as the vocabulary."""
+    """Memory for outputs as wide as the vocabulary."""
     has_head = any("LM" in name or "For" in name for name in checkpoint.config.get("architectures") or ())
     inner = checkpoint.config.get("text_config")
     words = (inner if isinstance(inner, dict) else checkpoint.config).get("vocab_size")

@@ -1,4 +1,4 @@
-"""What a conversion and a verification are asked for. Plain Python; nothing here reads a file."""
+"""Options of conversions and verifications. Plain Python; nothing here reads a file."""
 
 import functools
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.f
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
 ROUNDINGS = NEAREST, GPTQ = ("nearest", "gptq")
-CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # of a text, at most
+CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # most tokens of the text that calibration uses
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
 
-# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
+# Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _WHAT, _HOW = "What to write", "How to run"
 _what = functools.partial(Option, panel=_WHAT, shapes_output=True)
 _check = functools.partial(Option, panel="Checks")
@@ -60,7 +60,7 @@ class ConvertOptions:
             default="the options below",
             choices=SCHEMES,
             short=("-s",),
-        ),  # it shapes the output through the options that it stands for
+        ),  # affects the output only through the options that it sets
     ] = None
     method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",), panel=None)] = (
         "unit"
@@ -195,7 +195,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What is checked of an output that is there."""
+    """Options of `lpconv verify`."""
 
     against: Annotated[
         str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")

@@ -1,4 +1,4 @@
-"""Which tensors a pattern means, and the format that a rule gives them."""
+"""Patterns of tensor names, and rules that give matching tensors a format."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from lpconv.lookup import nearest_name
 
 @dataclass(frozen=True, kw_only=True)
 class FormatRule:
-    """Tensors whose name matches `pattern` take `format`, or keep their own where it is ``keep``."""
+    """Tensors whose name matches `pattern` get `format`, or stay as they are if it is ``keep``."""
 
     pattern: str
     format: str
@@ -22,7 +22,7 @@ class FormatRule:
 
 
 def parse_rule(text: str) -> FormatRule:
-    """``PATTERN=FORMAT`` as a rule; FORMAT may be ``keep``. The last ``=`` separates."""
+    """Parse ``PATTERN=FORMAT``; FORMAT may be ``keep``. The last ``=`` separates."""
     pattern, separator, name = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
@@ -32,7 +32,7 @@ def parse_rule(text: str) -> FormatRule:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise UsageError for what is no regular expression after ``re:``."""
+    """Raise UsageError if a pattern after ``re:`` is not a valid regular expression."""
     if not pattern.startswith("re:"):
         return
     try:
@@ -42,7 +42,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def check_matches(pattern: str, names: Iterable[str]) -> None:
-    """Raise UsageError, with the nearest name, unless a pattern matches one of the tensors: a typo must not pass."""
+    """Raise UsageError, with the nearest name, unless the pattern matches a tensor. Catches typos."""
     names = list(names)
     if any(matches(pattern, n) for n in names):
         return
@@ -52,7 +52,7 @@ def check_matches(pattern: str, names: Iterable[str]) -> None:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a tensor name fits a pattern: a glob over the whole name, or ``re:`` and an expression found anywhere."""
+    """Whether a tensor name matches a pattern: a glob over the whole name, or ``re:`` and an expression within it."""
     if pattern.startswith("re:"):
         return re.search(pattern[3:], name) is not None
     return fnmatchcase(name, pattern)

@@ -1,7 +1,7 @@
 """The plan of a conversion: every output tensor, file, offset and byte count, from headers alone.
 
-A pure function of the source's headers and the options. Dry runs, the disk check, resuming and byte-deterministic
-output all come from this one object.
+It is a pure function of the source's headers and the options. Dry runs, the disk check, resuming and byte-deterministic
+output all use this object.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from lpconv.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """One source tensor and the form that it gets. `tied_to` is the weight that it shares, where it is not stored.
+    """One source tensor and its form in the output. `tied_to` is the weight that it shares, if it is not stored itself.
 
-    `fused` are the weights that readers put into one matrix with it, where its form shares a scale with them.
+    `fused` are the weights that readers fuse with it into one matrix, if its form shares a scale with them.
     """
 
     info: TensorInfo
@@ -43,12 +43,12 @@ class PlannedTensor:
 
     @property
     def module(self) -> str:
-        """The module whose weight it is."""
+        """Name of the module that owns the weight."""
         return self.name.rpartition(".")[0]
 
     @property
     def format(self) -> Format | None:
-        """The number format that it is converted to, None where it is kept."""
+        """The number format of the output; None if the tensor is kept."""
         return self.form.format
 
     @property
@@ -57,25 +57,28 @@ class PlannedTensor:
 
     @property
     def bytes_out(self) -> int:
-        """Bytes that it takes in the output: codes, scale and residual."""
+        """Bytes in the output: codes, scale and residual."""
         return 0 if self.tied_to else self.form.num_bytes
 
     @property
     def root(self) -> tuple[Component, ...]:
-        """What it stores in the root file."""
+        """The components that are stored in the root file."""
         return tuple(c for c in self.form.components if not c.in_residual)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that encoding reads of the source: twice the tensor where a scale has to be known first, and once those
-        that share one with it, unless what is known of them is kept."""
+        """Source bytes that encoding reads.
+
+        Twice the tensor if a scale has to be known first, plus once the tensors that share the scale, unless the first
+        pass keeps their statistics.
+        """
         shared = () if self.form.late else self.fused
         return self.info.num_bytes * self.form.num_readings + sum(t.info.num_bytes for t in shared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFile:
-    """One file to write: `name` relative to the output directory, its header bytes, its tensors in file order."""
+    """One file to write: name relative to the output directory, header bytes, and tensors in file order."""
 
     name: str
     header: bytes
@@ -90,8 +93,8 @@ class OutputFile:
 class PlannedShard:
     """Tensors that are written together: one root file, and a residual file for pairs that have one.
 
-    `tensors` stand in the order of their data in the files. Side tensors come first in the root file, or right behind
-    the data that says what they are.
+    `tensors` are in the order of their data in the files. Side tensors come first in the root file, or right after the
+    data that they are computed from.
     """
 
     root: OutputFile
@@ -104,15 +107,15 @@ class PlannedShard:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that encoding reads of the source."""
+        """Source bytes that encoding reads."""
         return sum(t.bytes_read for t in self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that will be written. `tensors` covers every source tensor exactly once, in source order.
+    """Everything that will be written. `tensors` has every source tensor exactly once, in source order.
 
-    `linears` are the model's `Linear` modules, where the layout needs to know them.
+    `linears` are the model's `Linear` modules, if the layout needs them.
     """
 
     options: ConvertOptions
@@ -140,11 +143,11 @@ class Plan:
 
     @property
     def num_calibrated(self) -> int:
-        """How many tensors have a scale of their inputs beside them."""
+        """Number of tensors with a stored input scale."""
         return sum(t.form.has_input_scale for t in self.tensors)
 
     def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
-        """The plan with the largest input of every module that has a scale of its inputs, as calibration found it."""
+        """The plan with the calibrated largest input of every module that stores an input scale."""
         return self.with_forms(lambda t: t.form.with_inputs(absmax[t.module]) if t.form.has_input_scale else t.form)
 
     def with_forms(self, form_of: Callable[[PlannedTensor], Form]) -> "Plan":
@@ -158,12 +161,15 @@ class Plan:
 
     @property
     def form(self) -> type[Form]:
-        """The form that converted tensors have, or that decides which other one they get."""
+        """The form of converted tensors, or the form that selects another one."""
         return form_type(self.options)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all headers and decisions: runs that share it write the same bytes from the same source."""
+        """SHA-256 of all headers and decisions.
+
+        Runs with the same fingerprint write the same bytes from the same source.
+        """
         digest = hashlib.sha256()
         for f in self.files:
             digest.update(json.dumps([f.name, len(f.header)]).encode() + f.header)
@@ -181,10 +187,11 @@ def make_plan(
     linears: LinearModules | None = None,
 ) -> Plan:
     """The plan for source tensors `entries` (name → header entry, file); `ties` maps dropped names to kept ones.
-    `linears` are the model's `Linear` modules, for a layout that converts nothing else.
 
-    Raises UnsupportedError where a scale would take the name of a tensor that the source has, and where no reader opens
-    what would be written; UsageError for a pattern that matches no tensor.
+    `linears` are the model's `Linear` modules, for a layout that converts only those.
+
+    Raises UnsupportedError if a scale would have the name of a source tensor, or if no reader could open the output;
+    UsageError for a pattern that matches no tensor.
     """
     suffixes = form_type(options).suffixes
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
@@ -221,7 +228,7 @@ def _planned(
 
 
 def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: ConvertOptions) -> None:
-    """Raise UnsupportedError unless a weight is converted, and all experts of a layer in the same format."""
+    """Raise UnsupportedError unless some weight is converted, and all experts of a layer have the same format."""
     if all(t.format is None for t in planned.values()):
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
         raise UnsupportedError(
@@ -241,7 +248,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
 
 
 def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
-    """The tensors that share a scale, each with the others."""
+    """The tensors that share a scale, each with the others in `fused`."""
     sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares}
     for _, names in fused_groups(sharing):
         for name in names:
@@ -251,7 +258,7 @@ def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
 def _groups(
     tensors: Sequence[PlannedTensor], files: Mapping[str, str], max_bytes: int | None
 ) -> list[list[PlannedTensor]]:
-    """Tensors by output shard: as the source's files, or filled in source order up to `max_bytes`."""
+    """Tensors grouped by output shard: by source file, or filled in source order up to `max_bytes`."""
     if max_bytes is None:
         by_file: dict[str, list[PlannedTensor]] = {}
         for t in tensors:
@@ -270,7 +277,7 @@ def _groups(
 
 
 def shard_names(count: int) -> list[str]:
-    """The names of so many weight files."""
+    """Names of `count` weight files."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -294,11 +301,11 @@ def _shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions)
 
 
 def _order(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
-    """Where a component stands among the others of a file, those of one place by name.
+    """Sort key of a component within a file; ties are broken by name.
 
-    Widest dtype first, scales and counts before the other tensors of their width, and those that data tell behind it,
-    with it among those of their width: everything is aligned, and a sequential hash can be taken while the codes are
-    written.
+    The widest dtype comes first, and scales and counts before other tensors of the same width. Side tensors that depend
+    on the data come right after it, at the wider of the two widths. So everything is aligned, and the file can be
+    hashed sequentially while the codes are written.
     """
     late, is_data = tensor.form.late, component in tensor.form.data
     if component in late or (late and is_data):

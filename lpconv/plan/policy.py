@@ -1,10 +1,10 @@
-"""Which tensor is converted to what, and why. Decided from names, shapes and dtypes alone.
+"""Which tensor is converted to which format, and why. Decided from names, shapes and dtypes alone.
 
-In order: what is not floating point is kept; `--exclude` keeps; `--rule` decides; `--include` keeps what it does not
-name; then the default of the method's form. For codes it converts matrices, and formats of at most 8 bits leave in 16
-what is small and decides much: embeddings, output heads, routers, filters, the states of state space models. A form
-that holds anything, Collage's pair, takes every tensor wider than 16 bits: nothing is lost, because the residual holds
-what rounding took.
+In order: tensors that are not floating point are kept; `--exclude` keeps; `--rule` decides; `--include` keeps
+everything else; then the default of the method's form. For codes the default converts matrices, and formats of at most
+8 bits leave small but sensitive weights in 16 bits: embeddings, output heads, routers, filters, states of state space
+models. A form that represents any value exactly (Collage's pair) converts every tensor wider than 16 bits, because the
+residual holds the rounding error.
 """
 
 import re
@@ -21,16 +21,16 @@ from lpconv.plan.patterns import matches
 from lpconv.storage.compressed import LinearModules
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
-# What is left in 16 bits, by the parts of names that architectures give it; those of unknown ones fall back to the rule
-# for matrices. Who serves such models quantises the same: NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
+# Weights left in 16 bits, by parts of their names in known architectures; other names follow the rule for matrices. The
+# same choice as NVIDIA's ModelOpt 0.47, `default_disabled_quantizers.yaml`.
 _WIDE = {
     what: re.compile(rf"(^|\.)({parts})(\.|$)")
     for what, parts in {
         "embedding": r"embeddings?|shared|embed_\w+|\w+_embeddings?|\w+_embed|wte|wpe|embed|relative_attention_bias",
         "output head": r"lm_head|\w*_lm_head|embed_out|predictions|classifier|score|qa_outputs|vocab_projector",
         "router": r"gate|shared_expert_gate|\w*router",
-        "state": r"A_log|dt_proj(_weight)?|in_proj_(a|b|ba)",  # how long a state space model remembers, and what
-        "bias": r"\w*bias",  # of experts, a row each
+        "state": r"A_log|dt_proj(_weight)?|in_proj_(a|b|ba)",  # decay and input of state space models
+        "bias": r"\w*bias",  # biases of experts, one row each
     }.items()
 }
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -39,7 +39,7 @@ _NARROW = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Decision:
-    """`format` is None where the tensor is kept as it is. `reason` is for people."""
+    """The decision for one tensor: `format` is None if it is kept, and `reason` is text for the user."""
 
     format: Format | None
     reason: str
@@ -51,10 +51,10 @@ def form_type(options: ConvertOptions) -> type[Form]:
 
 
 def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules | None = None) -> tuple[Form, str]:
-    """The form that one tensor gets, and why. `options` have their defaults filled in.
+    """The form of one tensor in the output, and the reason. `options` have their defaults filled in.
 
-    `linears` are the modules whose weights the layout has a form for, None where it has one for all. Raises
-    UnsupportedError for several experts in one tensor, unless the options keep it.
+    `linears` are the only modules whose weights the layout converts; None if it converts all. Raises UnsupportedError
+    for several experts in one tensor, unless the options keep it.
     """
     decision = _decide(info, options)
     fmt, reason = decision.format, decision.reason
@@ -68,7 +68,7 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
     if linears is not None and info.name not in linears.weights:
         fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
     elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
-        fmt = None  # 16 bits, of which the layout has no codes
+        fmt = None  # the layout has no 16-bit codes
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
         return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason
@@ -76,7 +76,7 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
 
 
 def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> Settings:
-    """What the form of a tensor needs to know of the options; None is what the method's form does not ask for."""
+    """The options that the form of a tensor needs; None for those that the method's form does not use."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     return Settings(
@@ -127,7 +127,7 @@ def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
 
 
 def _left_wide(info: TensorInfo) -> str | None:
-    """What a tensor is that 8 bits are too few for, None where it is none of these."""
+    """Why 8 bits are too few for a tensor, such as "embedding"; None if they are enough."""
     named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
     is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere
     return named or ("filter of one channel" if is_filter else None)

@@ -1,4 +1,4 @@
-"""What a result says of itself: source, options, versions, warnings."""
+"""Provenance in results: source, options, versions, warnings."""
 
 import dataclasses
 import importlib.metadata
@@ -19,7 +19,7 @@ from lpconv.version import __version__
 
 
 def source_record(job: Job) -> SourceRecord:
-    """The source with the sizes of its weight files, and the hashes that a hub promised and they were found to have."""
+    """The source with the sizes of its weight files, and their hashes if a hub promised and lpconv checked them."""
     files = tuple(
         FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.promised.get(f))
         for f in job.checkpoint.weight_files
@@ -34,12 +34,12 @@ def public_source(source: SourceRecord) -> SourceRecord:
         return source
     directory = Path(source.resolved).name
     name = source.name if Path(source.name).name == source.name else directory
-    # File names may hold bytes that no text file can.
+    # File names may contain bytes that are not valid text.
     return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
 
 
 def versions() -> dict[str, str]:
-    """Of lpconv, Python and the libraries that touch the weights."""
+    """Versions of lpconv, Python and the libraries that process the weights."""
     names = ("torch", "transformers", "safetensors", "numpy")
     return {
         "lpconv": __version__,
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def plan_warnings(job: Job) -> tuple[str, ...]:
-    """What is odd about the plan of a job."""
+    """Warnings about the plan of a job."""
     plan, warnings = job.plan, []
     if isinstance(job.source, DecodedSource):
         held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
@@ -78,7 +78,7 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
 
 
 def _of_joined(plan: Plan) -> Iterator[str]:
-    """What plain transformers does not do with weights that it joins, in the layouts of compressed-tensors."""
+    """Limits of plain transformers for fused weights in compressed-tensors layouts."""
     if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return
     joined = {t.format and t.format.name for t in plan.tensors if t.name in plan.linears.joined}
@@ -98,7 +98,7 @@ def _of_joined(plan: Plan) -> Iterator[str]:
 
 
 def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """Tensors that are not finite, or did not stay so."""
+    """Warnings about tensors with NaN or Inf, before or after the conversion."""
     found = []
     for t in tensors:
         if t.num_nan or t.num_inf:
@@ -110,7 +110,7 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
 
 
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
-    """Weights that seem to be codes times scales already, and are rounded to few bits a second time."""
+    """Warnings about weights that already seem to be codes times scales and are rounded to few bits again."""
     rounded = [t for t in tensors if t.grid and not t.on_grid and t.max_rel_error]
     rounded = [t for t in rounded if FORMATS[t.format].storage_bits <= 8]
     for grid in dict.fromkeys(t.grid for t in rounded):

@@ -1,6 +1,6 @@
-"""Schemes: a layout, a format, a granularity and a method under the one name that people know.
+"""Schemes: a layout, format, granularity and method under one well-known name.
 
-Names in upper case without a prefix are presets of compressed-tensors, as vLLM and llm-compressor call them.
+Upper-case names without a prefix are presets of compressed-tensors, as in vLLM and llm-compressor.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ _OURS = "transformers with `import lpconv.hf` or trust_remote_code"
 class Scheme:
     """Values of `ConvertOptions` under one name.
 
-    `bits` are stored per weight, scales included, for a matrix of 4096 columns. `opens` says what opens the output, and
-    `use` when to choose the scheme. With `calibrated`, the scales of inputs need a text (`--calibrate`).
+    `bits` are stored bits per weight including scales, for a matrix of 4096 columns. `opens` lists the readers of the
+    output, and `use` when to choose the scheme. `calibrated`: the input scales need a text (`--calibrate`).
     """
 
     options: Mapping[str, str]

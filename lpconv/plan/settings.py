@@ -21,13 +21,13 @@ from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
 _FEEDBACK_BITS = 8  # up to which numbers lose enough to be made up for
-_SPARE_BITS = 0.5  # the default budget above the bits of an element: scales, and second points for some rows
+_SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
 
 
 def with_scheme(options: ConvertOptions) -> ConvertOptions:
-    """The options with those that their scheme stands for filled in, and no scheme.
+    """The options with the values of their scheme filled in, and `scheme` None.
 
-    Raises UsageError for an unknown scheme, for an option that contradicts it, and if it needs a text to calibrate on.
+    Raises UsageError for an unknown scheme, for an option that contradicts it, or if it needs a calibration text.
     """
     if options.scheme is None:
         return options
@@ -87,7 +87,7 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
 
 
 def shaping_options(options: ConvertOptions) -> dict[str, Any]:
-    """The options that decide which bytes are written, as JSON. Of the text to calibrate on, only its name."""
+    """The options that determine the written bytes, as JSON. The calibration text is reduced to its name."""
     names = [d.field for d in options_of(ConvertOptions).values() if d.option.shapes_output]
     shaping = {n: to_json(getattr(options, n)) for n in names}
     text = shaping.pop("calibrate")
@@ -97,9 +97,9 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
 
 
 def command_line(model: str, options: ConvertOptions) -> str:
-    """The command that makes the same output: no folder, and nothing of how a run goes, such as --resume."""
+    """The command that makes the same output, without folders and without run options such as --resume."""
     usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
-    unsaid = {"method": None, "scale": usual}  # other values than the field's default go without saying, or none does
+    unsaid = {"method": None, "scale": usual}  # a value equal to this, else to the default, is left out
     said = {}
     for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
@@ -145,8 +145,10 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 
 
 def _usual_scale(fmt: Format, grain: Grain | None) -> str:
-    """Powers of two, which keep products and casts exact; integers, whose codes are spread evenly, lose up to 6 dB by
-    them."""
+    """The default scale: powers of two, which keep products and casts exact.
+
+    Integers get exact scales: their codes are evenly spaced, and power-of-two scales would cost up to 6 dB.
+    """
     return "exact" if grain is not None and fmt.twos_complement else "pow2"
 
 
@@ -160,7 +162,7 @@ def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> 
 
 
 def _grain(options: ConvertOptions, method: Method) -> Grain | None:
-    """What has a scale of its own."""
+    """The granularity of scales, validated against method and scale; None for one scale per tensor."""
     grain = grain_of(options.granularity)
     if grain is not None and not method.has_granularity:
         raise UsageError(f"method `{method.name}` has no {grain.words[2:]}", hint="use --method unit or scalify")
@@ -170,7 +172,7 @@ def _grain(options: ConvertOptions, method: Method) -> Grain | None:
 
 
 def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
-    """Formats that a granularity is not for are stored with one scale each."""
+    """Validate a rule's format. Formats that the granularity does not support are stored with one scale each."""
     if grain is None or rule.format not in grain.formats:
         method.format(rule.format)
 
@@ -196,10 +198,10 @@ def _holds(method: Method, layout: str, fmt: Format, grain: Grain | None) -> boo
 
 
 def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:
-    """The layouts that hold what was asked, and what this one holds."""
+    """Hint that lists the layouts that support these options, and what this layout supports."""
     others = [name for name in method.forms if _holds(method, name, fmt, grain)]
     grains_of: dict[str, list[str]] = {}
-    for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # ours holds nearly everything
+    for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # lpconv's own layout holds nearly everything
         formats = [f for f in FORMATS.values() if _is_held(layout, f, grain_of(name.replace("N", "32")))]
         if formats:
             grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
@@ -213,7 +215,7 @@ def _is_held(layout: str, fmt: Format, grain: Grain | None) -> bool:
 
 
 def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:
-    """Inputs have scales in the files of two layouts only."""
+    """Raise UsageError unless the layout and format store input scales, as only two combinations do."""
     if options.layout == COMPRESSED_TENSORS and preset_of(format_name, grain, calibrated=True) is not None:
         return
     known = preset_of(format_name, grain) if options.layout == COMPRESSED_TENSORS else None

@@ -1,4 +1,4 @@
-"""What reports show: the records of tensors, from plan and measurements."""
+"""Records of tensors for reports, from plan and measurements."""
 
 import math
 from dataclasses import replace
@@ -12,19 +12,19 @@ _NAMES = {f.safetensors: f.name for f in FORMATS.values() if f.safetensors}
 
 
 def _format_name(dtype: str) -> str:
-    """The format's name for a safetensors dtype; dtypes that are no format of ours go by their own name."""
+    """The format's name for a safetensors dtype; dtypes without a format keep their own name."""
     return _NAMES.get(dtype, dtype)
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """10·log10(signal / noise) for two sums of squares; inf where there is no noise, -inf where elements became Inf."""
+    """10·log10(signal / noise) for two sums of squares; inf without noise, -inf if elements became Inf."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 and noise < math.inf else -math.inf
 
 
 def planned_record(t: PlannedTensor) -> TensorRecord:
-    """What will happen to a tensor, as far as headers tell."""
+    """The planned record of a tensor, from headers alone."""
     return TensorRecord(
         name=t.name,
         shape=t.info.shape,
@@ -47,7 +47,7 @@ def tensor_record(
     error: BlockError | None,
     found: Measured | None = None,
 ) -> TensorRecord:
-    """What happened to a tensor. `stats` and `error` are None for tensors that were only copied."""
+    """The record of a written tensor. `stats` and `error` are None for tensors that were only copied."""
     record = planned_record(t)
     if stats is None or error is None:
         return record

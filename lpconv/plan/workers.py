@@ -1,7 +1,7 @@
-"""Threads that work on the blocks of a source's tensors, each with buffers of its own.
+"""Threads that process blocks of a source's tensors, each with its own buffers.
 
-Blocks are the unit of parallelism, not elements: a worker's torch operators run on one thread. As many blocks are under
-way as there are workspaces, so memory is bounded whatever the tensors' sizes are.
+Blocks are the unit of parallelism, not elements: torch operators of a worker use one thread. At most as many blocks are
+in flight as there are workspaces, so memory is bounded whatever the sizes of the tensors.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
 
 T = TypeVar("T")
-_PIECES, _PIECE = 64, 512  # of a sample, and their elements; of smaller tensors all blocks are looked at
+_PIECES, _PIECE = 64, 512  # pieces of a sample, and elements of each
 _LEAST_GUESSED = 2**19
-_SMALL = 2**13  # elements of a block that a thread would wait for longer than it works
-_GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples lie evenly in [0, 1), in step with no row
+_SMALL = 2**13  # elements of a block that is not worth handing to a thread
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples are evenly spread in [0, 1) and out of step with rows
 
 
 class SingleThreadedTorch:
-    """Torch operators run on one thread inside."""
+    """Context manager that limits torch operators to one thread."""
 
     def __enter__(self) -> None:
         self._threads = torch.get_num_threads()
@@ -59,22 +59,22 @@ class Block:
 
 
 def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
-    """The blocks of some tensors in order, as large as their forms want them."""
+    """The blocks of some tensors in order, in the sizes that their forms need."""
     for t in tensors:
         for start, stop in block_ranges(t.info.num_elements, t.form.cols):
             yield Block(tensor=t, start=start, stop=stop)
 
 
 class Workers:
-    """`count` threads that read one source, and the workspaces that they share with whoever takes their results."""
+    """`count` threads that read one source, with workspaces shared with the consumer of the results."""
 
     def __init__(self, source: Source, count: int) -> None:
         self._source = source
-        # Each worker sums on one thread, too: MKL would share the sum, and its last bits would change from run to run.
+        # Each worker also sums on one thread: MKL would split the sum, and its last bits would vary from run to run.
         self._pool = ThreadPoolExecutor(
             count, thread_name_prefix="lpconv-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._free: LifoQueue[Workspace] = LifoQueue()  # the one used last is still in the cache
+        self._free: LifoQueue[Workspace] = LifoQueue()  # last in, first out: the latest workspace is still in the cache
         self._window = count + SPARE
         scratch = Scratch()
         for _ in range(self._window):
@@ -85,16 +85,16 @@ class Workers:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def take(self) -> Workspace:
-        """A free workspace, to be given back; waits until there is one."""
+        """Take a free workspace, waiting until there is one. Return it with `give`."""
         return self._free.get()
 
     def give(self, work: Workspace) -> None:
-        """Let others use a workspace again."""
+        """Return a workspace for others to use."""
         self._free.put(work)
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[Workspace]:
-        """A workspace for the length of a `with` block."""
+        """Context manager that borrows a workspace."""
         work = self.take()
         try:
             yield work
@@ -102,12 +102,14 @@ class Workers:
             self.give(work)
 
     def read(self, block: Block, work: Workspace) -> Tensor:
-        """The elements of a block in the source's dtype, 1-D, in the workspace."""
+        """The elements of a block in the source's dtype, 1-D, stored in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
     def over(self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]) -> Generator[tuple[Block, T]]:
-        """What `job` makes of the elements of each block of a tensor and where they start, in order; they lie in the
-        workspace."""
+        """Apply `job` to (elements, start, workspace) of each block of a tensor; results in order.
+
+        The elements are stored in the workspace.
+        """
 
         def read_and_do(block: Block) -> T:
             with self.borrowed() as work:
@@ -116,17 +118,17 @@ class Workers:
         return self.in_order(blocks_of([tensor]), read_and_do)
 
     def measured(self, tensor: PlannedTensor) -> Measured:
-        """What the first pass over a tensor finds; nothing where its form needs none."""
+        """Statistics of the first pass over a tensor; empty if its form needs none."""
         return tensor.form.measure(self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def guessed(self, tensor: PlannedTensor) -> Measured | None:
-        """What the first pass over a tensor will most likely find, by a sample; None where it had better be taken."""
+        """Statistics of the first pass predicted from a sample; None if the pass should be made instead."""
         if tensor.info.num_elements < _LEAST_GUESSED:
             return None
         return tensor.form.guess(lambda: self._sample(tensor))
 
     def _sample(self, tensor: PlannedTensor) -> Tensor:
-        """Pieces from all over a tensor, each a row."""
+        """Pieces from all over a tensor, one per row."""
         size = DTYPE_BITS[tensor.info.dtype] // 8
         raw = torch.empty((_PIECES, _PIECE * size), dtype=torch.uint8)
         for i, row in enumerate(raw.numpy()):
@@ -135,16 +137,16 @@ class Workers:
         return raw.view(TORCH_DTYPES[tensor.info.dtype])
 
     def concluded(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
-        """What the first pass would have found, of what was seen of all blocks."""
+        """Statistics of the first pass, from the statistics of all blocks."""
         return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def _reading(self, tensor: PlannedTensor) -> Over:
         return lambda job, /: (found for _, found in self.over(tensor, job))
 
     def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
-        """Results of `job` in the order of `blocks`, with at most as many under way as there are workspaces.
+        """Results of `job` in the order of `blocks`, with at most as many in flight as there are workspaces.
 
-        The calling thread does small blocks itself, when it is their turn: handing one over takes longer.
+        The calling thread processes small blocks itself when their turn comes: handing them over would take longer.
         """
         pending: deque[tuple[Block, Future[T] | None]] = deque()
         iterator = iter(blocks)
@@ -161,5 +163,5 @@ class Workers:
                 yield block, job(block) if future is None else future.result()
                 begin(1)
         finally:
-            # Jobs write to files that the caller is about to close: none may still run.
+            # Jobs write to files that the caller is about to close, so none may still be running.
             wait([future for _, future in pending if future is not None and not future.cancel()])
