@@ -37,7 +37,7 @@ class _Events:
 
         if self._junit is not None:
             write_small(Path(self._junit), junit_xml(result))
-        if not self._json:  # one document is printed at the end, of the result or of an error
+        if not self._json:  # with --json one document is printed at the end, for the result or an error
             print_result(result, batch_document, json=False)
 
 
@@ -127,13 +127,13 @@ def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
 
     if options.shard is not None:
         Part.parse(options.shard)
-    kinds = [job.kind for job in manifest.jobs if job.id in options.only]  # an unknown id is refused by name later
+    kinds = [job.kind for job in manifest.jobs if job.id in options.only]  # unknown ids are rejected by name later
     if (options.shard is not None and options.finish) or len(options.only) != 1 or kinds not in ([], ["convert"]):
         raise UsageError("--shard and --finish are for one conversion", hint="name it with --only")
 
 
 def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progress", quiet: bool) -> "Executor | None":
-    """The executor that runs jobs, None for this process. Raises UsageError for --address without --executor ray."""
+    """The executor for the jobs; None for this process. Raises UsageError for --address without --executor ray."""
     name, address, parallel = options.executor, options.address, options.parallel
     if name == "local" and address is not None:
         raise UsageError("--address is that of a cluster", hint="add --executor ray")

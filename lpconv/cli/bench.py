@@ -84,7 +84,7 @@ def bench(
     if html is not None:
         write_small(Path(html), html_page(bench_document(result)))
     error = problem(result)
-    if error is None or not json:  # under --json the error's details hold the result
+    if error is None or not json:  # with --json the error's details hold the result
         print_result(result, bench_document, json=json)
     if error is not None:
         raise error

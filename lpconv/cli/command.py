@@ -1,4 +1,4 @@
-"""What all commands share: parameters made from a record of options, common parameters, and printing a result."""
+"""Shared parts of all commands: parameters from a record of options, common parameters, printing results."""
 
 import functools
 import inspect
@@ -16,9 +16,10 @@ from lpconv.plan.options import ConvertOptions
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its parameter `options` replaced by one parameter for each option of the record.
+    """Replace the command's parameter `options` by one parameter per option of the record.
 
-    Texts become values, and the record is made, as the command is called. Raises UsageError for what does not parse.
+    The record is made, and texts are parsed, when the command is called. Raises UsageError for text that does not
+    parse.
     """
     signature = inspect.signature(command)
     record = signature.parameters["options"].annotation
@@ -63,7 +64,7 @@ def _parameter(declared: Declared) -> inspect.Parameter:
 
 
 def _typed(declared: Declared) -> tuple[Any, Any]:
-    """The type and the default of an option's parameter, as typer takes them."""
+    """Type and default of an option's parameter for typer."""
     if declared.is_many and declared.option.comma:
         return (str, ",".join(map(str, declared.default))) if declared.default else (str | None, None)
     if declared.is_many:
@@ -90,21 +91,21 @@ def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
 
 
 def output_of(output: str | None, model: str, *words: str) -> Path:
-    """The directory to write: `output`, by default the model's name and `words` with dashes, in the current one."""
+    """The output directory: `output`, or in the current directory the model's name and `words` joined by dashes."""
     from lpconv.storage.resolve import base_name
 
     return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
 
 
 def typed_command() -> str:
-    """The command as it was typed."""
+    """The command as the user typed it."""
     return shlex.join(["lpconv", *sys.argv[1:]])
 
 
 def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> None:
-    """Print the result: one JSON object with a schema version, or what `render` makes of it for a terminal.
+    """Print the result: as a JSON object with a schema version, or as rendered by `render` for a terminal.
 
-    Several results stand in the object's `runs`.
+    In JSON, several results are listed under `runs`.
     """
     if json:
         from lpconv.results import SCHEMA_VERSION, json_text, to_json
@@ -112,13 +113,13 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
         document = {"runs": to_json(result)} if isinstance(result, (list, tuple)) else to_json(result)
         print(json_text({"schema_version": SCHEMA_VERSION, **document}), end="")
     else:
-        from lpconv.report.terminal import show  # with rich, which takes a moment
+        from lpconv.report.terminal import show  # imports rich, which takes a moment
 
         show(render(result))
 
 
 def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> NoReturn:
-    """Print a table and end the command, for a flag that only lists something."""
+    """Print a table and exit, for options that only list something."""
     from lpconv.report.document import Table
     from lpconv.report.terminal import show
 
@@ -145,7 +146,7 @@ def _no_flag(value: str | None) -> str | None:
 
 
 _OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR", callback=_no_flag)
-Output = Annotated[str | None, _OUTPUT]  # with a name made of the model's where none is given
+Output = Annotated[str | None, _OUTPUT]  # default: derived from the model's name
 Target = Annotated[str, _OUTPUT]
 Revision: Any = _parameter_of(ConvertOptions, "revision")
 Force: Any = _parameter_of(ConvertOptions, "force")

@@ -7,7 +7,7 @@ from lpconv.cli.progress import progress_for
 from lpconv.cli.questions import next_steps
 from lpconv.errors import OutputExistsError
 
-# One run per method, and fp8 beside fp16 so that the comparison shows what a format costs.
+# One run per method, and fp8 next to fp16 so that the comparison shows the cost of a format.
 _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("collage", "bf16"))
 
 
@@ -28,7 +28,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
 
     folder = Path(output)
     check_writable(folder)
-    names = {"report.html", *("-".join(run) for run in _RUNS)}  # and what a killed run left of them
+    names = {"report.html", *("-".join(run) for run in _RUNS)}  # and the partial folders of a killed run
     is_ours = folder.is_dir() and all(p.name in names or p.stem in names for p in folder.iterdir())
     if not is_ours and not is_unused(folder):
         raise OutputExistsError(f"`{folder}` exists and is not a demo of lpconv", hint="choose another --output")

@@ -42,5 +42,5 @@ def doctor(
         print_result(result, doctor_document, json=False)
     if required:
         check(required, result)
-    if json:  # else the error's document is the only one
+    if json:  # otherwise the error's document is the only one
         print_result(result, doctor_document, json=True)

@@ -15,7 +15,7 @@ from lpconv.export.options import ExportOptions
 
 class _Runtimes(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
-        """Find the command as typer does; if a model stands in place of the runtime, say which command was meant."""
+        """Find the command as typer does; if a model is given in place of the runtime, suggest the right command."""
         if args[0] not in self.commands and not get_close_matches(args[0], self.commands):
             context.fail(f"`{args[0]}` is no runtime; try `lpconv export onnx {args[0]}`")
         return super().resolve_command(context, args)

@@ -93,7 +93,7 @@ def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bo
     if not is_main:
         return
     error = gate_problem(result)
-    if error is None or not json:  # else the error's details hold the result
+    if error is None or not json:  # otherwise the error's details hold the result
         print_result(result, finetune_document, json=json)
     if not json:
         print(

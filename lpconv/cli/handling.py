@@ -19,18 +19,18 @@ from lpconv.machine import available_memory, free_addresses, out_of_memory
 from lpconv.report.printable import printable
 
 P = ParamSpec("P")
-# What the libraries of a command take before it sees a model, in MB; less, and a container kills it without a word.
+# MB that a command's libraries need before it opens a model; with less, a container would kill it without a message.
 _LIBRARIES_MB = {
     "advise": 500, "probe": 400, "bench": 400, "onnx": 500, "export": 500, "finetune": 500, "init": 500,
 }  # fmt: skip
-# What torch's import maps, in MB (620 for a CPU build), of commands that work with it. Where the addresses end inside
-# that import, some libraries abort the process, and others lose the error.
+# MB that importing torch maps (620 for a CPU build), for commands that use it. If the address space ends during that
+# import, some libraries abort the process, and others lose the error.
 _ADDRESSES_MB = 700
 _WITHOUT_TORCH = ("inspect", "report", "doctor", "batch")
 
 
 class _Terminated(BaseException):
-    """SIGTERM arrived."""
+    """Raised when SIGTERM arrives."""
 
 
 class Commands(TyperGroup):
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
         try:
             sys.exit(super().main(args, *rest, **{**extra, "standalone_mode": False}) or 0)
         except Exception as e:
-            if not hasattr(e, "format_message"):  # what click's errors have; typer brings its own click, or not
+            if not hasattr(e, "format_message"):  # click's errors have this method; typer may bring its own click
                 raise
             message = e.format_message() or "a command is missing"
             _fail(UsageError(message, hint="--help lists commands and options"), as_json=True)
@@ -70,7 +70,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
         except _Terminated:
             _fail(_interrupted(signal.SIGTERM, kwargs), as_json)
         except BrokenPipeError:
-            sys.stderr.close()  # the reader of our output left; Python would complain while closing stdout
+            sys.stderr.close()  # the reader of our output has exited; Python would complain while closing stdout
             sys.exit(141)
         except Exception as e:
             known = out_of_memory(e) or from_system(e)
@@ -105,7 +105,7 @@ def _check_memory(command: str) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Raise `_Terminated` on SIGTERM inside the block, and restore the previous handler after it."""
+    """Context manager that raises `_Terminated` on SIGTERM, and restores the previous handler at the end."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -127,7 +127,7 @@ def _fail(error: LpconvError, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
         sys.stdout.flush()
-    except OSError:  # its reader left, or its disk is full; Python would complain while closing stdout
+    except OSError:  # the reader has exited or the disk is full; Python would complain while closing stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     _say("error", error.message)
     if error.hint:

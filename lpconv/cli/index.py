@@ -1,6 +1,6 @@
-"""`lpconv report FOLDER`: the runs that lie in a folder, and an index of pages over them.
+"""`lpconv report FOLDER`: list the runs in a folder, and write an index page for them.
 
-Import this module lazily: it loads all that draws pages.
+Import this module lazily: it loads everything that renders pages.
 """
 
 import os
@@ -19,13 +19,13 @@ from lpconv.storage.partfile import check_file, write_small
 
 
 def write_page(html: str, document: Document) -> None:
-    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError."""
+    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError if it cannot write."""
     check_file(Path(html))
     write_small(Path(html), html_page(document))
 
 
 def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
-    """The runs in a folder; with `html`, an index of them with a page beside it for each kind that compares."""
+    """Print the runs in a folder; with `html`, write an index and a comparison page for each kind that has one."""
     found = list(runs_in(folder))
     if not found:
         raise InputError(f"`{folder}` has no report.json, and no run lies below it", hint=ANY_RUN)
@@ -59,7 +59,7 @@ def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Pa
 
 
 def _write_comparisons(found: Sequence[tuple[Kind, Path, Any]], stem: Path) -> dict[str, str]:
-    """A page `STEM-KIND.html` for each kind with several runs; the file's name by kind."""
+    """Write a page `STEM-KIND.html` for each kind with several runs; returns file names by kind."""
     written = {}
     for kind in {k.name: k for k, _, _ in found}.values():
         members = [(path, r) for k, path, r in found if k is kind and not isinstance(r, InputError)]

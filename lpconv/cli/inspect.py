@@ -8,7 +8,7 @@ from lpconv.cli.command import Json, Model, Quiet, Revision, print_result
 from lpconv.cli.progress import progress_for
 from lpconv.errors import UnsupportedError, VerificationError
 
-_NAMED = 3  # problems that the error names; the output and the details under --json have all
+_NAMED = 3  # problems in the error message; the output, and the details under --json, have all
 _NOT_READ = "nothing is known to be wrong; judge the unquantised checkpoint, or ask the tool that wrote this one"
 
 
@@ -53,12 +53,12 @@ def inspect(
         found = inspect_headers(checkpoint)
     found = beside_model(found, checkpoint, thorough=stats or strict)
     if found.layout in READ and not stats:
-        from lpconv.inspect.scales import judged  # torch takes seconds to import
+        from lpconv.inspect.scales import judged  # imports torch (seconds)
 
         found = judged(found, checkpoint)
     wrong = (*found.problems, *(found.warnings if strict else ()))
     is_unread = found.not_judged is not None and (strict or found.layout in READ)
-    if not ((wrong or is_unread) and json):  # else the error's details hold the result
+    if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result
         print_result(found, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
         hint = "fetch the checkpoint again, or tell who made it" if found.layout else "fetch the checkpoint again"

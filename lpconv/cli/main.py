@@ -16,23 +16,23 @@ from lpconv.cli.questions import first_screen
 from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
-# Each is a file beside this one, with a function or a group of its name.
+# Each is a module in this package with a function or group of the same name.
 COMMANDS = [
     "advise", "convert", "inspect", "verify", "restore", "init", "probe", "finetune",
     "bench", "report", "batch", "doctor", "demo", "export",
 ]  # fmt: skip
-# torch reads them when it is imported; its profiler, which measures memory, would write stages and warnings to stderr.
+# torch reads these on import; its profiler, used for measuring memory, would print stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Made between two collections: importing torch and transformers makes half a million, and 700 would collect a thousand
-# times, a fifth of what that takes.
+# Objects created between two garbage collections: importing torch and transformers creates half a million, and the
+# default of 700 would collect a thousand times, a fifth of the import time.
 _OBJECTS = 20_000
-# Loggers of libraries that transformers imports where they are installed; no user of ours can mend what they warn of.
+# Loggers of libraries that transformers imports if installed; users cannot act on their warnings.
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 class _Made(Mapping[str, Any]):
-    """Mapping of command names to commands. Each is imported on first use, so a start pays only for its own."""
+    """Mapping of command names to commands. Each is imported on first use, so start-up pays only for one."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
@@ -101,7 +101,7 @@ def main(
 
 
 def run() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     sys.stdout = own_stdout()
     gc.set_threshold(_OBJECTS)
     app()

@@ -31,7 +31,7 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
         return
     print(f"\nThe page with plots is {target / 'report.html'}.")
     if options.calibrate:
-        from lpconv.scaled.disk import CALIBRATION_FILE  # with torch, which is here by now
+        from lpconv.scaled.disk import CALIBRATION_FILE  # torch is imported by now
 
         print(f"The scales of the edges are in {target / CALIBRATION_FILE}.")
     print(f"For another format: lpconv report {target} --what-if e3m2")

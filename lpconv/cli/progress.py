@@ -1,4 +1,4 @@
-"""What a command says on stderr while it runs: progress bars only where a person watches, and lines with `-v`."""
+"""Progress on stderr: bars on a terminal, and lines with `-v`."""
 
 import sys
 import time
@@ -12,14 +12,14 @@ from lpconv.report.numbers import size_text
 if TYPE_CHECKING:
     import rich.progress
 
-# Whether `lpconv -v` was given: a line for each phase of a run, and with errors where they came from.
+# Whether `lpconv -v` was given: print a line for each phase of a run, and tracebacks with errors.
 VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
 
 
 class Bars:
-    """One bar, for the phase at hand: its bytes and speed, or its steps, figures and memory; and the time left.
+    """One bar for the current phase: bytes and speed, or steps, metrics and memory; and the remaining time.
 
-    A context manager, so that the terminal is left in order.
+    A context manager, so that the terminal is restored at the end.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Bars:
                 bars.TextColumn("{task.fields[figures]}"),
                 bars.TimeRemainingColumn(),
             ),
-            "": (bars.SpinnerColumn(), bars.TimeElapsedColumn()),  # nobody knows how long it takes
+            "": (bars.SpinnerColumn(), bars.TimeElapsedColumn()),  # phases of unknown length
         }
         self._bar = bars.Progress(
             bars.TextColumn("{task.description}"),
@@ -72,13 +72,13 @@ class Bars:
 
 def _memory_bytes() -> int:
     import psutil
-    import torch  # a run tells its figures, so it is imported already
+    import torch  # imported already by the run that reports these figures
 
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
 class _Messages(Silent):
-    """No bars: lines on stderr, for logs and pipes. A phase of steps is long, so that its start is worth a line."""
+    """Lines on stderr instead of bars, for logs and pipes. Only phases with steps, which are long, print a line."""
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         if unit == "steps":
@@ -94,7 +94,7 @@ class _Messages(Silent):
 
 
 class _Log(_Messages):
-    """A line for each phase too, all with the seconds since the start."""
+    """A line for every phase, each with the seconds since the start."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -110,13 +110,13 @@ class _Log(_Messages):
 
 
 class _Quiet(_Messages):
-    """Nothing at all."""
+    """Prints nothing."""
 
     def message(self, text: str) -> None: ...
 
 
 def progress_for(*, quiet: bool) -> Bars | _Messages:
-    """What suits this stderr: bars on a terminal, lines elsewhere and with -v, nothing with --quiet."""
+    """The progress display for this stderr: bars on a terminal, lines otherwise or with -v, nothing with --quiet."""
     if quiet:
         return _Quiet()
     if VERBOSE.get():

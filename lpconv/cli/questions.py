@@ -1,4 +1,4 @@
-"""The first screen: what people come with, and the command that answers it."""
+"""The first screen: questions that users have, and the commands that answer them."""
 
 from lpconv.version import __version__
 

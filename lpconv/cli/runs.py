@@ -1,6 +1,6 @@
-"""The kinds of run that `lpconv report` shows: how each is found and read, its page, its table, and a line about one.
+"""The kinds of run that `lpconv report` shows: how to find and read each, its page, comparison and summary.
 
-Import this module lazily. What a probe says is worked out with torch, which is imported when one is read.
+Import this module lazily. Reading a probe imports torch.
 """
 
 import os
@@ -28,18 +28,18 @@ from lpconv.storage.contents import read_json
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
-ANY_RUN = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"  # the hint where there is none
+ANY_RUN = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"  # hint if a path holds no run
 
-_DEPTH = 3  # of folders in folders that are searched for runs
+_DEPTH = 3  # nesting of folders that are searched for runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of run. Its file says that it is of the `kind`, None of any; it lies in a folder under the name `file`,
-    None where it is a file of its own.
+    """One kind of run.
 
-    `document` describes one result, and `compare` several under their names, if that is done; `page_file` is the page
-    that its command wrote.
+    Files of the kind have `kind` as their JSON key of that name (None: any). They are called `file` within a folder, or
+    with None have any name. `document` renders one result, and `compare`, if set, several results under their names;
+    `page_file` is the page that the command wrote.
     """
 
     name: str
@@ -91,9 +91,9 @@ def name_of(path: Path) -> str:
 
 
 def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any]]:
-    """The runs below a folder by name: each kind, file and result, or the error that reading it raised.
+    """The runs below a folder, sorted by name: (kind, file, result, or the error raised by reading it).
 
-    Folders inside of a run are its own.
+    Folders inside a run are not searched.
     """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
@@ -117,25 +117,25 @@ def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
 
 def ask_probe(path: Path, format: str | None = None) -> ProbeReport:
     """Read a probe and assess one format, or the usual ones."""
-    from lpconv.probe.advice import DEFAULT_FORMATS, answer  # with torch
+    from lpconv.probe.advice import DEFAULT_FORMATS, answer  # imports torch
     from lpconv.probe.record import read_probe
 
     return answer(read_probe(path), [format] if format else DEFAULT_FORMATS)
 
 
 def _is_json(path: Path) -> bool:
-    """Whether a file should be JSON, by its name or, where that says nothing, by how it begins."""
+    """Whether a file should be JSON: by its suffix, or else by its first byte."""
     if path.suffix == ".json" or not path.is_file():
         return path.is_file()
     try:
         with path.open("rb") as f:
             return f.read(1) == b"{"
     except OSError:
-        return True  # and reading it whole says why it cannot be read
+        return True  # reading the file will raise the error
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """What a file holds; the result of a verification that failed stands in the details of its error."""
+    """The JSON document in a file. For a failed verification, the result is in the details of the error."""
     document = read_json(path)
     error = document.get("error")
     details = error.get("details") if isinstance(error, dict) else None
@@ -143,7 +143,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _read_conversion(path: Path) -> ConvertResult:
-    """The conversion in a file; InputError that says what else is in it, where lpconv wrote that."""
+    """Read the conversion in a file. Raises InputError that describes any other lpconv document."""
     document = read_json(path)
     error = document.get("error")
     if isinstance(error, dict):
@@ -155,7 +155,7 @@ def _read_conversion(path: Path) -> ConvertResult:
     return from_json(ConvertResult, document)
 
 
-# What else `--json` gives: said on the terminal without it, and not shown again.
+# Other documents that `--json` prints, which `report` cannot show.
 _NO_RUNS = {
     "batch": "what `batch` did",
     "batch-lock": "the lock file of a batch",
@@ -168,7 +168,7 @@ _NO_RUNS = {
     "probe-report": "the answer of a probe, which is a folder",
     "restore": "what `restore` did",
 }
-# Conversions last: any other report.json is taken for one, and said to be none when it is read.
+# Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (
     Kind(
         name="Advice",

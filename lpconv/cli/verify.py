@@ -53,7 +53,7 @@ def verify(
         from lpconv.report.html import html as html_page
 
         write_small(Path(html), html_page(verify_document(result)))
-    if result.passed or not json:  # else the error's details hold the result
+    if result.passed or not json:  # otherwise the error's details hold the result
         print_result(result, verify_document, json=json)
     if not result.passed:
         raise VerificationError(result.failure, hint="do not use this output", details=to_json(result))
