@@ -1,7 +1,7 @@
-"""What ships with lpconv: a tiny checkpoint that this project trained, and public-domain text to train and test it on.
+"""Files that ship with lpconv: a tiny checkpoint trained by this project, and public-domain text to train and test it.
 
-Both are ordinary files inside the package, so a plain path to them works from an installed wheel. `README.md` beside
-this file says where they come from; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
+Both are ordinary files in the package, so their paths work in an installed wheel. `README.md` in this folder describes
+their origin; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ from lpconv.lookup import find
 __all__ = ["SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "read_text", "text_at", "usual_seq_len"]
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
-_SPECIAL_TOKENS = 8  # that a tokenizer adds, at most
-_MOST_BYTES = 16  # of a token, in texts of which nobody doubts that they are long enough
-SEQ_LEN = 128  # where nobody says and the model has as many positions
+_SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
+_MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
+SEQ_LEN = 128  # default, if the model has that many positions
 
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
 
 def demo_checkpoint() -> Path:
-    """The directory of the demo checkpoint: a byte-level Llama in Hugging Face form, fp32 safetensors, tied embeddings.
+    """Directory of the demo checkpoint: a byte-level Llama in Hugging Face form, fp32 safetensors, tied embeddings.
 
-    `metrics.json` in it holds the figures of its training, held-out bits per byte first.
+    Its `metrics.json` has the figures of its training, held-out bits per byte first.
     """
     return Path(str(files(__name__) / "demo"))
 
 
 def text_at(name: str) -> Path:
-    """The text file that a name stands for: a path, or ``demo``, the plays that the demo checkpoint trained on."""
+    """The text file for a name: a path, or ``demo`` for the plays that the demo checkpoint was trained on."""
     return demo_text("train") if name == "demo" else Path(name)
 
 
 def read_text(path: Path, limit: int = -1) -> str:
-    """A text file, or its first `limit` characters. Raises InputError for one that is missing, empty or no UTF-8."""
+    """Read a text file, or its first `limit` characters. Raises InputError if it is missing, empty or not UTF-8."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(limit)
@@ -53,16 +53,16 @@ def read_text(path: Path, limit: int = -1) -> str:
 
 
 def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -> None:
-    """Raise as `read_text` does, and InputError for a text that is too short for one sequence of `seq_len` tokens.
+    """Raise as `read_text` does, and InputError for a text shorter than one sequence of `seq_len` tokens.
 
-    Of tokens nothing is known but that each is a byte at least; with the file of a `tokenizer`, a tokenizer.json, those
-    of a short text are counted.
+    Without a tokenizer each byte counts as a token, the upper bound. With a `tokenizer` (the path of a tokenizer.json)
+    the tokens of a short text are counted.
     """
     text = read_text(path, _LOOKED_AT)
     num, unit = len(text.encode()), "bytes"
     if tokenizer is not None and num < _MOST_BYTES * seq_len:
-        with contextlib.suppress(Exception):  # damaged files raise anything at all: who tokenises says what is wrong
-            from tokenizers import Tokenizer  # imported at once, unlike transformers
+        with contextlib.suppress(Exception):  # damaged files raise arbitrary errors, which tokenising will report
+            from tokenizers import Tokenizer  # fast to import, unlike transformers
 
             counting = Tokenizer.from_file(str(tokenizer))
             counting.no_truncation()
@@ -74,18 +74,20 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
 
 
 def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
-    """`wanted` tokens, by default 128 or the positions that config.json says the model has.
+    """The sequence length: `wanted`, or else 128 or the model's maximum in config.json if that is less.
 
-    `lpconv.models.inputs.sequence_length` also knows positions that are no tokens, from the config of transformers.
+    `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens, from the transformers
+    config.
     """
     found = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
     return wanted or min(SEQ_LEN, next((n for n in found if isinstance(n, int)), SEQ_LEN))
 
 
 def demo_text(split: str) -> Path:
-    """The ASCII text file of `split`: plays the demo checkpoint trained on (`train`) or one it never saw (`heldout`).
+    """The ASCII text file of `split`: plays that the demo checkpoint was trained on (`train`), or one that it was not
+    (`heldout`).
 
-    In `train`, a line ``<|endoftext|>`` stands between two plays; the demo tokenizer reads it as one id. Raises
-    `UsageError` for any other split.
+    In `train`, a line ``<|endoftext|>`` separates two plays; the demo tokenizer reads it as one id. Raises `UsageError`
+    for any other split.
     """
     return Path(str(files(__name__) / "text" / find("text split", split, TEXTS)))
