@@ -1,4 +1,4 @@
-"""An advice described: what to do for each purpose and what it costs, every candidate, and what is not known."""
+"""The document of an advice: what to do for each purpose and at what cost, every candidate, and open questions."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +9,7 @@ from lpconv.report.document import Bullets, Code, Document, Folded, Section, Tab
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, Recommendation
 
-_PARTS = 12  # tensors in the table
+_PARTS = 12  # most tensors in the table
 _HEADINGS = {"infer": "Inference", "train": "Training"}
 _COLUMNS = {
     "infer": ("Conversion", "Size", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
@@ -19,7 +19,7 @@ _PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
 
 
 def advice_document(result: AdviceResult) -> Document:
-    """The recommendations first, then every candidate of each purpose, and what is not known."""
+    """The recommendations first, then every candidate for each purpose, and what the advice does not know."""
     parts = Table(columns=_PART_COLUMNS, rows=_part_rows(result), has_names=True)
     return Document(
         kind="advice",
@@ -43,7 +43,7 @@ def advice_document(result: AdviceResult) -> Document:
 
 
 def _verdict(result: AdviceResult) -> Verdict | None:
-    """What is recommended for each purpose; "not run" if nothing is for one of them."""
+    """The recommendation for each purpose; outcome "not run" if a purpose has none."""
     if not result.recommendations:
         return None
     parts = (f"{r.row or 'nothing'} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
@@ -57,7 +57,7 @@ def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section |
 
 
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
-    """The candidates of a purpose, best first; those that cannot be the best are folded away, for they are many."""
+    """The candidates for a purpose, best first; those that cannot be best are folded away, because they are many."""
     rows = _of_purpose(result, purpose)
     shown = tuple(_cells(result, r) for r in rows if r.status != "pruned")
     pruned = tuple(_cells(result, r) for r in rows if r.status == "pruned")
@@ -89,7 +89,7 @@ def _of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
 
 
 def _cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
-    """A row of the table of its purpose."""
+    """A row of the table for its purpose."""
     gap, interval = _gap_cells(row.gap, _unit_of(result, row))
     size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
     return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
@@ -104,7 +104,7 @@ def _why(row: AdviceRow) -> str:
 
 
 def _unit_of(result: AdviceResult, row: AdviceRow) -> str:
-    """What the gap of a row is: of a loss, or of outputs."""
+    """Whether the gap of a row is of the loss or of the outputs."""
     return "loss" if row.purpose == "train" else result.metric
 
 
@@ -122,13 +122,13 @@ def _value_text(value: float, unit: str) -> str:
 
 
 def _gap_text(gap: GapEstimate, unit: str) -> str:
-    """A gap with its interval, in the words of a sentence."""
+    """A gap with its interval, for use in a sentence."""
     value, interval = _gap_cells(gap, unit)
     return f"{value}{'' if unit == 'output' else ' nats'} ({interval})"
 
 
 def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) -> str:
-    """What to do for a purpose, and what it costs, in two or three sentences."""
+    """What to do for a purpose and what it costs, in two or three sentences."""
     if row is None or row.gap is None:
         return _none(result, purpose)
     return _convert_words(result, row) if purpose == "infer" else _train_words(result, row)
@@ -157,7 +157,7 @@ def _train_words(result: AdviceResult, row: AdviceRow) -> str:
 
 
 def _fastest(result: AdviceResult, row: AdviceRow) -> str:
-    """The recipe with the shortest steps, if it is not the recommended one."""
+    """A sentence about the recipe with the shortest steps; "" if that is the recommended one."""
     timed = [r for r in _of_purpose(result, row.purpose) if r.meets and r.step_time_s]
     fastest = min(timed, key=lambda r: r.step_time_s or math.inf, default=row)
     if not row.step_time_s or not fastest.step_time_s or fastest.step_time_s > 0.9 * row.step_time_s:
@@ -187,7 +187,7 @@ def _none(result: AdviceResult, purpose: str) -> str:
 
 
 def unknowns(result: AdviceResult) -> tuple[str, ...]:
-    """What the advice does not know."""
+    """Sentences about what the advice does not know."""
     return tuple(_unknowns(result))
 
 
@@ -217,14 +217,14 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
 
 
 def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[LossScaleRecord]) -> tuple[str, ...]:
-    """What one step forward and backward says of formats: the worst tensor of each, and loss scales."""
+    """Findings of one forward and backward step: the worst tensor in each format, and loss scales."""
     worst = [f"{name}: {found[0]}" for name, found in findings.items() if found]
     scales = [f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in loss_scales if s.log2_scale > 0]
     return (*worst, *scales)
 
 
 def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
-    """The tensors that cost most, each with its part."""
+    """Table rows of the tensors that cost most, with the share of each."""
     unit = " nats" if result.metric == "loss" else ""
     return tuple(
         (p.tensor, p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")

@@ -1,4 +1,4 @@
-"""Charts of an advice: quality against what each candidate takes, and the part of each tensor."""
+"""Charts of an advice: quality against the cost of each candidate, and the share of each tensor."""
 
 import math
 from dataclasses import replace
@@ -7,15 +7,15 @@ from lpconv.report.charts import Axis, Bar, Chart, Label, Mark, Tick, bar_chart,
 from lpconv.report.numbers import size_text
 from lpconv.results import AdviceResult, AdviceRow
 
-_PARTS = 8  # tensors
+_PARTS = 8  # most tensors in the chart
 _ITSELF = Mark(kind="series-2", shape="square", title="the model itself")
 
 
 def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | None:
-    """Gap against size, of training against memory, with intervals; None if there are not two to compare.
+    """Gap against size (for training, memory) with intervals; None with fewer than two points.
 
-    Gaps on both sides of zero have their place: the axis is linear up to a tenth of the budget's power of ten, and
-    logarithmic beyond (asinh).
+    Gaps may have either sign, so the axis is asinh: linear up to a tenth of the budget's power of ten, logarithmic
+    beyond.
     """
     rows = [r for r in result.rows if r.purpose == purpose and _is_drawn(r)]
     start = float(result.source_bytes) if purpose == "infer" else 0.0
@@ -50,7 +50,7 @@ def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | Non
 
 
 def _gap_axis(unit: float, low: float, high: float) -> Axis:
-    """Zero, and powers of ten from `unit` on, on either side as far as the gaps go."""
+    """Axis with ticks at zero and at powers of ten from `unit` up, on both sides as far as the gaps go."""
     powers = [unit * 10.0**n for n in range(20)]
     gaps = [*(-p for p in powers if -p >= low), 0.0, *(p for p in powers if p <= high)]
     return Axis(
@@ -76,7 +76,7 @@ def _height(row: AdviceRow, unit: float) -> float:
 
 
 def _taken(row: AdviceRow) -> float:
-    """What a candidate takes: bytes on disk, or of memory in training."""
+    """Cost of a candidate: bytes on disk, or for training bytes of memory."""
     return float((row.size_bytes if row.purpose == "infer" else row.memory_bytes) or 0)
 
 

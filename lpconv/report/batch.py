@@ -1,4 +1,4 @@
-"""A batch described, a row for each job; and as JUnit XML, which the dashboards of CI systems read."""
+"""The document of a batch, with a row per job, and its JUnit XML for the dashboards of CI systems."""
 
 import math
 import re
@@ -12,12 +12,12 @@ from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, Bat
 _OUTCOMES: dict[str, Outcome] = dict.fromkeys((*DONE.values(), UP_TO_DATE), "passed")
 _OUTCOMES |= {PLANNED: "not run", FAILED: "failed", NOT_RUN: "not run"}
 _MAX_FIGURES = 3
-# What XML 1.0 allows in no form, escaped or not (section 2.2).
+# Characters that XML 1.0 does not allow, even escaped (section 2.2).
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def batch_document(result: BatchResult) -> Document:
-    """The jobs as a table, and the errors with their hints; the verdict counts."""
+    """The jobs as a table, and errors with their hints; the verdict counts jobs by status."""
     errors = [f"{job.id}: {_with_hint(job.error)}" for job in result.jobs if job.error]
     columns = ("job", "<kind", "<status", "<what", "<result", "time", "<note")
     return Document(
@@ -47,7 +47,7 @@ def _cells(job: JobResult) -> Row:
 
 
 def _found(job: JobResult) -> str:
-    """Sizes and error of a conversion, the first figures of a measurement."""
+    """Sizes and error of a conversion, or the first metrics of a measurement."""
     sizes = f"{size_text(job.bytes.read)} → {size_text(job.bytes.written)}" if job.bytes else ""
     figures = (f"{name}: {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])
     return ", ".join(part for part in (sizes, _sqnr(job), *figures) if part)
@@ -77,7 +77,7 @@ def _count(result: BatchResult) -> str:
 
 
 def junit_xml(result: BatchResult) -> str:
-    """The batch as one test suite with a test case per job; to be written as UTF-8.
+    """The batch as a JUnit test suite with one test case per job, to be written as UTF-8.
 
     A failed verification or gate is a `failure`, any other error an `error`; jobs that were up to date or not run are
     `skipped`.
@@ -92,7 +92,7 @@ def junit_xml(result: BatchResult) -> str:
     for job in result.jobs:
         _add_case(suite, job)
     ET.indent(root)
-    # By way of bytes: for text, the declaration would name the locale's encoding.
+    # Through bytes: for text, the XML declaration would name the locale's encoding.
     document: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return document.decode() + "\n"
 

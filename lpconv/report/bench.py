@@ -1,4 +1,4 @@
-"""A bench described: what each row measured, against its baseline, and what that means."""
+"""The document of a bench: measurements of each row, the comparison with its baseline, and conclusions."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 def bench_document(result: BenchResult) -> Document:
-    """What was measured, row by row, with the verdict on the best of them."""
+    """All measurements row by row, with the verdict on the best row."""
     named = list(zip(labels(result.rows), result.rows, strict=True))
     models = ", ".join(dict.fromkeys(r.model for r in result.rows)) or "nothing"
     baselines = ", ".join(dict.fromkeys(r.baseline for r in result.rows))
@@ -65,18 +65,18 @@ def bench_document(result: BenchResult) -> Document:
     )
 
 
-_Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # rows with what they are called
+_Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
 
 
 def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
-    """The variant with the best ratio to its baseline, what that is called, and the ratio: below 1 none is fastest."""
+    """(label, "fastest" or "slower here", ratio) of the variant with the best ratio to its baseline, or None."""
     ratios = ((n, r.ratio) for n, r in named if r.ratio and not r.is_baseline and r.status == "ok")
     best = max(ratios, key=lambda found: found[1].value, default=None)
     return None if best is None else (best[0], "fastest" if best[1].value > 1 else "slower here", best[1])
 
 
 def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
-    """ "failed" if a gate does not hold, "passed" if something was faster than its baseline, else "not run"."""
+    """Verdict "failed" if a gate fails, "passed" if a row is faster than its baseline, else "not run"."""
     found = "no row was compared with a baseline"
     outcome: Outcome = "not run"
     if best := _best_speed(named):
@@ -89,7 +89,7 @@ def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:
-    """The fastest, the smallest and the most exact of the variants."""
+    """The fastest, the smallest and the most accurate variant."""
     variants = [r for r in result.rows if not r.is_baseline and r.status == "ok"]
     tiles = []
     if best := _best_speed([(r.name, r) for r in variants]):
@@ -125,20 +125,20 @@ def _facts(result: BenchResult) -> dict[str, str]:
 
 
 def _peaks_text(peaks: PeakRecord) -> str:
-    """Rates of products and copies."""
+    """Text of the measured peaks: FLOP/s of products and bytes/s of copies."""
     rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
     flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
     return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
 
 
 def labels(rows: Sequence[BenchRow]) -> list[str]:
-    """What to call each row: its name, with mode and sizes if rows differ in them."""
+    """A label for each row: its name, plus mode and sizes if rows differ in them."""
     alike = len({r.place for r in rows}) == 1
     return [r.name if alike else f"{r.name}, {r.place}" for r in rows]
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
-    """Why rows have no figures, rows of one reason together."""
+    """Why rows were not measured, grouped by reason."""
     found: dict[str, list[str]] = {}
     for label, r in zip(labels(rows), rows, strict=True):
         if r.reason:
@@ -147,7 +147,7 @@ def reasons(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _notes(result: BenchResult) -> tuple[str, ...]:
-    """What a reader must know, and which models have weights that are not all the checkpoint's."""
+    """Notes for the reader, including models whose weights are only partly from the checkpoint."""
     partly = dict.fromkeys((r.model, r.weights.partition(",")[0]) for r in result.rows if "random, else" in r.weights)
     drawn = (f"{model}: {words}, so errors of outputs and gradients are not its own" for model, words in partly)
     return (*drawn, *result.notes)
@@ -163,7 +163,7 @@ def _error_text(error: float | None) -> str:
     return MISSING if error is None else share_text(error, 1)
 
 
-# Heading and cell of each column of the table of rows.
+# Heading and cell text of each column in the table of rows.
 COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "Configuration": lambda r: r.name,
     "Mode": lambda r: r.mode,
@@ -178,7 +178,7 @@ COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "Grad. err.": lambda r: _error_text(r.numerics.gradient_error if r.numerics else None),
     "Emulated": lambda r: ("yes" if r.emulated else "no") if r.status == "ok" else MISSING,
 }
-# Columns that say something only if rows differ in them.
+# Columns shown only if rows differ in them.
 _OPTIONAL = ("Mode", "Batch", "Compiled", "Grad. err.", "Saved")
 
 
@@ -189,7 +189,7 @@ def _row_table(rows: Sequence[BenchRow]) -> Table:
 
 
 def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
-    """The peak of each row with its parts in per cent."""
+    """The peak memory of each row, with the share of each part."""
     rows = []
     for label, r in named:
         if r.memory is not None:
@@ -201,7 +201,7 @@ def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
 
 
 def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
-    """What NVML saw of each row."""
+    """Energy and clocks of each row, from NVML."""
     rows = []
     for label, r in named:
         if r.gpu is not None:
@@ -215,14 +215,14 @@ def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
 
 
 def _change_section(result: BenchResult) -> Section | None:
-    """What an older document had for the same rows."""
+    """Comparison of each row with the same row of an older result."""
     rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
     table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
     return section("Speed-up against the older document", table)
 
 
 def _linear_table(verdict: VerdictRecord) -> Table:
-    """The Linears of a model by shape; with predictions if the roofline makes any, as it does not for emulated fp8."""
+    """The Linears of a model by shape, with the roofline's predictions unless fp8 is emulated."""
     predicted = any(g.gain is not None for g in verdict.gemms)
     rows = []
     for g in verdict.gemms:
@@ -237,7 +237,7 @@ def _linear_table(verdict: VerdictRecord) -> Table:
 
 
 def _speed_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
-    """Every variant's speed-up over its baseline, with the 95 % interval; None without one."""
+    """Speed-up of every variant over its baseline, with 95 % intervals; None without variants."""
     bars = [
         Bar(name=n, text=ratio_text(r.ratio), lengths=(r.ratio.value,), interval=(r.ratio.low, r.ratio.high))
         for n, r in named
@@ -248,7 +248,7 @@ def _speed_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
 
 
 def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
-    """The peak of every row part by part, weights first; None if no memory was measured."""
+    """Peak memory of every row by part, weights first; None if no memory was measured."""
     shown = [(n, dataclasses.asdict(r.memory.parts)) for n, r in named if r.memory]
     if not shown:
         return None
@@ -270,7 +270,7 @@ def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
 
 
 def compare_benches(benches: Sequence[BenchResult], names: Sequence[str]) -> Document:
-    """Several benches: bars of all their rows in one chart, and each row's figures side by side."""
+    """Several benches: bars of all rows in one chart, and the numbers of each row side by side."""
     named = [(f"{r.name}: {n}", r) for n, b in zip(names, benches, strict=True) for r in b.rows]
     return compare_document(
         names,
@@ -288,7 +288,7 @@ def _verdict_in_full(bench: BenchResult) -> Verdict:
 
 
 def _figures(bench: BenchResult) -> Mapping[str, str]:
-    """What a bench was, then speed-up and peak memory of every row."""
+    """Settings of a bench, then speed-up and peak memory of every row."""
 
     def all_of(values: Iterable[str]) -> str:
         return name_list(list(dict.fromkeys(v for v in values if v))) or MISSING

@@ -1,4 +1,4 @@
-"""Model cards described: how to open what was written, what was measured, how it was made."""
+"""Model cards: how to open the output, what was measured, how it was made."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from lpconv.results import ConvertResult, FinetuneResult
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WORST = 5
-# How other layouts than ours are opened, by their names.
+# How to open layouts other than lpconv's own, by name.
 _LAYOUTS = {
     "compressed-tensors": "This directory has the layout of the compressed-tensors package: {codes}. vLLM reads it, "
     "too. On a CPU it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), and has no kernel for "
@@ -42,9 +42,9 @@ _AUTO_BY_TASK = {
 
 
 def model_card(result: ConvertResult) -> Document:
-    """The card of a converted model: what it is, how to open it, what was measured, how to go back.
+    """The card of a converted model: what it is, how to open it, what was measured, how to restore the original.
 
-    It has no time, memory or path in it: converting again gives the same card.
+    It contains no times, memory or paths, so that converting again gives the same card.
     """
     source = result.source.resolved if _is_hub_id(result) else result.source.name
     return Document(
@@ -78,7 +78,7 @@ def _conversion_header(result: ConvertResult) -> dict[str, object]:
 
 
 def _is_hub_id(result: ConvertResult) -> bool:
-    """A directory may look like a hub id; a record of a hub download carries a revision."""
+    """Whether the source is from the hub: it has a revision, since a directory may look like a hub id."""
     return result.source.revision is not None and _HUB_ID.fullmatch(result.source.resolved) is not None
 
 
@@ -102,7 +102,7 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
 
 
 def _figure_table(result: ConvertResult) -> Table:
-    """The figures that are the same whenever it is converted again."""
+    """Table of the results that do not change when the model is converted again."""
     rows = ((k, v) for k, v in figures(result).items() if k not in RUN_FIGURES and v != MISSING)
     return Table(columns=("figure", "value"), rows=tuple(rows))
 
@@ -158,7 +158,7 @@ def finetune_card(result: FinetuneResult) -> Document:
 
 
 def _public(result: FinetuneResult) -> FinetuneResult:
-    """Without the folders of this machine: a local model goes by its name."""
+    """A copy without local folders: a local model is named by its last path component."""
     facts = {k: PurePath(v).name if PurePath(v).is_absolute() else v for k, v in result.facts.items()}
     name = result.name if result.card.get("base_model") == result.name else PurePath(result.name).name
     return dataclasses.replace(result, name=name, facts=facts)
@@ -173,7 +173,7 @@ def _open_tuned(result: FinetuneResult) -> Section | None:
 
 
 def _loading(auto: str, *, needs_lpconv: bool) -> Code:
-    """The program that opens a checkpoint with an auto class of transformers."""
+    """The code that opens a checkpoint with an auto class of transformers."""
     registers = ("import lpconv.hf  # registers the format with transformers",) if needs_lpconv else ()
     lines = (*registers, f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")')
     return Code(language="python", lines=lines)

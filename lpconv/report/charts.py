@@ -1,4 +1,4 @@
-"""Charts as data: marks, boxes and labels in the units of their values. `drawing` places them on a page."""
+"""Charts as data: marks, boxes and labels in data units. `drawing` computes their positions on a page."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from lpconv.results import Series
 
-# Series differ in shape, so that they can be told apart without colour.
+# Series have different shapes, so that they can be told apart without colour.
 SYMBOLS = ("circle", "square", "triangle", "diamond", "tip", "bar")
 _TICKS = 5
-_MAX_DIGITS = 4  # after the point
-_FLAT = 1e-5  # of the values: what varies less is a level line and the noise of its arithmetic
+_MAX_DIGITS = 4  # digits after the point
+_FLAT = 1e-5  # relative range below which values count as constant plus noise
 _MAX_NAME = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """A labelled value of an axis, with a line across the chart or without."""
+    """A labelled value on an axis, optionally with a grid line."""
 
     at: float
     label: str
@@ -25,7 +25,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """The values from `low` to `high`; those beyond are shown at the ends. Where ticks collide the first ones stay."""
+    """An axis from `low` to `high`. Values beyond are drawn at the ends; of colliding tick labels the first is kept."""
 
     low: float
     high: float
@@ -35,10 +35,10 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Points in a colour and a shape: a symbol at each, a "dash", or one "line", "area" or "whisker" through all.
+    """Points with a colour and a shape: a symbol or "dash" at each, or one "line", "area" or "whisker" through all.
 
-    `kind` are CSS classes. `title` is for pointers and screen readers, and holds no figure that the page lacks. In a
-    legend a mark has no points, and its title stands beside it.
+    `kind` are CSS classes. `title` is for tooltips and screen readers, and contains no number that the page lacks. A
+    mark in a legend has no points, and its title is the label.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A filled rectangle from and to values on both axes, with a label if there is room for it."""
+    """A filled rectangle in data coordinates, with a label if it fits."""
 
     kind: str
     x: tuple[float, float]
@@ -60,7 +60,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A text beside a point."""
+    """Text next to a point."""
 
     x: float
     y: float
@@ -69,9 +69,9 @@ class Label:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with its description in words, the alternative for who does not see it.
+    """A chart, with a text alternative in `description` for readers who cannot see it.
 
-    `rows` are (name, figure) of the rows of a bar chart; row i lies between i and i + 1 on the y axis, downwards.
+    `rows` are (name, value) of the rows of a bar chart; row i is between i and i + 1 on the y axis, downwards.
     `dividers` are x values between groups. A wide chart has a column for each tensor of a model.
     """
 
@@ -90,7 +90,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What one layer loses in one column of a heat map, as shares of its elements."""
+    """Shares of elements that one layer loses in one column of a heat map."""
 
     layer: str
     block: str
@@ -102,7 +102,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap:
-    """Losses with layers down, and blocks of columns across. Layers stand in the order of the losses."""
+    """Losses by layer (rows) and block of columns. Layers are in the order of the losses."""
 
     title: str
     description: str
@@ -113,7 +113,7 @@ class HeatMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A series with its colour and legend; without a label it shares that of another. `error` widens it to a band."""
+    """A line of a chart. Without a label it shares the legend entry of another line; `error` adds a band around it."""
 
     series: Series
     colour: int
@@ -123,13 +123,13 @@ class Line:
 
     @property
     def kind(self) -> str:
-        """Its CSS classes."""
+        """The CSS classes of the line."""
         return f"line {series_kind(self.colour)}" + (" dashed" if self.is_dashed else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A named bar with its figure in words: lengths end to end from zero, or one value with an interval around it."""
+    """A named bar with its value as text: stacked lengths from zero, or one value with an interval."""
 
     name: str
     text: str
@@ -143,7 +143,7 @@ def series_kind(index: int) -> str:
 
 
 def line_chart(title: str, description: str, lines: Sequence[Line]) -> Chart | None:
-    """The lines over the steps of a run, on an axis that the title names; None if no point is finite."""
+    """A chart of lines over training steps; None if no point is finite. The title names the y axis."""
     values = [(s, v + e) for line in lines for s, v in _finite(line.series) for e in (-line.error, line.error)]
     if not values:
         return None
@@ -181,7 +181,7 @@ def _finite(series: Series) -> list[tuple[int, float]]:
 
 
 def _band(line: Line) -> tuple[tuple[float, float], ...]:
-    """The outline of the band of a line's error, around its finite points."""
+    """The outline of a line's error band around its finite points."""
     points = _finite(line.series)
     return (*((s, v + line.error) for s, v in points), *((s, v - line.error) for s, v in reversed(points)))
 
@@ -196,9 +196,10 @@ def bar_chart(
     reference: float | None = None,
     tick: Callable[[float], str] | None = None,
 ) -> Chart | None:
-    """A row for each bar, under its name; None without bars or finite lengths.
+    """A chart with one row per bar, under its name; None without bars or finite lengths.
 
-    `parts` are the CSS classes of the lengths of all bars by their names. `reference` is a value with a line across.
+    `parts` maps the name of each stacked length to its CSS class. `reference` is a value marked by a line across all
+    bars.
     """
     ends = [x for b in bars for x in (b.interval or (sum(b.lengths),)) if math.isfinite(x)]
     if not ends:
@@ -249,7 +250,7 @@ def _bar_boxes(bar: Bar, kinds: Sequence[str], row: int) -> list[Box]:
 
 
 def number_axis(low: float, high: float, label: str = "", text: Callable[[float], str] | None = None) -> Axis:
-    """An axis with round numbers, which have as many digits as tell them apart."""
+    """An axis with round tick values, with just enough digits to tell them apart."""
     step = round_step((high - low) / _TICKS)
     digits = -math.floor(math.log10(step))
     leading = math.floor(math.log10(max(abs(low), abs(high)))) + digits
@@ -264,6 +265,6 @@ def stepped_axis(low: float, high: float, step: float, text: Callable[[float], s
 
 
 def round_step(rough: float) -> float:
-    """The smallest step not below `rough` that is 1, 2 or 5 times a power of ten."""
+    """The smallest step of at least `rough` that is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough)

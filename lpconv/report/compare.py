@@ -1,4 +1,4 @@
-"""Several runs described: those of one kind side by side, and those of a folder in an index."""
+"""Documents about several runs: a comparison of one kind, or an index of a folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lpconv.report.numbers import MISSING, name_list, plural
 
 
 def run_names(outputs: Sequence[str]) -> tuple[str, ...]:
-    """A short name for each run: its output's last path component, numbered if two share it."""
+    """A short name for each run: the last path component of its output, numbered if ambiguous."""
     names = [PurePath(output).name or output for output in outputs]
     return tuple(f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, start=1))
 
@@ -24,10 +24,10 @@ def compare_document(
     charts: Sequence[Chart | None] = (),
     table: Section | None = None,
 ) -> Document:
-    """Runs by their names: the first charts, the figures of each, the other charts, a table, and each run's verdict.
+    """A comparison of runs: the first charts, their figures, the other charts, a table, and the verdict on each run.
 
-    `verdict` is that of all, by default how many passed. Rows of figures stand in the order of the first run; those
-    that no run has are left out.
+    `verdict` is the overall one; by default it counts the runs that passed. Rows of figures are in the order of the
+    first run; rows without any value are left out.
     """
     drawn = [chart for chart in charts if chart is not None]
     top = 1 if drawn and drawn[0].is_wide else 2
@@ -53,7 +53,7 @@ def compare_document(
 
 
 def _verdict(runs: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """How many runs passed, and which failed or prove nothing."""
+    """How many runs passed, which failed, and which prove nothing."""
     failed, unproven = ([n for n, v in runs if v.outcome == outcome] for outcome in ("failed", "not run"))
     parts = [f"{len(runs) - len(failed) - len(unproven)} of {len(runs)} passed"]
     parts += [f"failed: {name_list(failed)}"] if failed else []
@@ -63,7 +63,7 @@ def _verdict(runs: Sequence[tuple[str, Verdict]]) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """A run of a folder, written at a local time. `link` is the way from the index to its page, None without one."""
+    """A run in a folder, with its local time of writing. `link` is the relative path of its page, or None."""
 
     name: str
     kind: str
@@ -74,7 +74,7 @@ class RunEntry:
 
 
 def index_document(folder: str, entries: Sequence[RunEntry], compared: Mapping[str, str]) -> Document:
-    """The runs of a folder by kind. `compared` holds the ways to the pages that compare all runs of a kind."""
+    """The runs of a folder by kind. `compared` maps kinds to links to their comparison pages."""
     kinds = {kind: [e for e in entries if e.kind == kind] for kind in dict.fromkeys(e.kind for e in entries)}
     return Document(
         kind="index",

@@ -1,4 +1,4 @@
-"""A conversion described: what was done, what it saved, what it cost in accuracy, and how it was checked."""
+"""Documents of a conversion: what was done, what it saved, what it cost in accuracy, and how it was verified."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,11 +27,11 @@ from lpconv.report.tensors import (
 from lpconv.report.verify import outcome_of, verification_section
 from lpconv.results import ConvertResult, FileRecord, PartResult, PlanResult, TensorRecord
 
-_SHARDS = 8  # files that a terminal shows
+_SHARDS = 8  # most files shown on a terminal
 
 
 def convert_document(result: ConvertResult) -> Document:
-    """What was done, what it saved, what it cost, how it was checked, and how the output is opened."""
+    """What was done, saved and lost, how the output was verified, and how to open it."""
     listed = listed_tensors(result.tensors)
     flat = flat_words(converted_tensors(result.tensors))
     residual = f", {result.residual} residual" if result.residual else ""
@@ -63,7 +63,7 @@ def convert_document(result: ConvertResult) -> Document:
 
 
 def plan_document(plan: PlanResult) -> Document:
-    """What a conversion would write and what it would need, before any of it is done."""
+    """The plan of a conversion: what it would write and the resources that it needs."""
     facts = {
         "Size": _size_change(plan.bytes.read, plan.bytes.written),
         "Disk": f"{size_text(plan.disk_bytes)} needed, {size_text(plan.disk_free_bytes)} free",
@@ -83,7 +83,7 @@ def plan_document(plan: PlanResult) -> Document:
 
 
 def part_document(result: PartResult) -> Document:
-    """What one worker wrote, and what is left to do."""
+    """What one worker wrote, and the remaining steps."""
     files = tuple(f for s in result.shards for f in s.files)
     empty = "The plan has fewer files than parts, and none for this one; --max-shard-size makes more."
     return Document(
@@ -105,7 +105,7 @@ def _size_change(before: int, after: int) -> str:
 
 
 def files_section(files: Sequence[FileRecord]) -> Section | None:
-    """Files with their sizes, the first ones on a terminal."""
+    """Files with their sizes; a terminal shows only the first ones."""
     rows = tuple((f.name, size_text(f.size_bytes)) for f in files)
     return section("Files", Table(columns=("File", "Size"), rows=rows, has_names=True, most=_SHARDS))
 
@@ -147,7 +147,7 @@ def _outputs_tile(result: ConvertResult) -> Tile:
 
 
 def _opening_section(result: ConvertResult) -> Section | None:
-    """How a Python program opens the output."""
+    """Python code that opens the output."""
     if result.options.get("layout", "lpconv") == "lpconv":
         lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
     else:
@@ -156,7 +156,7 @@ def _opening_section(result: ConvertResult) -> Section | None:
     return section("How to open it", Code(lines=lines, language="python"))
 
 
-# Ends of the class names in config.json's `architectures`, and the auto class that builds them.
+# Suffixes of class names in config.json's `architectures`, with the auto class that builds them.
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -196,7 +196,7 @@ def _provenance(result: ConvertResult) -> Mapping[str, str]:
 
 
 def _option_text(value: object) -> str:
-    """The value of an option as a person would write it; a dash for none."""
+    """The value of an option as text; a dash if there is none."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_option_text, value)) or MISSING
     if isinstance(value, bool):

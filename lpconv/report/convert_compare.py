@@ -1,4 +1,4 @@
-"""Several conversions described side by side, and the figures by which they are compared."""
+"""A comparison of several conversions, and the figures that it compares."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from lpconv.report.tensors import converted_tensors, in_layer_order, worst_tenso
 from lpconv.report.verify import outcome_of
 from lpconv.results import ConvertResult, LogitsCheck, TensorRecord
 
-# Rows that differ from run to run of the same conversion.
+# Figures that differ between runs of the same conversion.
 RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
 def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) -> Document:
-    """Several conversions: the signal-to-noise ratio of every tensor in one chart, and their figures side by side."""
+    """Several conversions: the SQNR of every tensor in one chart, and their figures side by side."""
     charts = [sqnr_chart([(name, converted_tensors(r.tensors)) for name, r in zip(names, results, strict=True)])]
     charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
     verdicts = [Verdict(outcome=outcome_of(r.verify), text=summary(r)) for r in results]
@@ -36,12 +36,12 @@ def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) 
 
 
 def figures(result: ConvertResult) -> dict[str, str]:
-    """The figures by which conversions are compared; a dash for those that a conversion does not have."""
+    """The figures for comparing conversions; a dash if a conversion does not have one."""
     return {label: value(result) for label, value in _FIGURES.items()}
 
 
 def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
-    """Each converted tensor's SQNR in each run."""
+    """The SQNR of each converted tensor in each run."""
     by_name = [{t.name: t for t in converted_tensors(r.tensors)} for r in results]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
     table = Table(

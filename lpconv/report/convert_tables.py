@@ -1,4 +1,4 @@
-"""Tables of a conversion: what became of groups of tensors, the worst tensors, each layer and each tensor."""
+"""Tables of a conversion: groups of tensors, the worst tensors, each layer and each tensor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,15 +17,15 @@ from lpconv.report.tensors import (
 )
 from lpconv.results import ConvertResult, TensorRecord
 
-_MOST = 1000  # tensors and layers on a page
-_WORST, _GROUPS = 10, 12  # on a terminal: tensors, groups of tensors
+_MOST = 1000  # most tensors and layers on a page
+_WORST, _GROUPS = 10, 12  # most tensors and groups of tensors on a terminal
 
-# The columns of a table of records by their headings.
+# Columns of a table of tensor records, by heading.
 _Columns: TypeAlias = dict[str, Callable[[TensorRecord], str | Cell]]
 
 
 def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:
-    """The tensors that a page draws and lists: of very many the worst ones, and an even sample of the others."""
+    """The tensors shown on a page: of very many, the worst ones and an even sample of the others."""
     if len(tensors) <= _MOST:
         return tensors
     worst, step = {t.name for t in worst_tensors(tensors, _MOST // 2)}, -(-len(tensors) // (_MOST // 2))
@@ -33,7 +33,7 @@ def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...
 
 
 def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
-    """What became of groups of tensors and why; a page has room for an example of each."""
+    """What was done to groups of tensors, and why; on a page with an example of each."""
     groups = done_groups(tensors)
     if not groups:
         return (section("Tensors", "The checkpoint holds no tensors."),)
@@ -44,14 +44,14 @@ def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]
 
 
 def done_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """What was done to a group of tensors: action, number, formats, size before and after, and why."""
+    """A table row for a group of tensors: action, count, formats, size before and after, reason."""
     t, before, after = group[0], sum(t.bytes_in for t in group), sum(t.bytes_out for t in group)
     formats = f"{t.source_dtype} → {t.format}" if t.action == "convert" else t.source_dtype
     return t.action, count_text(len(group)), formats, size_text(before), size_text(after), t.reason
 
 
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
-    """The tensors with the lowest signal-to-noise ratio, and what else than rounding cost them."""
+    """The tensors with the lowest SQNR, and any causes of error besides rounding."""
     rows = tuple(
         (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), besides_rounding(t))
         for t in worst_tensors(tensors, count)
@@ -104,7 +104,7 @@ def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
 
 
 def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Section | None:
-    """Every tensor in layer order, without the columns that nothing stands in."""
+    """Every tensor in layer order, without empty columns."""
     columns = _tensor_columns(result, listed)
     table = Table(
         columns=tuple(columns),
@@ -121,7 +121,7 @@ def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Sec
 
 
 def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _Columns:
-    """The columns of the table of tensors; "Largest input" is that of the calibration."""
+    """The columns of the table of tensors, by heading. "Largest input" comes from the calibration."""
     largest = result.calibration.absmax if result.calibration else {}
     inputs = {f"{module}.weight": value for module, value in largest.items()}
     columns: _Columns = {

@@ -1,4 +1,4 @@
-"""A conversion in sentences: what was done, what it cost and how it was checked."""
+"""Sentences about a conversion: what was done, what it cost and how it was verified."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +18,7 @@ _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", 
 
 
 def method_name(method: str) -> str:
-    """The method as its paper calls it; parts of a compound (``unit+collage``) are named one by one."""
+    """The method's name in its paper; parts of a compound (``unit+collage``) are translated one by one."""
     return " + ".join(_METHODS.get(part, part) for part in method.split("+"))
 
 
@@ -29,25 +29,25 @@ def headline(result: ConvertResult) -> str:
 
 
 def summary(result: ConvertResult) -> str:
-    """The whole result as one paragraph that a person can quote."""
+    """The whole result as one paragraph that can be quoted."""
     found = verify_headline(result.verify)
     return f"{done_and_lost(result)} {_size_sentence(result)} {found[:1].upper()}{found[1:]}."
 
 
 def done_and_lost(result: ConvertResult) -> str:
-    """What was done, what it cost the weights, and where the scales of inputs come from."""
+    """What was done, what it cost the weights, and where input scales come from."""
     sentences = (_done_sentence(result), _error_sentence(result.tensors), _inputs_sentence(result))
     return " ".join(filter(None, sentences))
 
 
 def _done_sentence(result: ConvertResult) -> str:
-    """Which model, by which method, and what became of its tensors."""
+    """A sentence on the model, the method, and what was done to its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
     return f"{model} was rewritten with {_done_words(result)}."
 
 
 def _done_words(result: ConvertResult) -> str:
-    """The method and what became of the tensors."""
+    """The method and what was done to the tensors."""
     changed = len(converted_tensors(result.tensors))
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
@@ -64,7 +64,7 @@ def _done_words(result: ConvertResult) -> str:
 
 
 def _inputs_sentence(result: ConvertResult) -> str:
-    """Where the scales of inputs come from, and what no figure of a conversion includes; empty without calibration."""
+    """Where input scales come from, and what the measured errors leave out; empty without calibration."""
     if result.calibration is None:
         return ""
     tokens = f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
@@ -86,7 +86,7 @@ def _stored_form(result: ConvertResult) -> str:
 
 
 def scale_words(result: ConvertResult) -> str:
-    """What has a scale of its own."""
+    """Description of the scale granularity."""
     known = {"tensor": "one scale each", "row": "a scale per row"}
     granularity = str(result.options.get("granularity", "tensor"))
     return known.get(granularity, f"scales of granularity {granularity}")
@@ -99,7 +99,7 @@ def _size_sentence(result: ConvertResult) -> str:
 
 
 def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
-    """The worst error, and how many elements left the format's range; empty if nothing was measured."""
+    """The worst error, and the number of elements outside of the format's range; empty if nothing was measured."""
     changed = converted_tensors(tensors)
     measured = [t for t in changed if t.sqnr_db is not None]
     if not measured:
@@ -123,7 +123,7 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
 
 
 def besides_rounding(t: TensorRecord) -> str:
-    """What else than rounding cost this tensor accuracy: "3 saturated", "0.06 % to zero", "nothing"."""
+    """Causes of error besides rounding: "3 saturated", "0.06 % to zero", "nothing"."""
     causes = []
     if t.num_nan or t.num_inf:
         causes.append(f"{count_text(t.num_nan + t.num_inf)} NaN or Inf in the source")

@@ -1,4 +1,4 @@
-"""A doctor's result and the alias table described."""
+"""Documents of `doctor`: its result and the table of aliases."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _OUTCOMES: dict[str, Outcome] = {NATIVE: "passed", EMULATED: "not run", UNAVAILA
 
 
 def doctor_document(result: DoctorResult) -> Document:
-    """Devices, the formats and products of each, and packages."""
+    """Devices, their formats and products, and packages."""
     formats = tuple((f.format, f.device, _level(f.level), f.note) for f in result.formats)
     products = tuple((p.layout, p.device, _level(p.level), p.note) for p in result.products)
     packages = tuple(map(_package_row, result.packages))
@@ -26,7 +26,7 @@ def doctor_document(result: DoctorResult) -> Document:
 
 
 def alias_table(aliases: Iterable[tuple[str, str, str]]) -> Table:
-    """Every short name and the hub id it means; `aliases` are (family, name, hub id)."""
+    """Every alias and its hub id; `aliases` are (family, name, hub id)."""
     return Table(columns=("family", "<name", "<hub id"), rows=tuple(aliases))
 
 
@@ -39,7 +39,7 @@ def _level(level: str) -> Cell:
 
 
 def _package_row(package: PackageRecord) -> Row:
-    lacking: Outcome = "not run" if package.extra else "failed"  # nobody needs all extras
+    lacking: Outcome = "not run" if package.extra else "failed"  # extras are optional
     installed = Cell(text=package.installed or "missing", outcome="passed" if package.ok else lacking)
     return package.name, f"lpconv[{package.extra}]" if package.extra else "lpconv", installed, package.required
 

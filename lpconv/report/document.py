@@ -1,8 +1,8 @@
-"""What a result tells its reader, as plain records without any layout.
+"""The content of a report as plain records, without any layout.
 
-The builders of this package, one file per kind of result, make a `Document` of a result record. The renderers
-(`terminal`, `html` and `markdown`) lay out any document and know no kind. Texts may hold anything that a file held:
-renderers make them printable.
+The builders of this package, one file per kind of result, make a `Document` from a result record. The renderers
+(`terminal`, `html` and `markdown`) render any document and know no kind. Texts may contain anything from untrusted
+files: renderers make them printable.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ from lpconv.results import GateRecord
 
 T = TypeVar("T")
 
-# A good answer, a bad one, and one that proves nothing.
+# A good result, a bad one, and one that proves nothing.
 Outcome: TypeAlias = Literal["passed", "failed", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The answer in a sentence. Its outcome decides the colour, so the text must say it too."""
+    """The conclusion in a sentence. The outcome only sets the colour, so the text must state it too."""
 
     outcome: Outcome
     text: str
@@ -29,7 +29,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """A headline figure with its label and a detail."""
+    """A headline number with a label and a detail."""
 
     label: str
     figure: str
@@ -38,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table with a number to sort by, the address that it links to, or an outcome that colours it."""
+    """A table cell, optionally with a sort key, a link, or an outcome that colours it."""
 
     text: str
     sort: float | None = None
@@ -51,11 +51,11 @@ Row: TypeAlias = tuple[str | Cell, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings. Columns hold numbers; the first one, and those whose heading begins with ``<``, hold text.
+    """Rows under headings. Columns hold numbers, except the first one and those whose heading begins with ``<``.
 
-    A table that is `sortable` lists many things of one kind; with `filter`, an example of words to look for, a reader
-    can hide rows. `has_names` means dotted names in the first column, `compares` that the rest of each row are values
-    of different runs. A terminal shows the first `most` rows, if that is not None.
+    A `sortable` table lists many things of one kind; with `filter`, an example search text, readers can hide rows.
+    `has_names`: the first column has dotted names. `compares`: the other columns are values of different runs. A
+    terminal shows only the first `most` rows, if set.
     """
 
     columns: tuple[str, ...]
@@ -69,13 +69,13 @@ class Table:
 
 
 def texts_of(table: Table) -> list[list[str]]:
-    """The texts of a table's cells."""
+    """The texts of a table's cells, row by row."""
     return [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Labels and values."""
+    """Labelled values."""
 
     values: Mapping[str, str]
     caption: str = ""
@@ -90,7 +90,7 @@ class Bullets:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One step of a verification, or one gate, with what it found."""
+    """A step of a verification, or a gate, with its result."""
 
     name: str
     outcome: Outcome
@@ -99,7 +99,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """Steps that passed, failed or were not run."""
+    """Steps with their outcomes."""
 
     checks: tuple[Check, ...]
 
@@ -114,14 +114,14 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class Prose:
-    """Text of our own that is Markdown already, for documents that are only rendered as Markdown."""
+    """Text in Markdown by lpconv itself, for documents that are rendered only as Markdown."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folded:
-    """A table that a reader opens if its title interests them. A terminal shows the title only."""
+    """A table that is collapsed under its title. A terminal shows only the title."""
 
     title: str
     table: Table
@@ -132,7 +132,7 @@ Block: TypeAlias = str | Table | Facts | Bullets | Checks | Code | Prose | Folde
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Blocks under a title; without one, each chart is a section of its own. An outcome colours the whole section.
+    """Blocks under a title. Without a title, each chart becomes a section of its own. `outcome` colours the section.
 
     `only` restricts it to pages or terminals. Terminals show no charts.
     """
@@ -145,10 +145,10 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A result as its reader meets it: the verdict first, then headline figures, sections, and how it was made.
+    """A report for readers: verdict first, then headline numbers, sections, and provenance.
 
-    `kind` names the kind of result in a word or two. Facts and versions tell how it was made; terminals show no
-    versions and no command. `front_matter` is the YAML header of a model card.
+    `kind` is the kind of result in a word or two. `facts` and `versions` describe how it was made; terminals show
+    neither versions nor the command. `front_matter` is the YAML header of a model card.
     """
 
     kind: str
@@ -165,14 +165,14 @@ class Document:
     front_matter: Mapping[str, object] = field(default_factory=dict)
 
     def section(self, title: str) -> Section:
-        """The section with this title; KeyError without one."""
+        """The section with this title. Raises KeyError if there is none."""
         found = next((s for s in self.sections if s.title == title), None)
         if found is None:
             raise KeyError(title)
         return found
 
     def all_of(self, kind: type[T]) -> Iterator[T]:
-        """Every block of a kind, in order."""
+        """All blocks of type `kind`, in order."""
         return (block for section in self.sections for block in section.blocks if isinstance(block, kind))
 
     @property
@@ -187,7 +187,7 @@ def section(
     outcome: Outcome | None = None,
     only: Literal["page", "terminal"] | None = None,
 ) -> Section | None:
-    """A section of those blocks that hold anything; None if the first one does not and only texts are left."""
+    """A section of the non-empty blocks; None if the first block is empty and only texts are left."""
     kept = tuple(block for block in blocks if block is not None and _is_filled(block))
     is_bare = all(isinstance(block, str) for block in kept)
     if not kept or (is_bare and blocks[0] is not kept[0]):
@@ -196,7 +196,7 @@ def section(
 
 
 def sections_of(*candidates: Section | None) -> tuple[Section, ...]:
-    """The sections that there are."""
+    """The candidates that are not None."""
     return tuple(s for s in candidates if s is not None)
 
 
@@ -209,14 +209,14 @@ def _is_filled(block: Block) -> bool:
 
 
 def gates_section(gates: Sequence[GateRecord]) -> Section | None:
-    """Every gate with the value it met; None without gates."""
+    """Every gate with its value; None without gates."""
     failed = sum(not g.passed for g in gates)
     title = f"{failed} of {len(gates)} gates failed" if failed else "All gates passed"
     return section(title, Checks(checks=tuple(map(_gate_check, gates))), outcome="failed" if failed else "passed")
 
 
 def failed_gates(gates: Sequence[GateRecord]) -> str:
-    """Which gates failed; empty if none did."""
+    """Text about the failed gates; empty if none failed."""
     return ", ".join(f"gate {g.expression} failed" for g in gates if not g.passed)
 
 

@@ -1,8 +1,8 @@
-"""Where the parts of a chart lie on the page: data becomes paths and rectangles of an inline SVG.
+"""Positions of a chart's parts on the page: data becomes paths and rectangles of an inline SVG.
 
-Inline SVG, not matplotlib, for three reasons: colours follow the page's light and dark themes, every mark carries its
-tensor's name, and equal results give equal bytes. A wide chart takes the whole page and slides in its box on a phone;
-two others stand side by side, and one fits a phone.
+Inline SVG instead of matplotlib, for three reasons: colours follow the page's light and dark themes, every mark carries
+its tensor's name, and equal results give equal bytes. A wide chart takes the whole page width and scrolls in its box on
+a phone; two narrow charts fit side by side, and one fits a phone.
 """
 
 import math
@@ -11,15 +11,15 @@ from itertools import groupby, pairwise
 
 from lpconv.report.charts import Axis, Box, Chart, HeatMap, Loss, Mark, Tick
 
-_CHARACTER = 7.0  # the width of one in a label, in page units
-_LABEL_GAP = 10.0  # keeps labels apart
+_CHARACTER = 7.0  # width of a character in a label, in page units
+_LABEL_GAP = 10.0  # least distance between labels
 _LABEL_HEIGHT = 18.0
 _ROW, _STRIP, _BAR = 40.0, 19.0, 11.0
 _MAX_RADIUS, _MIN_RADIUS = 4.5, 2.2
 
 
 class Drawing:
-    """A chart's frame on the page, and what lies in it. All figures are in page units of the SVG."""
+    """Layout of a chart: its frame and marks in page units of the SVG."""
 
     def __init__(self, chart: Chart) -> None:
         self.chart = chart
@@ -33,15 +33,15 @@ class Drawing:
             self.width, self.left, self.right, self.bottom, below = 490.0, 70.0, 476.0, 200 + _STRIP * strips, 46
         self.height = self.bottom + below
         columns = (chart.x.high - chart.x.low) if chart.is_wide else 1
-        # A radius that leaves neighbours apart, within what the eye can see.
+        # Large enough to see, small enough that neighbours do not touch.
         self.radius = round(min(max(0.4 * (self.right - self.left) / columns, _MIN_RADIUS), _MAX_RADIUS), 1)
 
     def x(self, value: float) -> float:
-        """The place of a value across."""
+        """Page coordinate of an x value."""
         return _place(self.chart.x, value, self.left, self.right)
 
     def y(self, value: float) -> float:
-        """The place of a value, from the top."""
+        """Page coordinate of a y value, from the top."""
         return _place(self.chart.y, value, self.bottom, self.top)
 
     def path(self, mark: Mark) -> str:
@@ -57,14 +57,14 @@ class Drawing:
         return "".join(symbol(mark.shape, x, y, self.radius) for x, y in points)
 
     def _segments(self, mark: Mark) -> Iterator[str]:
-        """Lines between finite points, a dash for one that stands alone, and a gap for values that are not finite."""
+        """Path segments between finite points: a dash for an isolated point, a gap for non-finite values."""
         for is_finite, run in groupby(mark.points, key=lambda p: math.isfinite(p[0]) and math.isfinite(p[1])):
             if is_finite:
                 ends = [f"{self.x(x)} {self.y(y)}" for x, y in run]
                 yield f"M{'L'.join(ends)}" + ("m-3 0h6" if len(ends) == 1 else "")
 
     def rectangle(self, box: Box) -> tuple[float, float, float, float]:
-        """x, y, width and height of a box."""
+        """x, y, width and height of a box on the page."""
         left, right = (self.x(v) for v in box.x)
         bottom, top = (self.y(v) for v in box.y)
         return left, top, round(right - left, 1), round(bottom - top, 1)
@@ -75,9 +75,9 @@ class Drawing:
         return len(box.label) * _CHARACTER < width and height > _LABEL_HEIGHT
 
     def labelled(self) -> list[tuple[float, str]]:
-        """Places and texts of the labels below the frame. The first ones take their room, others that collide go.
+        """Positions and texts of the labels below the frame. A label that would collide with an earlier one is dropped.
 
-        In a wide chart labels name groups, so that those at the ends may move inwards; elsewhere they are left out.
+        In a wide chart labels name groups, so labels at the ends may move inwards; in other charts they are dropped.
         """
         placed: list[tuple[float, str]] = []
         taken: list[tuple[float, float]] = []
@@ -94,7 +94,7 @@ class Drawing:
         return placed
 
     def beside(self, x: float) -> tuple[float, str]:
-        """Where the label of a point at `x` begins, and its SVG anchor: on the side that has room."""
+        """Position and SVG text anchor of a label for a point at `x`, on the side with more room."""
         is_left = self.x(x) < (self.left + self.right) / 2
         return (self.x(x) + 9, "start") if is_left else (self.x(x) - 9, "end")
 
@@ -105,14 +105,14 @@ def _place(axis: Axis, value: float, start: float, end: float) -> float:
 
 
 def legend_path(mark: Mark) -> str:
-    """The path of a mark in a legend, in a box of 14 by 14."""
+    """The path of a legend symbol in a box of 14 by 14."""
     if mark.shape in ("line", "whisker"):
         return "M1 12V5H7V2H13V12" if mark.kind == "outline" else "M1 7H13"
     return symbol(mark.shape, 7, 7, 5)
 
 
 def symbol(shape: str, x: float, y: float, r: float) -> str:
-    """The path of one symbol around a point."""
+    """The path of a symbol centred at (x, y)."""
     d = 2 * r
     shapes = {
         "circle": f"M{x - r:.1f} {y:.1f}a{r} {r} 0 1 0 {d:.1f} 0a{r} {r} 0 1 0 {-d:.1f} 0z",
@@ -127,11 +127,11 @@ def symbol(shape: str, x: float, y: float, r: float) -> str:
 
 
 _WIDTH, _CELL_HEIGHT, _MAX_LABEL = 1000.0, 19.0, 300.0
-_BLOCK_GAP = 0.4  # of a column
-_STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # a share above the bound gets the depth of colour
-_LEAST_SHARE = 0.005  # that is worth a figure
+_BLOCK_GAP = 0.4  # as a fraction of a column
+_STEPS = ((0.0, 0), (1e-3, 1), (1e-2, 2), (0.1, 3), (0.5, 4))  # (bound, colour depth) for shares above the bound
+_LEAST_SHARE = 0.005  # smallest share shown as a number
 
-# What the depths of colour mean, in the order of a legend: CSS classes and words.
+# Meaning of the colour depths in the order of the legend: CSS classes and text.
 HEAT_SCALE = (
     ("depth-none", "nothing"),
     *(
@@ -143,7 +143,7 @@ HEAT_SCALE = (
 
 
 class HeatDrawing:
-    """A heat map's cells on the page."""
+    """Layout of a heat map's cells on the page."""
 
     def __init__(self, heat: HeatMap) -> None:
         self.heat = heat
@@ -164,13 +164,13 @@ class HeatDrawing:
         return self.head + self.layers.index(layer) * _CELL_HEIGHT
 
     def rows(self) -> list[Tick]:
-        """The names of the layers, the ends of those that are too long."""
+        """Row labels: the layers' names, with the beginning of long names cut."""
         most = int(_MAX_LABEL / 7.1)
         names = [layer if len(layer) <= most else "…" + layer[1 - most :] for layer in self.layers]
         return [Tick(at=self.y(layer) + 13.5, label=name) for layer, name in zip(self.layers, names, strict=True)]
 
     def columns(self) -> list[Tick]:
-        """The names of all columns."""
+        """Labels of all columns."""
         return [
             Tick(at=round(self.x(block, column) + self._column / 2 + 4, 1), label=column)
             for block in self.heat.blocks
@@ -178,20 +178,20 @@ class HeatDrawing:
         ]
 
     def blocks(self) -> list[Tick]:
-        """The names of the blocks, over the middle of their columns."""
+        """Labels of the blocks, centred above their columns."""
         middle = len(self.heat.columns) * self._column / 2
         return [Tick(at=round(self.x(b, self.heat.columns[0]) + middle, 1), label=b) for b in self.heat.blocks]
 
 
 def depth_of(loss: Loss) -> str:
-    """The CSS classes of a loss: its cause, and how deep the colour is."""
+    """The CSS classes of a loss: its cause and colour depth."""
     lost = loss.underflow + loss.overflow
     depth = max((d for bound, d in _STEPS if lost > bound), default=0) if lost > 0 else "none"
     return f"{'over' if loss.overflow > loss.underflow else 'under'} depth-{depth}"
 
 
 def figure_of(loss: Loss) -> str:
-    """The lost share in whole per cent, with an arrow if it is overflow; empty below half a per cent."""
+    """The lost share in whole per cent, with an arrow for overflow; empty below half a per cent."""
     lost = loss.underflow + loss.overflow
     if lost < _LEAST_SHARE:
         return ""

@@ -1,4 +1,4 @@
-"""An export described: what was written, and how the file compares with the model."""
+"""The document of an export: what was written, and how the file compares with the model."""
 
 from lpconv.report.document import Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import duration_text, size_text
@@ -6,7 +6,7 @@ from lpconv.results import ExportResult, OnnxCheck
 
 
 def export_document(result: ExportResult) -> Document:
-    """What was written, in which forms the weights are stored, and how the file compares with the model."""
+    """What was written, how the weights are stored, and how the file compares with the model."""
     rows = tuple((w.form, str(w.num_tensors), size_text(w.size_bytes)) for w in result.weights)
     return Document(
         kind="export",

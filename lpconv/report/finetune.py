@@ -1,4 +1,4 @@
-"""A fine-tuning described: what precision cost beside the twin, what happened on the way, and how it was run."""
+"""Documents of a fine-tuning: what precision cost relative to the twin, diagnostics, and settings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ _HEAT_WORDS = (
 
 
 def finetune_document(result: FinetuneResult) -> Document:
-    """What was trained, what precision cost, and where."""
+    """What was trained, what precision cost, and in which layers."""
     return Document(
         kind="finetune",
         title=PurePath(result.output).name,
@@ -72,7 +72,7 @@ def finetune_document(result: FinetuneResult) -> Document:
 
 
 def _verdict(result: FinetuneResult) -> Verdict:
-    """ "failed" if a gate does not hold, "not run" if the gap says nothing about precision, else "passed"."""
+    """Verdict "failed" if a gate fails, "not run" if the gap says nothing about precision, else "passed"."""
     outcome: Outcome = "passed" if result.gaps and result.learned("twin") is not False else "not run"
     if failed := failed_gates(result.gates):
         return Verdict(outcome="failed", text=f"{failed}. {verdict(result)}")
@@ -100,7 +100,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
 
 
 def _layer_table(result: FinetuneResult) -> Table:
-    """Each layer's change of the loss, the part that rounding caused, and how many moved weights lowered it."""
+    """Each layer's change of the loss, the part due to rounding, and the share of moved weights that lowered it."""
     allocation = main_run(result).loss_allocation
     rows = tuple(
         (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
@@ -111,7 +111,7 @@ def _layer_table(result: FinetuneResult) -> Table:
 
 
 def _memory_table(result: FinetuneResult) -> Table:
-    """Part, size and share of the memory of a step at its peak, the whole last; no rows if it was not measured."""
+    """Parts of a step's peak memory with sizes and shares, the total last; no rows if it was not measured."""
     memory = main_run(result).memory
     parts = memory.parts | {f"peak, {memory.instrument}": memory.measured_bytes} if memory else {}
     whole = memory.measured_bytes if memory else 0
@@ -120,7 +120,7 @@ def _memory_table(result: FinetuneResult) -> Table:
 
 
 def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -> Document:
-    """Several fine-tunings: what precision cost each, their curves in one chart, and their figures side by side."""
+    """Several fine-tunings: what precision cost in each, their curves in one chart, and their figures side by side."""
     named = list(zip(names, results, strict=True))
     metrics = [m for m in reversed(_METRICS) if any(g.metric == m for r in results for g in r.gaps)]
     charts: list[Chart | None] = [

@@ -1,4 +1,4 @@
-"""Charts of a fine-tuning: curves of run and twin, what precision cost, and what was lost in each layer."""
+"""Charts of a fine-tuning: curves of run and twin, what precision cost, and losses by layer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from lpconv.report.finetune_words import figure_text, guess, lost_text, main_run
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
-_MAX_COLUMNS = 24  # of a heat map
+_MAX_COLUMNS = 24  # most columns of a heat map
 
 
 def training_charts(result: FinetuneResult) -> list[Chart]:
-    """Held-out metrics first, which say what precision cost; then losses, their gap, loss scale and update quality."""
+    """Held-out metrics first, which show what precision cost; then losses, their gap, loss scale and update quality."""
     run, twin = main_run(result), twin_run(result)
     charts = [_evaluation_chart(result, s.name) for s in reversed(run.evaluations) if len(s.steps) > 1]
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
@@ -45,7 +45,7 @@ def _gap_lines(result: FinetuneResult) -> list[Line]:
 
 
 def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
-    """Run and twin, and the guess of who knows no more than the shares in training."""
+    """A held-out metric of run and twin, and the guess from class or token frequencies alone."""
     lines: list[Line] = []
     seen: set[str] = set()
     for run in result.runs:
@@ -54,7 +54,7 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
             label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
             seen.add(run.role)
             errors = (h.standard_error for h in result.held_out if label and (h.role, h.metric) == (run.role, metric))
-            error = next(errors, None)  # one band for all seeds, or they hide each other
+            error = next(errors, None)  # one band for all seeds, since bands would hide each other
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label, error=error or 0.0))
     words = "On the same held-out examples; one line per seed. The band is one standard error from batch to batch."
     level = next((h.baseline for h in result.held_out if h.metric == metric), None)
@@ -67,7 +67,7 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
 
 
 def _is_near(level: float, lines: Sequence[Line]) -> bool:
-    """Whether a level can be drawn with the lines and leave them half of the height."""
+    """Whether a level can be drawn in one chart with the lines and leave them at least half of the height."""
     values = [v for line in lines for v in line.series.values if math.isfinite(v)]
     return bool(values) and min(values) - level <= max(values) - min(values) >= level - max(values)
 
@@ -88,7 +88,7 @@ def _update_chart(run: RunRecord) -> Chart | None:
 
 
 def heat_map(result: FinetuneResult) -> HeatMap | None:
-    """What was lost in each layer at each recorded step, one block of columns per class of tensor."""
+    """Elements lost in each layer at each recorded step, with a block of columns per class of tensor."""
     tracked = [t for run in result.runs for t in run.tracked]
     if not any(t.underflow + t.overflow > 0 for t in tracked):
         return None
@@ -105,7 +105,7 @@ def heat_map(result: FinetuneResult) -> HeatMap | None:
 
 
 def _thinned(steps: list[int], most: int) -> list[int]:
-    """At most so many of the steps, evenly, the first and last among them."""
+    """At most `most` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= most:
         return steps
     return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]
@@ -141,7 +141,7 @@ def _interval(gap: GapRecord) -> tuple[float, float]:
 def curves_chart(
     named: Sequence[tuple[str, FinetuneResult]], title: str, read: Callable[[RunRecord], Series | None]
 ) -> Chart | None:
-    """The run of each result's first seed."""
+    """A chart with one curve per result, from its first seed."""
     found = [(label, read(main_run(r))) for label, r in named]
     lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(found) if s is not None]
     return line_chart(title, "The run of the first seed of each.", lines)

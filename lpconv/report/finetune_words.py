@@ -1,4 +1,4 @@
-"""A fine-tuning in words and tables: what the run did beside its twin, and what a reader should make of it."""
+"""Text and tables of a fine-tuning: results of run and twin, and their interpretation."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _METRICS = {
     "eval_accuracy_published": "held-out accuracy of the published model",
 }
 _SHARES = ("eval_accuracy", "eval_accuracy_fp32", "eval_accuracy_published")
-# The three products of a linear layer, by the roles of what they read.
+# The three products of a linear layer, with the roles of their operands.
 _PRODUCTS = {
     "output": ("input", "weight"),
     "input gradient": ("grad_output", "weight"),
@@ -34,7 +34,7 @@ _WORST = 5
 
 
 def title(result: FinetuneResult) -> str:
-    """The model and how it was trained."""
+    """Name of the model and of its training."""
     return f"{result.name} fine-tuned: {result.recipe}" + (f" beside {result.twin}" if result.twin else "")
 
 
@@ -44,18 +44,18 @@ def main_run(result: FinetuneResult) -> RunRecord:
 
 
 def twin_run(result: FinetuneResult) -> RunRecord | None:
-    """Its twin."""
+    """The twin of the first seed's run, or None."""
     seed = main_run(result).seed
     return next((r for r in result.runs if r.role == "twin" and r.seed == seed), None)
 
 
 def metric_name(metric: str) -> str:
-    """A held-out metric in words."""
+    """Display name of a held-out metric."""
     return _METRICS.get(metric, metric)
 
 
 def figure_text(metric: str, value: float | None) -> str:
-    """A held-out figure: accuracy in per cent, a loss with five digits."""
+    """A held-out metric as text: accuracy in per cent, loss with five digits."""
     if value is None:
         return MISSING
     return f"{100 * value:.2f} %" if metric in _SHARES else f"{value:#.5g}"
@@ -66,7 +66,7 @@ def _difference_text(metric: str, value: float) -> str:
 
 
 def noise_text(gap: GapRecord) -> str:
-    """The gap with its interval, and from seed to seed."""
+    """The gap as text, with its 95 % interval over seeds if there is one."""
     text = _difference_text(gap.metric, gap.gap)
     if gap.half_width is None:
         return text
@@ -75,7 +75,7 @@ def noise_text(gap: GapRecord) -> str:
 
 
 def _error_text(metric: str, error: float | None) -> str:
-    """A standard error, in points of an accuracy."""
+    """A standard error as text; in percentage points for accuracy."""
     if error is None:
         return MISSING
     return f"{100 * error:.2g} points" if metric == "eval_accuracy" else f"{error:.2g}"
@@ -84,7 +84,7 @@ def _error_text(metric: str, error: float | None) -> str:
 def gap_table(result: FinetuneResult) -> Table:
     """Every metric of run and twin after the last step, with the gap and whether it exceeds noise.
 
-    Perplexity is given for language models.
+    Language models also get perplexity.
     """
     rows: list[Row] = []
     for g in result.gaps:
@@ -119,7 +119,7 @@ def held_out_table(result: FinetuneResult) -> Table:
 
 
 def held_out_words(result: FinetuneResult) -> str:
-    """What the held-out figures rest on; empty if the record does not say."""
+    """What the held-out metrics are based on; empty if the record does not say."""
     if not result.held_out:
         return ""
     h = result.held_out[0]
@@ -132,7 +132,7 @@ def held_out_words(result: FinetuneResult) -> str:
 
 
 def guess(result: FinetuneResult) -> str:
-    """What the baseline of the held-out figures is."""
+    """Description of the baseline of the held-out metrics."""
     return "the largest class" if result.task == "classification" else "tokens by their frequency (unigram)"
 
 
@@ -141,7 +141,7 @@ def _arithmetic_of(result: FinetuneResult, role: str) -> str:
 
 
 def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
-    """A warning for run and twin if the held-out examples do not show that they learned anything."""
+    """Warnings for run and twin if the held-out metrics do not show that they learned anything."""
     return tuple(
         f"{_arithmetic_of(result, role)} learned nothing that the held-out examples show: {_progress(result, role)}"
         for role in ("run", "twin")
@@ -164,7 +164,7 @@ def _progress(result: FinetuneResult, role: str) -> str:
 
 
 def verdict(result: FinetuneResult) -> str:
-    """Two or three sentences: what precision cost, and whether that can be told."""
+    """Two or three sentences: what precision cost, and whether the data can show that."""
     run = main_run(result)
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
@@ -196,7 +196,7 @@ def verdict(result: FinetuneResult) -> str:
 
 
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
-    """What happened on the way, one sentence each."""
+    """Diagnostics of the run, one sentence each."""
     run = main_run(result)
     found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
     for watched in (r for r in result.runs if r.tracked):
@@ -228,7 +228,7 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def _allocation_text(a: LossAllocation) -> str:
-    share = MISSING if a.rounding_share is None else f"{round(100 * a.rounding_share, 1) + 0.0:.1f} %"  # no -0.0
+    share = MISSING if a.rounding_share is None else f"{round(100 * a.rounding_share, 1) + 0.0:.1f} %"  # avoids -0.0
     return (
         f"steps {a.first_step} to {a.last_step} changed the loss on the first held-out batches ({a.num_batches}) "
         f"by {a.loss_after - a.loss_before:+.2e} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
@@ -242,7 +242,7 @@ def _twin_time(result: FinetuneResult) -> str:
 
 
 def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
-    """What the command's time went into, most first; nothing below a per cent."""
+    """How the command's time was spent, largest first; parts below one per cent are left out."""
     spent = {what: s for what, s in result.spent.items() if s >= 0.01 * result.seconds}
     if not spent:
         return ()
@@ -251,7 +251,7 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
-    """The products with least signal over error if operands were cast, else the tensors that lost most elements."""
+    """The products with the lowest SQNR if operands were cast, else the tensors that lost most elements."""
     products = sorted({p for run in result.runs for p in _products(run)})
     if products:
         worst: dict[str, str] = {}
@@ -262,7 +262,7 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
-    """SQNR in dB, name and words of each product whose operands were recorded: errors of the two add up."""
+    """(SQNR in dB, name, text) of each product whose operands were recorded: errors of both operands add up."""
     seen = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
     for step, layer in sorted({key[:2] for key in seen}):
         for words, roles in _PRODUCTS.items():
@@ -294,6 +294,6 @@ def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
 
 
 def lost_text(t: TrackedRecord) -> str:
-    """What a format lost of a tensor: "weight of a: 0 % underflow, 50 % overflow in e4m3fn (step 1)"."""
+    """Losses of a tensor in a format: "weight of a: 0 % underflow, 50 % overflow in e4m3fn (step 1)"."""
     shares = f"{share_text(t.underflow, 1)} underflow, {share_text(t.overflow, 1)} overflow"
     return f"{ROLE_WORDS.get(t.role, t.role)} of {t.layer}: {shares} in {t.format} (step {t.step})"

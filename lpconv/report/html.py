@@ -1,6 +1,6 @@
-"""A document as one HTML page: a file that browsers, paper and screen readers show, and that loads nothing.
+"""Render a document as one self-contained HTML page for browsers, printing and screen readers.
 
-All text is escaped by jinja2; the template holds the only markup, style and script there is.
+jinja2 escapes all text; all markup, style and script is in the template.
 """
 
 import functools
@@ -17,11 +17,11 @@ from lpconv.report.drawing import HEAT_SCALE, Drawing, HeatDrawing, depth_of, fi
 from lpconv.report.numbers import MISSING, raise_exponents
 from lpconv.report.printable import printable_record
 
-_LONG = 5  # sections that make a page long
+_LONG = 5  # number of sections from which a page gets a table of contents
 
 
 def html(document: Document) -> str:
-    """The page of a document."""
+    """Render a document as an HTML page."""
     shown = printable_record(document)
     sections = [s for s in shown.sections if s.only != "terminal"]
     titles = [title for s in sections for title in ([s.title] if s.title else _chart_titles(s.blocks))]
@@ -30,7 +30,7 @@ def html(document: Document) -> str:
 
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """The blocks one by one, but charts that follow each other together."""
+    """The blocks one by one, with consecutive charts grouped."""
     runs: list[list[Block]] = []
     for block in blocks:
         if runs and isinstance(block, Chart) and isinstance(runs[-1][0], Chart):
@@ -79,17 +79,17 @@ def _made_by(document: Document) -> dict[str, str]:
 
 
 def _shown(value: Any) -> Any:
-    """What the template prints for a value: powers of two raised, per cents in one piece, a dash for nothing."""
+    """A value as the template prints it: superscript powers of two, unbreakable per cents, a dash for nothing."""
     if value is None or value in ((), []):
         return MISSING
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
-    value = raise_exponents(value) if "^" in value else value  # cells are many
+    value = raise_exponents(value) if "^" in value else value  # a quick check first, since cells are many
     return value.replace(" %", "\N{NO-BREAK SPACE}%")
 
 
 def _sortable(value: float) -> str:
-    """A number as JavaScript reads it; empty for NaN."""
+    """A number in JavaScript's syntax; empty for NaN."""
     if math.isnan(value):
         return ""
     return repr(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""A look into a checkpoint described: the verdict, what it rests on, and what the checkpoint holds."""
+"""The document of an inspection: the verdict, the checks behind it, and the contents of the checkpoint."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from lpconv.report.document import Bullets, Document, Table, Verdict, section, s
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.results import InspectResult, StoredTensor
 
-_SHOWN = 5  # notes, unless all are asked for
+_SHOWN = 5  # most notes without --all
 
 
 def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
-    """The verdict on a checkpoint and what it rests on first; `every` tensor and note only if asked."""
+    """The verdict and the checks behind it first; `every` lists all tensors and notes."""
     most = None if every else _SHOWN
     ties = [f"{name} → {weight}" for name, weight in found.ties.items()]
     dtypes = (
@@ -38,7 +38,7 @@ def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
 
 
 def _verdict(found: InspectResult) -> Verdict:
-    """The verdict in a few words, with the scales that it does not cover."""
+    """The verdict in a few words, including any scales that were not checked."""
     warned = plural(len(found.warnings), "warning")
     if found.not_judged and not found.problems:
         return Verdict(outcome="not run", text=f"not judged, {found.not_judged}")
@@ -67,7 +67,7 @@ def _facts(found: InspectResult) -> dict[str, str]:
 
 
 def _first(notes: Sequence[str], most: int | None) -> Bullets:
-    """At most so many notes, and how many more there are."""
+    """The first `most` notes, and the number of remaining ones."""
     if most is None or len(notes) <= most:
         return Bullets(lines=tuple(notes))
     return Bullets(lines=(*notes[:most], f"and {len(notes) - most} more (--all)"))
@@ -79,7 +79,7 @@ def _stored_table(tensors: Sequence[StoredTensor]) -> Table:
     return Table(columns=("Tensor", *shown), rows=rows, has_names=True)
 
 
-# Columns beside the name; those whose cells are all empty are left out.
+# Columns after the name; columns with only empty cells are left out.
 _STORED_COLUMNS: dict[str, Callable[[StoredTensor], str]] = {
     "<Dtype": lambda t: t.dtype,
     "Shape": lambda t: shape_text(t.shape),

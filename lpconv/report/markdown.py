@@ -1,7 +1,7 @@
-"""A document as Markdown with a YAML header: a model card.
+"""Render a document as a model card: Markdown with a YAML header.
 
-Every text is escaped, since names come from files that anybody may have made. There is no time and no path in it but
-what the document holds, so that equal documents give equal bytes.
+All text is escaped, because names come from untrusted files. Equal documents give equal bytes: no time or path is
+added.
 """
 
 import re
@@ -12,12 +12,12 @@ import yaml
 from lpconv.report.document import Block, Bullets, Checks, Code, Document, Facts, Prose, Section, Table, texts_of
 from lpconv.report.printable import printable_record
 
-# An underscore inside a word is no markup.
+# An underscore inside a word is not markup.
 _SPECIAL = re.compile(r"([\\`*\[\]#|~$]|(?<!\w)_|_(?!\w))")
 
 
 def markdown(document: Document) -> str:
-    """The card of a document, ending in one newline."""
+    """Render a document as a model card that ends in one newline."""
     shown = printable_record(document)
     header = yaml.safe_dump(dict(shown.front_matter), sort_keys=False, width=10_000).strip()
     made = {**shown.facts, **dict(sorted(shown.versions.items()))}
@@ -63,24 +63,24 @@ def _block(block: Block) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are escaped already."""
+    """A Markdown table; the cells must be escaped already."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown and HTML show as it is."""
+    """Escape text so that Markdown and HTML show it literally."""
     return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
 
 
 def code_span(text: str) -> str:
-    """A code span that is safe in a table too, in which even a code span may not hold a bare pipe."""
+    """A Markdown code span that is also safe in tables, where even code spans may not contain a bare pipe."""
     ticks = _fence_for(text, least=1)
     pad = " " if "`" in text else ""
     return f"{ticks}{pad}{text}{pad}{ticks}".replace("|", "\\|")
 
 
 def _fence_for(text: str, least: int = 3) -> str:
-    """More backticks than any run of them in the text."""
+    """A fence with more backticks than any run of them in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     return "`" * max(least, longest + 1)

@@ -1,4 +1,4 @@
-"""The memory that a training step needs of each GPU, described."""
+"""The document of a memory plan: what a training step needs on each GPU."""
 
 from lpconv.report.document import Document, Table, section, sections_of
 from lpconv.report.numbers import MISSING, count_text, size_text
@@ -11,7 +11,7 @@ _LEFT_OUT = (
 
 
 def memory_document(plan: MemoryPlan) -> Document:
-    """How many GPUs have room under each recipe, and what one of them needs under the recipe asked for."""
+    """The number of GPUs that each recipe needs, and the memory of one GPU with the requested recipe."""
     devices = tuple(next(iter(plan.gpus.values()), {}))
     rows = tuple(
         (recipe, *(MISSING if n is None else str(n) for n in found.values())) for recipe, found in plan.gpus.items()

@@ -1,4 +1,4 @@
-"""Numbers, lists and roles as people read them.
+"""Text for numbers, lists and roles.
 
 A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB = 10^6 B).
 """
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the command line reads sizes before it has any record
+if TYPE_CHECKING:  # the command line formats sizes before it loads any record
     from lpconv.results import RatioRecord
 
 
 MISSING = "–"
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-# What a tensor is to a layer, in the order of a training step.
+# Roles of a tensor in a layer, in the order of a training step.
 ROLE_WORDS = {
     "weight": "weight",
     "input": "input",
@@ -26,7 +26,7 @@ ROLE_WORDS = {
     "weight_grad": "weight gradient",
 }
 
-# The most names that a sentence lists before it says "and N more".
+# Most names in a list before "and N more".
 _NAMES = 3
 
 
@@ -40,7 +40,7 @@ def size_text(size_bytes: float | None) -> str:
     if size_bytes is None:
         return MISSING
     value, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
-    # 999.5 would print as 1000 with three digits, so it belongs to the next unit.
+    # With three digits 999.5 would print as 1000, so it belongs to the next unit.
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     if units[0] == "B" or value >= 999.5:
@@ -50,7 +50,7 @@ def size_text(size_bytes: float | None) -> str:
 
 
 def change_text(before: int, after: int) -> str:
-    """How `after` compares with `before`: 2.00x smaller, same size, 1.50x larger."""
+    """Change of size from `before` to `after`: 2.00x smaller, same size, 1.50x larger."""
     if before <= 0 or after <= 0:
         return MISSING
     smaller, larger = f"{before / after:.2f}", f"{after / before:.2f}"
@@ -65,7 +65,7 @@ def rate_text(size_bytes: int, seconds: float | None) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """640 ms, 3.2 s, 4 min 05 s, 2 h 13 min."""
+    """A duration: 640 ms, 3.2 s, 4 min 05 s, 2 h 13 min."""
     if seconds is None or not math.isfinite(seconds):
         return MISSING
     if seconds < 0.9995:
@@ -84,12 +84,12 @@ def count_text(count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 tensor, 38 tensors."""
+    """A count with its noun: 1 tensor, 38 tensors."""
     return f"{count_text(count)} {noun}" if count == 1 else f"{count_text(count)} {noun}s"
 
 
 def share_text(part: float, whole: float) -> str:
-    """`part` of `whole` in per cent; a non-zero share never prints as zero and a missing part never as 100 %."""
+    """`part` of `whole` in per cent; a nonzero share never prints as 0 % and an incomplete one never as 100 %."""
     if whole <= 0 or part <= 0:
         return "0 %"
     percent = 100 * part / whole
@@ -101,7 +101,7 @@ def share_text(part: float, whole: float) -> str:
 
 
 def sqnr_text(decibels: float | None, unit: str = "") -> str:
-    """A signal-to-noise ratio: 73.6, "exact" without noise, a dash without a signal (NaN)."""
+    """An SQNR in dB: 73.6, "exact" if infinite, a dash if NaN (no signal)."""
     if decibels is None or math.isnan(decibels):
         return MISSING
     if math.isinf(decibels) and decibels > 0:
@@ -110,19 +110,19 @@ def sqnr_text(decibels: float | None, unit: str = "") -> str:
 
 
 def error_text(error: float | None) -> str:
-    """An error: 0, 4.9e-04, 0.125."""
+    """An error as text: 0, 4.9e-04, 0.125."""
     if error is None:
         return MISSING
     return f"{error:.3g}" if error == 0 or error >= 0.01 else f"{error:.1e}"
 
 
 def number_text(value: float | None) -> str:
-    """A magnitude with three significant digits."""
+    """A number with three significant digits."""
     return MISSING if value is None else f"{value:.3g}"
 
 
 def scale_text(scale: float | None) -> str:
-    """A scale: powers of two as 2^-5, others with five digits."""
+    """A scale: powers of two as 2^-5, other values with five digits."""
     if scale is None:
         return MISSING
     if scale > 0 and math.isfinite(scale) and math.frexp(scale)[0] == 0.5:
@@ -136,21 +136,21 @@ def power_text(log2: int) -> str:
 
 
 def raise_exponents(text: str) -> str:
-    """Text with the exponents of its powers of two (2^-7) raised."""
+    """Text with the exponents of powers of two (2^-7) as superscripts."""
     return re.sub(r"(?<=2)\^(-?\d+)", lambda found: found[1].translate(_RAISED), text)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """384 x 1536; a 0-d tensor is "scalar"."""
+    """A shape as text: 384 x 1536; "scalar" for 0-d."""
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def name_list(items: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are: "a, b, c and 4 more"."""
+    """The first names of a list, and the number of remaining ones: "a, b, c and 4 more"."""
     first = ", ".join(items[:_NAMES])
     return f"{first} and {len(items) - _NAMES} more" if len(items) > _NAMES else first
 
 
 def code_list(names: Iterable[str]) -> str:
-    """The same with names as code: "`a`, `b`, `c` and 4 more"."""
+    """As `name_list`, with names as code: "`a`, `b`, `c` and 4 more"."""
     return name_list([f"`{n}`" for n in names])

@@ -1,8 +1,8 @@
-"""Names and messages from untrusted files, made safe to print.
+"""Make names and messages from untrusted files safe to print.
 
-A tensor name may hold anything: terminal escapes, line breaks, right-to-left overrides, lone surrogates. Renderers
-pass their document through `printable_record` first, so no later step has to think about it. HTML and Markdown escape
-their own special characters on top of this.
+A tensor name may contain anything: terminal escapes, line breaks, right-to-left overrides, lone surrogates. Renderers
+pass their document through `printable_record` first, so later steps can ignore this. HTML and Markdown also escape
+their own special characters.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def printable_record(record: T) -> T:
-    """The same record with all its strings printable."""
+    """A copy of the record with all strings printable."""
     cleaned: T = _clean(record)
     return cleaned
 

@@ -1,4 +1,4 @@
-"""A probe described: where the numbers of a model lie, what each format would lose, and which tensors it holds."""
+"""Documents of a probe: distribution of a model's values, losses in each format, and tensors that each fits."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from lpconv.report.numbers import MISSING, count_text, number_text, plural, powe
 from lpconv.report.probe_charts import exponent_charts, heat_map, held_chart
 from lpconv.results import ProbedRecord, ProbeReport
 
-_MAX_UNDERFLOW = 1e-3  # what the recommendation aims at
+_MAX_UNDERFLOW = 1e-3  # target of the loss scale recommendation
 
 _FIT_WORDS = (
     "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
@@ -43,9 +43,9 @@ _DETAIL_WORDS = (
 
 
 def probe_document(report: ProbeReport) -> Document:
-    """What each format would lose, worst first.
+    """Losses in each format, worst first.
 
-    A report of one format, which answers a question about it, lists every tensor on the terminal too.
+    A report on a single format lists every tensor on the terminal too.
     """
     return Document(
         kind="probe",
@@ -74,7 +74,7 @@ def _subtitle(report: ProbeReport) -> str:
 
 
 def _verdict(report: ProbeReport) -> Verdict:
-    """Whether some format holds every tensor, and how many tensors each one holds."""
+    """Whether some format fits every tensor, and how many tensors each format fits."""
     held = [sum(t.scaled[i].fits_own_scale for t in report.tensors) for i in range(len(report.formats))]
     counts = ", ".join(f"{count_text(n)} by {name}" for name, n in zip(report.formats, held, strict=True))
     total, text = len(report.tensors), report.facts.get("Text", "")
@@ -114,7 +114,7 @@ def _worst_section(report: ProbeReport, name: str) -> Section | None:
 
 
 def _loss_scale_section(report: ProbeReport) -> Section | None:
-    """The recommended loss scales, and for which formats none saves every gradient."""
+    """The recommended loss scales, and the formats for which no scale is enough for every gradient."""
     title = "Recommended loss scale, for the worst gradient of the model"
     if not report.loss_scales:
         return section(title, "No gradient was recorded.")
@@ -136,7 +136,7 @@ def _loss_scale_section(report: ProbeReport) -> Section | None:
 
 
 def _fit_section(report: ProbeReport) -> Section | None:
-    """How many tensors of each class every format holds: "3 of 26", or "0 (26) of 26" if scales of their own help."""
+    """How many tensors of each class fit each format: "3 of 26", or "0 (26) of 26" if scales per tensor help."""
     title, rows = "Tensors that each format holds", []
     for words in report.classes:
         members = [t for t in report.tensors if t.words == words]
@@ -152,7 +152,7 @@ def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
 
 
 def _tensor_section(report: ProbeReport) -> Section | None:
-    """Every tensor in layer order; of one format in detail and the worst first, which terminals show too."""
+    """Every tensor in layer order. For a single format: in detail, worst first, and on terminals too."""
     if len(report.formats) > 1:
         lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
         columns = ("Elements", *lost, "<Held by")
@@ -176,7 +176,7 @@ def _tensor_section(report: ProbeReport) -> Section | None:
 
 
 def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
-    """By the share lost in the first format at loss scale 1, then by signal-to-noise ratio."""
+    """Tensors sorted by the share lost in the first format at loss scale 1, then by SQNR."""
 
     def badness(t: ProbedRecord) -> tuple[float, float]:
         rates = t.plain[0]
@@ -208,7 +208,7 @@ def _detail_cells(t: ProbedRecord) -> Row:
 
 
 def _held_by(tensor: ProbedRecord) -> str:
-    """The formats that hold a tensor, those in brackets with a scale of its own only."""
+    """The formats that fit a tensor; in brackets if only with a scale of its own."""
     names = [r.format if r.fits else f"({r.format})" for r in tensor.scaled if r.fits or r.fits_own_scale]
     return ", ".join(names) or MISSING
 
@@ -223,10 +223,10 @@ def brief_share(share: float) -> str:
 def loss_sentence(
     tensor: str, format: str, lost: Mapping[str, float], *, log2_scale: int | None, repair: tuple[int, float] | None
 ) -> str:
-    """What a tensor loses: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
+    """Losses of a tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %".
 
-    `lost` are shares of its elements by cause. `log2_scale` is None if no loss scale multiplies the tensor; `repair` is
-    a better one, and the share that is still lost there.
+    `lost` are shares of its elements by cause. `log2_scale` is None if no loss scale applies to the tensor; `repair` is
+    a better scale and the share still lost there.
     """
     losses = [f"{brief_share(share)} {cause}" for cause, share in lost.items() if share > 0]
     text = f"{tensor}: {', '.join(losses) or 'nothing lost'} in {format}"

@@ -1,4 +1,4 @@
-"""Charts of a probe: where the numbers lie, which tensors a format holds, and what it loses in each layer."""
+"""Charts of a probe: distribution of values, tensors that fit each format, and losses by layer."""
 
 import math
 from collections import Counter
@@ -9,14 +9,14 @@ from lpconv.report.charts import Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tic
 from lpconv.report.numbers import power_text, share_text
 from lpconv.results import FormatRates, ProbedRecord, ProbeReport
 
-_ROOM = 2  # binades left free beyond the values on either side
+_ROOM = 2  # free binades on either side of the values
 _MIN_BINADES = 24
-_MAX_BELOW_AXIS = 1e-3  # of the elements of a class
-_STRIP = 0.102  # height of a format's window, of the highest bar
+_MAX_BELOW_AXIS = 1e-3  # share of a class's elements
+_STRIP = 0.102  # height of a format's window, relative to the highest bar
 
 
 def held_chart(report: ProbeReport, title: str) -> Chart | None:
-    """For each format, how many tensors it holds as they are, how many with a scale of their own, and how many not."""
+    """Number of tensors that fit each format as they are, only with a scale of their own, and not at all."""
     bars = []
     for i, name in enumerate(report.formats):
         held = sum(t.scaled[i].fits for t in report.tensors)
@@ -29,7 +29,7 @@ def held_chart(report: ProbeReport, title: str) -> Chart | None:
 
 
 def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
-    """A histogram for each class, all on one axis of exponents, above the windows of the report's formats."""
+    """A histogram for each class on a common exponent axis, above the ranges of the report's formats."""
     totals = _totals(report.tensors)
     if not totals:
         return ()
@@ -50,7 +50,7 @@ def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
 
 
 def _lowest(counts: Counter[int]) -> int:
-    """The exponent to begin the axis with: next to nothing lies below, and a few outliers would squeeze the rest."""
+    """The first exponent of the axis: almost no element is below, and outliers do not squeeze the rest."""
     allowed, seen = _MAX_BELOW_AXIS * counts.total(), 0
     for e in sorted(counts):
         seen += counts[e]
@@ -74,7 +74,7 @@ def _exponent_chart(
     windows: Sequence[Format],
     scaled: tuple[int, str],
 ) -> Chart:
-    """The share of elements at each exponent; `scaled` has the binades that a loss scale moves them by, and a label."""
+    """The share of elements at each exponent; `scaled` is the shift by the loss scale in binades, and its label."""
     low, high = span
     shares = [(e, counts[e] / counts.total()) for e in range(max(low, min(counts)), max(counts) + 1)]
     top, (shift, label) = 1.05 * max(share for _, share in shares), scaled
@@ -107,7 +107,7 @@ def _exponent_chart(
 
 
 def _share_axis(top: float, formats: Sequence[Format]) -> Axis:
-    """Shares up to `top`, and below zero a strip for each format."""
+    """Axis of shares up to `top`, with a strip for each format below zero."""
     step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if top / s <= 5)
     shares = stepped_axis(0, top, step, lambda share: f"{100 * share:.0f} %")
     names = (Tick(at=-(i + 0.9) * _STRIP * top, label=f.name, has_line=False) for i, f in enumerate(formats))
@@ -115,7 +115,7 @@ def _share_axis(top: float, formats: Sequence[Format]) -> Axis:
 
 
 def _window(held: Format, row: int, top: float, span: tuple[int, int]) -> Iterator[Box]:
-    """What a format holds, in its strip: its subnormal and its normal numbers."""
+    """The range of a format in its strip: its subnormal and its normal numbers."""
     y = (-(row + 1.3) * _STRIP * top, -(row + 0.5) * _STRIP * top)
     for kind, low, high in (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max)):
         left, right = (min(max(math.log2(v), span[0]), span[1]) for v in (low, high))
@@ -124,7 +124,7 @@ def _window(held: Format, row: int, top: float, span: tuple[int, int]) -> Iterat
 
 
 def _bulk_words(counts: Counter[int], axis_low: int) -> str:
-    """The exponents that hold 98 % of the elements, and what lies below the axis."""
+    """Text on the exponents that cover 98 % of the elements, and on elements below the axis."""
     total, seen, low, high = counts.total(), 0, min(counts), max(counts)
     for e in sorted(counts):
         if seen <= 0.01 * total:
@@ -139,7 +139,7 @@ def _bulk_words(counts: Counter[int], axis_low: int) -> str:
 
 
 def heat_map(report: ProbeReport) -> HeatMap | None:
-    """What is lost at loss scale 1 in each layer and class, for every format that loses anything."""
+    """Elements lost at loss scale 1 by layer and class, for every format that loses any."""
     shown = [i for i in range(len(report.formats)) if any(t.plain[i].lost > 0 for t in report.tensors)]
     if not shown:
         return None

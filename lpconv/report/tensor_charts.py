@@ -1,4 +1,4 @@
-"""Charts over the tensors of a model: weight RMS against what a format holds, and signal-to-noise ratios."""
+"""Charts over the tensors of a model: weight RMS within the format's range, and SQNR."""
 
 import math
 import statistics
@@ -12,17 +12,17 @@ from lpconv.report.numbers import name_list, number_text, plural, scale_text, sq
 from lpconv.report.tensors import converted_tensors, has_finer_scales, in_layer_order, modules_of
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
-# The part of a format's range that is shown; fp32 and bf16 reach to 2^±127, where no weight lies.
+# Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
 
 _Measured: TypeAlias = TensorRecord | ComparedTensor
 
 
 def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
-    """Weight RMS before and after, as binary exponents, over the range of the format that each tensor is stored in.
+    """Weight RMS before and after as binary exponents, within the range of each tensor's format.
 
-    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, and if
-    tensors have many scales, so that no number says where their codes lie. `title` replaces the chart's own.
+    Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, or if
+    tensors have many scales, so that no single number describes their codes. `title` replaces the default title.
     """
     if has_finer_scales(result):
         return None
@@ -45,9 +45,9 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
 
 
 def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
-    """A magnitude of the source as the codes hold it; None unless it is a positive number, which a logarithm needs.
+    """A magnitude of the source on the scale of the codes; None unless it is positive and finite.
 
-    None for tensors of points, too: each of their rows has scales of its own.
+    Also None for tensors of points, because each of their rows has its own scales.
     """
     if magnitude is None or t.scale == 0 or t.points:
         return None
@@ -84,14 +84,14 @@ def _exponent_axis(tensors: Sequence[TensorRecord]) -> Axis:
     edges = [max(math.log2(r.min_subnormal), _LOWEST_EXPONENT) for r in held]
     edges += [min(math.log2(r.max), _HIGHEST_EXPONENT) for r in held]
     exponents = edges + [math.log2(v) for v in magnitudes]
-    # A little room beyond both ends of the range, so that what lies outside is seen to.
+    # Some room beyond both ends of the range, so that outliers are visible.
     low, high = math.floor(min(exponents)) - 2, math.ceil(max(exponents)) + 2
     step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (high - low) / s <= 10)
     return stepped_axis(low, high, step, lambda e: f"2^{e}", "magnitude")
 
 
 def _range_boxes(tensors: Sequence[TensorRecord]) -> Iterator[Box]:
-    """The normal and subnormal numbers of each run of neighbours that share a format."""
+    """Boxes of normal and subnormal numbers for each run of neighbouring tensors with the same format."""
     first = 0
     for name, members in groupby(tensors, key=lambda t: t.format):
         last = first + len(list(members))
@@ -117,9 +117,9 @@ def _rms_words(tensors: Sequence[TensorRecord]) -> str:
 
 
 def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "converted tensor") -> Chart | None:
-    """The signal-to-noise ratio of every tensor, one series for each named run; None if none was measured.
+    """The SQNR of every tensor, one series per named run; None if none was measured.
 
-    Tensors stand in layer order of all runs together. Those without any noise lie on the top line, "exact".
+    Tensors are in layer order over all runs. Tensors without any error are on the top line, "exact".
     """
     measured = {name: {t.name: t for t in tensors if _is_number(t.sqnr_db)} for name, tensors in runs}
     tensors = in_layer_order({n: t for run in measured.values() for n, t in run.items()}.values())
@@ -127,7 +127,7 @@ def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "
         return None
     axis, exact = _decibel_axis([d for run in measured.values() for d in _decibels(run)])
     places = {t.name: i + 0.5 for i, t in enumerate(tensors)}
-    # Runs stand side by side in a tensor's column: equal figures would hide all runs but the last.
+    # Runs are side by side within a tensor's column: equal values would otherwise hide all runs but the last.
     asides = [0.7 * ((i + 0.5) / len(runs) - 0.5) for i in range(len(runs))]
     marks = (
         _sqnr_mark(t, i, places[t.name] + asides[i], exact, run if len(runs) > 1 else "")
@@ -148,13 +148,13 @@ def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "
 
 
 def flat_words(tensors: Sequence[TensorRecord]) -> str:
-    """The range of SQNR of each format in a sentence, if that says as much as a chart: none spans more than 1 dB."""
+    """A sentence with the SQNR range of each format, if a chart would show no more: no range exceeds 1 dB."""
     measured = sorted((t for t in tensors if _is_number(t.sqnr_db)), key=lambda t: t.format or "")
     ranges = []
     for name, members in groupby(measured, lambda t: t.format):
         decibels = [t.sqnr_db or 0.0 for t in members]
         least, most = min(decibels), max(decibels)
-        if not most - least <= 1:  # two infinite ones make NaN
+        if not most - least <= 1:  # the difference of two infinities is NaN
             return ""
         to = "" if least == most else f" to {sqnr_text(most)}"
         ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
@@ -170,9 +170,9 @@ def _decibels(run: Mapping[str, _Measured]) -> list[float]:
 
 
 def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, float]:
-    """An axis around the finite values, never less than 10 dB in all; and the line of exact tensors.
+    """An axis around the finite values, at least 10 dB long, and the y value of exact tensors.
 
-    That line lies above the finite values, and on the axis only if there is such a tensor.
+    That value is above the finite ones, and is on the axis only if there is an exact tensor.
     """
     finite = [d for d in decibels if math.isfinite(d)]
     if not finite:
@@ -193,7 +193,7 @@ def _sqnr_mark(t: _Measured, series: int, x: float, exact: float, run: str) -> M
     place = f"{run}: {t.name}" if run else t.name
     stored = t.format if isinstance(t, TensorRecord) else t.stored_as
     title = f"{place}: {sqnr_text(t.sqnr_db, ' dB')}, {stored}"
-    # An SQNR of -inf, where elements became Inf, lies at the low end.
+    # An SQNR of -inf (elements became Inf) is drawn at the low end.
     y = max(min(t.sqnr_db or 0.0, exact), -1e9)
     return Mark(kind=series_kind(series), shape=_symbol(series), points=((x, y),), title=title)
 
@@ -213,19 +213,19 @@ def _run_words(run: str, decibels: Sequence[float]) -> str:
 
 
 def _column_axis(tensors: Sequence[_Measured], label: str) -> Axis:
-    """A column for each tensor, labelled by module: layer numbers first, then the names that still find room."""
+    """An axis with a column per tensor, labelled by module: layer numbers first, then names that still fit."""
     groups = sorted(_module_columns(tensors), key=lambda m: not m[0].rpartition(".")[2].isdecimal())
     ticks = (Tick(at=(first + last) / 2, label=module.rpartition(".")[2]) for module, first, last in groups)
     return Axis(low=0, high=len(tensors), label=label, ticks=tuple(ticks))
 
 
 def _module_dividers(tensors: Sequence[_Measured]) -> tuple[float, ...]:
-    """The places between neighbouring modules."""
+    """x values between neighbouring modules."""
     return tuple(first for _, first, _ in _module_columns(tensors) if first > 0)
 
 
 def _module_columns(tensors: Sequence[_Measured]) -> list[tuple[str, int, int]]:
-    """Each run of tensors of one module: its name, its first column and the one after its last."""
+    """(module, first column, end column) for each run of tensors of one module."""
     modules = modules_of([t.name for t in tensors])
     runs = groupby(range(len(tensors)), key=lambda i: modules[tensors[i].name])
     places = [(module, list(columns)) for module, columns in runs]

@@ -1,4 +1,4 @@
-"""Tensor records selected, ordered and grouped the way a reader looks for them."""
+"""Select, sort and group tensor records for reports."""
 
 import math
 import re
@@ -15,24 +15,24 @@ _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
 
 
 def num_elements(tensor: TensorRecord) -> int:
-    """Elements of the tensor; 1 for a 0-d tensor."""
+    """Number of elements of the tensor; 1 for a 0-d tensor."""
     return math.prod(tensor.shape)
 
 
 def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
-    """The tensors whose stored form changed."""
+    """The tensors that were converted."""
     return tuple(t for t in tensors if t.action == "convert")
 
 
 def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRecord, ...]:
-    """The `count` measured tensors with the smallest SQNR, worst first; exact ones are not among them."""
+    """The `count` measured tensors with the lowest SQNR, worst first, without exact ones."""
     noisy = [t for t in tensors if t.sqnr_db is not None and t.sqnr_db != math.inf]
-    # NaN (no signal at all) compares with nothing, so it is put first by hand.
+    # NaN (no signal at all) does not compare, so it is sorted first explicitly.
     return tuple(sorted(noisy, key=lambda t: (not math.isnan(t.sqnr_db or 0), t.sqnr_db, t.name))[:count])
 
 
 def done_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
-    """Tensors that met the same fate for the same reason: converted, kept, tied; the largest group first in each."""
+    """Tensors grouped by action and reason: converted, kept, tied; within each, the largest group first."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
     for t in tensors:
         groups.setdefault((t.action, t.source_dtype, t.format, t.reason), []).append(t)
@@ -48,7 +48,7 @@ def _rank(action: str) -> int:
 
 
 def in_layer_order(tensors: Iterable[T]) -> tuple[T, ...]:
-    """Embeddings, numbered layers by number, the rest, output heads: about the order in which data meets them."""
+    """Tensors in approximate data-flow order: embeddings, numbered layers, the rest, output heads."""
     return tuple(sorted(tensors, key=lambda t: (_stage(t.name), _natural(t.name))))
 
 
@@ -61,12 +61,12 @@ def _stage(name: str) -> int:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key with 2 before 10."""
+    """A sort key that orders 2 before 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _layer_prefix(name: str) -> str | None:
-    """``encoder.layer.3`` of ``encoder.layer.3.attention.self.query.weight``: all up to the first number."""
+    """The name up to its first number: ``encoder.layer.3`` for ``encoder.layer.3.attention.self.query.weight``."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdecimal() and i > 0:
@@ -77,8 +77,8 @@ def _layer_prefix(name: str) -> str | None:
 def modules_of(names: Sequence[str]) -> dict[str, str]:
     """The module that each name is grouped under.
 
-    A tensor in a numbered layer belongs to that layer. Others go to the module that holds theirs (all of a BERT's
-    ``embeddings.*``), unless that one is the trunk which holds the numbered layers too (a Llama's ``model.norm``).
+    A tensor in a numbered layer belongs to that layer. Others belong to the parent of their module (all of a BERT's
+    ``embeddings.*``), unless the parent also contains the numbered layers (a Llama's ``model.norm``).
     """
     layers = {name: prefix for name in names if (prefix := _layer_prefix(name))}
     trunks = {parent for prefix in layers.values() for parent in _parents(prefix)}
@@ -109,5 +109,5 @@ def layer_groups(tensors: Iterable[TensorRecord]) -> dict[str, list[TensorRecord
 
 
 def has_finer_scales(result: ConvertResult) -> bool:
-    """Whether less than a tensor has a scale of its own."""
+    """Whether scales are finer than one per tensor."""
     return bool(result.options.get("granularity", "tensor") != "tensor")

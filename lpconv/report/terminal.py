@@ -1,4 +1,4 @@
-"""Documents on a terminal or in a pipe: in 80 columns or what there is, and with no meaning in colour alone.
+"""Render documents for a terminal or pipe, within its width and without relying on colour.
 
 Import this module lazily: it loads rich. Strings become `Text` here, never markup: a tensor may be called ``[red]``.
 """
@@ -34,18 +34,18 @@ from lpconv.report.numbers import plural
 from lpconv.report.printable import printable_record
 
 _PIPE_WIDTH = 120
-# Where the output's encoding has no room for them.
+# Replacements for encodings without these characters.
 _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": "-"})
 
-_MAX_WORD = 30  # of what may wrap in a table: a longer one is folded
-_GAP, _UNBOUNDED = 2, 10_000  # between two columns of a table; what any cell fits into
+_MAX_WORD = 30  # longest unbroken word in a wrapping table cell
+_GAP, _UNBOUNDED = 2, 10_000  # spaces between columns; a width that fits any cell
 
 
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "bold yellow"}
 
 
 def terminal(document: Document) -> RenderableType:
-    """What a terminal shows of a document: all but its charts and what is for pages only."""
+    """Render a document for a terminal, without charts and page-only sections."""
     shown = printable_record(document)
     verdict, parts = shown.verdict, list[RenderableType]()
     if verdict is None:
@@ -61,7 +61,7 @@ def terminal(document: Document) -> RenderableType:
 
 
 def _section(part: Section) -> tuple[RenderableType, ...]:
-    """An empty line, the title and what is below it; nothing if only charts are."""
+    """An empty line, the title and the blocks; nothing if the section has only charts."""
     bodies = [body for block in part.blocks if (body := _block(block)) is not None]
     if not bodies:
         return ()
@@ -71,7 +71,7 @@ def _section(part: Section) -> tuple[RenderableType, ...]:
 
 
 def _block(block: Block) -> RenderableType | None:
-    """A block that is not empty; None for charts."""
+    """Render a non-empty block; None for charts."""
     if isinstance(block, str):
         return Text(block, overflow="fold")
     if isinstance(block, Bullets):
@@ -120,10 +120,10 @@ def _table(table: Table) -> RenderableType:
 
 @dataclass(frozen=True, kw_only=True)
 class Name:
-    """A dotted name that shortens its outer modules to their first letters if the column is narrow.
+    """A dotted name that abbreviates its outer modules to their first letters in narrow columns.
 
     ``encoder.layer.0.attention.self.key.weight`` becomes ``e.l.0.attention.self.key.weight``: numbers and the end,
-    which tell tensors apart, stay. A name that is still too long is folded, never cut.
+    which distinguish tensors, stay. A name that is still too long is wrapped, never cut.
     """
 
     name: str
@@ -150,8 +150,10 @@ def _after_gap(body: RenderableType) -> RenderableType:
 
 
 class _Fitting(_RichTable):
-    """A table that first breaks its headings if the width is too small for it, and then itself: into several, one
-    below the other, that all begin with the first column. No figure is cut."""
+    """A table that adapts to narrow terminals without cutting any value.
+
+    It first breaks its headings, and then splits into several tables, one below the other, each with the first column.
+    """
 
     def __init__(self, headings: Sequence[str], cells: Sequence[tuple[Any, ...]]) -> None:
         super().__init__(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
@@ -186,7 +188,7 @@ class _Fitting(_RichTable):
                 yield from (Text(), table) if part.start > 1 else _RichTable.__rich_console__(table, console, options)
 
     def _share(self, spans: Sequence[tuple[int, int]], room: int) -> None:
-        """Give the columns widths within `room`: the least ones, the rest to those with most lines, to names last."""
+        """Set column widths within `room`: minimum widths first, then more for long columns, and names last."""
         widths = [least for least, _ in spans]
         are_names = [any(isinstance(cell, Name) for cell in column.cells) for column in self.columns]
         for turn in (False, True):
@@ -198,9 +200,9 @@ class _Fitting(_RichTable):
 
 
 def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
-    """The least width that a column needs, and the one that it would fill.
+    """(minimum, natural) width of a column.
 
-    What may wrap needs its longest word, a very long one is folded.
+    The minimum of a wrapping column is its longest word, up to a limit.
     """
     wide = options.update(max_width=_UNBOUNDED)
     found = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
@@ -209,10 +211,10 @@ def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[in
 
 
 def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
-    """Print a document or a table to `file` (stdout): styled for a terminal, plain text for anything else.
+    """Print a document or a table to `file` (default stdout): styled on a terminal, else as plain text.
 
-    Encodings that lack its characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` says
-    otherwise. rich honours ``NO_COLOR``.
+    Encodings without the needed characters get ASCII. A pipe has no width, so it gets 120 columns unless ``COLUMNS`` is
+    set. rich honours ``NO_COLOR``.
     """
     out = file or sys.stdout
     console = Console(file=out, highlight=False, soft_wrap=False)

@@ -1,4 +1,4 @@
-"""A verification described: what was checked, what it found, and how far two checkpoints are apart."""
+"""Documents of a verification: the checks, their results, and the distance between two checkpoints."""
 
 import math
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ from lpconv.results import (
     WeightsCheck,
 )
 
-_WORST = 10  # tensors that a terminal shows
+_WORST = 10  # most tensors shown on a terminal
 
 
 def verify_document(result: Verification) -> Document:
-    """How far a checkpoint is from another one, by its weights and by what its model says."""
+    """The distance between two checkpoints, by their weights and by their models' outputs."""
     logits = result.logits if result.logits and not result.logits.skipped else None
     source = "the source that it names" if result.weights else "its own hashes"
     return Document(
@@ -56,7 +56,7 @@ def verify_document(result: Verification) -> Document:
 
 
 def verification_section(v: VerifyResult) -> Section | None:
-    """How an output was checked step by step, and what was found to be wrong."""
+    """The steps of a verification, and the problems found."""
     word = outcome_of(v)
     found = checks(v)
     nothing = "No check was run, so nothing is known about this output beyond what was measured during the conversion."
@@ -66,7 +66,7 @@ def verification_section(v: VerifyResult) -> Section | None:
 
 
 def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]:
-    """What was compared, and what decides: the fewer the checks, the fewer tiles."""
+    """Headline numbers of the comparisons that were made."""
     tiles: list[Tile] = []
     if result.weights:
         exact = sum(t.sqnr_db == math.inf for t in result.tensors)
@@ -89,7 +89,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
 
 
 def _outputs_section(logits: LogitsCheck) -> Section | None:
-    """What both models say: a figure, its value, and what it means; rows without a value are left out."""
+    """Outputs of both models: metric, value, meaning; rows without a value are left out."""
     top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
     rows = (
         ("KL divergence", error_text(logits.mean_kl), "from the other model to this one, nats per position"),
@@ -110,14 +110,14 @@ def _perplexity(value: float | None) -> str:
 
 
 def _worst_table(tensors: Sequence[ComparedTensor]) -> Table:
-    """The worst tensors that are not exact."""
+    """The worst tensors, without exact ones."""
     inexact = [t for t in tensors if t.sqnr_db < math.inf or t.problem][:_WORST]
     rows = tuple((t.name, sqnr_text(t.sqnr_db, " dB"), t.stored_as, t.reference) for t in inexact)
     return Table(columns=("Tensor", "SQNR", "<Stored", "<Reference"), rows=rows, has_names=True)
 
 
 def _tensor_table(result: VerifyResult) -> Table:
-    """Every tensor, without the columns that nothing stands in."""
+    """Every tensor, without empty columns."""
     has_groups = any(t.num_groups for t in result.tensors)
     has_problems = any(t.problem for t in result.tensors)
     columns = ["Tensor", "SQNR, dB", "Max rel.", *(["Groups off"] if has_groups else []), "<Stored as"]
@@ -145,7 +145,7 @@ def outcome_of(v: VerifyResult) -> Outcome:
 
 
 def verify_headline(v: VerifyResult) -> str:
-    """The outcome with the deepest evidence there is for it, in one line."""
+    """The outcome and the strongest evidence for it, in one line."""
     word = outcome_of(v)
     if word == "failed":
         return f"verification failed: {name_list(_reasons(v))}"
@@ -161,7 +161,7 @@ def verify_headline(v: VerifyResult) -> str:
 
 
 def _reasons(v: VerifyResult) -> list[str]:
-    """What failed: problems as they were met, else the checks and gates that did not hold."""
+    """The reasons of a failure: recorded problems, or else failed checks; and failed gates."""
     failed = [f"{c.name}, {c.text}" for c in checks(v) if c.outcome == "failed"]
     return [*v.problems, *(text for text in failed if not v.problems or text.startswith("gate "))]
 
@@ -209,7 +209,7 @@ def _files_words(check: FilesCheck) -> str:
 
 
 def _tensors_text(check: WeightsCheck) -> str:
-    """How many tensors were compared, and how far the worst is from its source."""
+    """The number of tensors compared, and the error of the worst one."""
     if check.min_sqnr_db == math.inf:
         return f"{plural(check.num_tensors, 'tensor')}, all equal"
     place = f" ({check.worst})" if check.worst else ""
@@ -267,5 +267,5 @@ def _logits_details(check: LogitsCheck) -> list[str]:
 
 def percent(share: float) -> str:
     """A share of positions in per cent."""
-    # In millionths, so that share_text can keep 99.999 % apart from 100 %.
+    # In millionths, so that share_text can tell 99.999 % from 100 %.
     return share_text(round(share * 1_000_000), 1_000_000)
