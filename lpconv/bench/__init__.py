@@ -1,4 +1,4 @@
-"""What low precision buys on this machine: time, memory, energy and error beside a compiled baseline."""
+"""Measure time, memory, energy and error of low precision on this machine, relative to a compiled baseline."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,7 @@
-"""Two processes measured in turn, A B B A …, so that whatever slows the machine for a while slows both.
+"""Measure two processes in turn, A B B A …, so that temporary slowdowns of the machine affect both.
 
-Their times become medians, quantiles, and intervals of a ratio that neither drift nor a lucky process can narrow.
+Step times are summarised as medians, quantiles, and ratio intervals that account for drift and for luck in memory
+layout.
 """
 
 import math
@@ -20,7 +21,7 @@ _RESAMPLES = 2000
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """The sample quantile with linear interpolation; UsageError of nothing."""
+    """The sample quantile with linear interpolation. Raises UsageError if there are no samples."""
     if not samples:
         raise UsageError("no samples to summarise", hint="ask for at least one iteration")
     ordered = sorted(samples)
@@ -31,13 +32,12 @@ def quantile(samples: Sequence[float], share: float) -> float:
 
 
 def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed: int = 0) -> RatioRecord:
-    """Baseline time over variant time, from the median times of interleaved rounds, with a 95 % bootstrap interval.
+    """Ratio of baseline time to variant time over interleaved rounds (median times), with a 95 % bootstrap interval.
 
-    The two sequences belong together round by round: what slows the machine in a round slows both, so rounds are
-    resampled whole. The value is the geometric mean of the rounds' ratios without their largest and smallest fifths (a
-    burst of foreign load hits one side of a round). The percentiles are widened for the small number of rounds, as
-    Hesterberg 2015 (arXiv 1411.5279) expands them: α/2 becomes Φ(-√(n/(n-1)) · t_{α/2,n-1}). With one round the
-    interval is that one number.
+    The sequences are paired by round: a slowdown of the machine affects both sides, so whole rounds are resampled. The
+    value is the geometric mean of the rounds' ratios without their largest and smallest fifths (a burst of other load
+    hits one side of a round). The percentiles are widened for small samples, as in Hesterberg 2015 (arXiv 1411.5279):
+    α/2 becomes Φ(-√(n/(n-1)) · t_{α/2,n-1}). With one round the interval is that single ratio.
     """
     if not baseline or len(baseline) != len(variant):
         raise UsageError(
@@ -60,11 +60,11 @@ def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed
 
 
 def ratio_over_launches(launches: Sequence[tuple[Sequence[float], Sequence[float]]]) -> RatioRecord:
-    """Baseline time over variant time, from the round medians of several launches of both processes.
+    """Ratio of baseline time to variant time over several launches of both processes (round medians).
 
-    How a process lies in memory makes it some percent faster or slower for as long as it lives, which no number of
-    rounds averages out. Each launch therefore gives one value, as in `bootstrap_ratio`; the result is their geometric
-    mean, with the 95 % interval of Student's t. One launch has only the interval of its rounds.
+    The memory layout of a process makes it some per cent faster or slower for its whole life, which no number of rounds
+    averages out. Each launch therefore gives one value, as in `bootstrap_ratio`; the result is their geometric mean,
+    with the 95 % interval of Student's t. With one launch the interval is that of its rounds.
     """
     if len(launches) == 1:
         return bootstrap_ratio(*launches[0])
@@ -82,7 +82,7 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 
 @dataclass(kw_only=True)
 class Samples:
-    """Step times of one case, round by round, and the wall time of a step in each round."""
+    """Step times of one case by round, and the wall time of a step in each round."""
 
     rounds: list[list[float]] = field(default_factory=list)
     walls: list[float] = field(default_factory=list)
@@ -95,9 +95,9 @@ class Samples:
 
 
 def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effort: Effort) -> tuple[Samples, Samples]:
-    """Warm both up, then measure them in turn; without a variant, the baseline alone.
+    """Warm both processes up, then measure them in turn. Without a variant, measure only the baseline.
 
-    Raises VerificationError where torch.compile ran again after the warm-up: such times mean nothing.
+    Raises VerificationError if torch.compile runs again after the warm-up, which would spoil the times.
     """
     found = Samples(), Samples()
     subjects = [(baseline, found[0])] + ([(variant, found[1])] if variant is not None else [])
@@ -124,7 +124,7 @@ def _check_recompiles(samples: Samples) -> None:
 
 
 def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
-    """All samples in one record."""
+    """Statistics over the samples of all launches."""
     rounds = [r for samples in launches for r in samples.rounds]
     times = [t for r in rounds for t in r]
     return TimingRecord(
@@ -141,5 +141,5 @@ def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
 
 
 def ratio_of(launches: Sequence[tuple[Samples, Samples]]) -> RatioRecord:
-    """Baseline over variant with its interval, from the rounds that they took in turn, launch by launch."""
+    """Ratio of baseline to variant time with its interval, from paired rounds of each launch."""
     return ratio_over_launches([(baseline.medians, variant.medians) for baseline, variant in launches])

@@ -1,8 +1,8 @@
-"""What takes up memory at the moment of the peak, from the allocator's own events.
+"""Break down memory at the peak of a step, from the allocator's events.
 
-torch's profiler sees every allocation, on a CPU and on a GPU, in eager and in compiled code. Blocks that were there
-before the step are weights or optimizer state; of those that the step made, the gradients are known by their addresses,
-and activations are what the forward pass leaves behind. The rest are temporaries.
+torch's profiler records every allocation, on CPUs and GPUs, in eager and compiled code. Blocks allocated before the
+step are weights or optimizer state. Of the step's own blocks, gradients are identified by address, and activations are
+what the forward pass leaves allocated. The rest are temporaries.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ _FORWARD = "lpconv:forward"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockEvent:
-    """A block that came (`size` above 0) or went, at `time_ns`."""
+    """An allocation (`size` above 0) or a free at `time_ns`."""
 
     time_ns: int
     address: int
@@ -30,7 +30,7 @@ class BlockEvent:
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the distinct storages behind tensors; a wrapper counts as the tensors inside it."""
+    """Total bytes of the distinct storages behind tensors, including tensors inside wrappers."""
     found = {s.data_ptr(): s.nbytes() for t in tensors for s in _storages(t)}
     return sum(found.values())
 
@@ -60,12 +60,14 @@ def profile_step(
     gradients: Callable[[], Iterable[Any]],
     device: str,
 ) -> MemoryRecord:
-    """One step under the profiler: `forward`, then `finish` on its result (backward pass and optimizer, or nothing).
+    """Run one step under the profiler: `forward`, then `finish` on its result.
 
-    `weights` and `optimizer` are the bytes that are there before, and `gradients` gives the gradients that are there
-    when `finish` returns; it must not have freed them.
+    `finish` runs the backward pass and the optimizer, or nothing.
+
+    `weights` and `optimizer` are bytes allocated before the step. `gradients` returns the gradients after `finish`,
+    which must not free them.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:  # sees a GPU's allocator too
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:  # also records a GPU's allocator
         with record_function(_FORWARD):
             result = forward()
         finish(result)
@@ -98,9 +100,9 @@ def _walk(events: Iterable[Any]) -> Iterator[Any]:
 def parts_at_peak(
     allocations: Sequence[BlockEvent], forward_end_ns: int, gradients: dict[int, int], *, weights: int, optimizer: int
 ) -> MemoryRecord:
-    """Replay the allocations of a step, in order. `gradients` are the addresses and sizes of gradients at its end.
+    """Replay the allocations of a step, in order. `gradients` maps addresses to sizes of the gradients at its end.
 
-    Those that the step did not allocate were there before it: DDP's buckets.
+    Gradients that the step did not allocate existed before it: DDP's buckets.
     """
     count = sum(a.time_ns <= forward_end_ns for a in allocations)
     saved = _alive(allocations[:count])
@@ -123,7 +125,7 @@ def parts_at_peak(
 
 
 def _peak_index(allocations: Sequence[BlockEvent]) -> int:
-    """The event after which the most bytes are alive; blocks from before the step do not count."""
+    """Index of the event with the most bytes allocated, not counting blocks from before the step."""
     alive: dict[int, int] = {}
     total = most = 0
     found = -1
@@ -139,7 +141,7 @@ def _peak_index(allocations: Sequence[BlockEvent]) -> int:
 
 
 def _alive(allocations: Sequence[BlockEvent]) -> set[int]:
-    """The events whose blocks are still there after the last."""
+    """Indices of the events whose blocks are still allocated after the last event."""
     alive: dict[int, int] = {}
     for i, a in enumerate(allocations):
         if a.size > 0:

@@ -1,4 +1,4 @@
-"""The model of a case, in fp32 with random or real weights, a batch for it, and how much memory it will take."""
+"""The model of a case (fp32, random or real weights), a batch for it, and an estimate of its memory."""
 
 import os
 from typing import Any
@@ -18,19 +18,19 @@ from lpconv.models.presets import PRESETS
 from lpconv.report.numbers import share_text, size_text
 from lpconv.storage.checkpoint import Checkpoint
 
-_FIRST_ID = 5  # those before are special in many vocabularies
+_FIRST_ID = 5  # lower ids are special in many vocabularies
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def find_model(case: Case) -> Blueprint:
-    """Find the model that the case names: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
+    """Find the case's model: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
     found = blueprint(case.model if is_preset else Checkpoint.open(case.model))
     _shorten(found.config, case.layers)
     most = max_length(found.config)
     if most is not None and case.seq > most:
         raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
-    found.config.use_cache = False  # a forward pass over whole sequences; decoding token by token is not measured
+    found.config.use_cache = False  # only whole sequences are measured, not decoding token by token
     found.config._attn_implementation = "sdpa"
     return found
 
@@ -48,14 +48,14 @@ def _shorten(config: Any, layers: int | None) -> None:
 
 
 def make_batch(case: Case, config: Any, *, batch: int | None = None, seq: int | None = None) -> dict[str, Tensor]:
-    """Random token ids of (batch, seq), the same for the same seed on every device."""
+    """Random token ids of shape (batch, seq), equal for equal seeds on every device."""
     shape = (batch or case.batch, seq or case.seq)
     ids = random_ids(shape, vocabulary_size(config), seed=case.seed, first=_FIRST_ID)
     return {"input_ids": ids.to(case.device)}
 
 
 def step_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss with its inputs as labels; without a head, the mean square of what it returns."""
+    """The model's own loss with its inputs as labels; for base models, the mean square of the output."""
     if _has_head(model):
         loss: Tensor = model(**batch, labels=batch["input_ids"]).loss
         return loss
@@ -72,12 +72,13 @@ _STATE_BYTES = {
     "adamw": 2, "collage-light": 3, "collage-plus": 4, "optimi-kahan": 3, "torchao-stochastic": 2, "torchao-8bit": 1.1,
     "bitsandbytes-8bit": 1.1,
 }  # fmt: skip
-# Beside the Linears' inputs and outputs a block keeps about as much again: norms, residuals, the activation's input.
+# Besides the inputs and outputs of Linears, a block keeps about as much again: norms, residuals, the activation's
+# input.
 _OTHER_ACTIVATIONS = 2.0
 
 
 def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
-    """The linear layers of a model (on any device, meta too) by shape, in the order of the model."""
+    """The linear layers of a model (on any device, including meta) grouped by shape, in module order."""
     found: dict[tuple[int, int, bool], list[str]] = {}
     kept = head(model)
     for layer in linears(model):
@@ -88,22 +89,23 @@ def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
 
 
 def estimate_bytes(model: nn.Module, case: Case, vocab_size: int, *, by_rows: bool = False) -> int:
-    """`running_bytes`, or those of the build, which passes through fp32 weights and may be the most there is.
+    """The larger of `running_bytes` and the memory of building the model, which goes through fp32 weights.
 
-    `by_rows` says that each process builds its part of the model.
+    `by_rows`: each process builds only its part of the model.
     """
     build = 4 * sum(p.numel() for p in model.parameters()) // (case.processes if by_rows else 1)
     return max(build, running_bytes(model, case, vocab_size))
 
 
 def running_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
-    """Weights, gradients, optimizer state, activations and logits of one process of a case, from a model on any device,
-    meta too. An estimate: within a factor of two.
+    """Estimated memory of one process of a case: weights, gradients, optimizer state, activations and logits.
+
+    `model` may be on any device, including meta. The estimate is within a factor of two.
     """
     parameters = sum(p.numel() for p in model.parameters())
     width = _BYTES[case.format]
     per_token = sum(len(g.names) * (g.n + g.k) for g in gemms_of(model) if not g.is_head)
-    logits = case.tokens * vocab_size * (width + (8 if case.mode == "train" else 0))  # the loss is in fp32
+    logits = case.tokens * vocab_size * (width + (8 if case.mode == "train" else 0))  # fp32 loss
     if case.mode == "infer":
         live = case.tokens * per_token // max(len(blocks_of(model)), 1)
         return parameters * width + int(live * width) + logits
@@ -113,7 +115,7 @@ def running_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
 
 
 def check_fits(estimate: int, case: Case, share: float) -> None:
-    """Raise ResourceError where `estimate` exceeds that share of the memory that is free now."""
+    """Raise ResourceError if `estimate` exceeds the fraction `share` of free memory."""
     free = available_bytes(case.device)
     if estimate <= free * share:
         return
@@ -127,7 +129,7 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
 
 
 def available_bytes(device: str) -> int:
-    """Free memory of the device; of a CPU the machine's, within the container's limit."""
+    """Free memory of the device in bytes; for a CPU, of the machine within the container's limit."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])
     return available_memory()

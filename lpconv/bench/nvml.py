@@ -1,6 +1,6 @@
-"""What a GPU says about itself while it works: energy, clocks, limits, who else is there.
+"""Energy, clocks, limits and other processes of a GPU during a measurement.
 
-`GpuMonitor` is the seam: NVML behind `nvidia-ml-py` where there is a GPU, something simple in tests.
+`GpuMonitor` is the interface: NVML through `nvidia-ml-py` on machines with a GPU, a simple fake in tests.
 """
 
 import importlib
@@ -10,22 +10,22 @@ from typing import Any, Protocol
 
 from lpconv.results import EnergyRecord, GpuRecord
 
-# The counter moves every 20 to 100 ms (NVML), so that a window of two seconds is off by 5 % at most.
+# NVML updates the counter every 20 to 100 ms, so a window of two seconds is off by at most 5 %.
 _MIN_WINDOW_S = 2.0
 
 
 class GpuMonitor(Protocol):
-    """One GPU, watched from outside."""
+    """Monitor of one GPU."""
 
     def energy_mj(self) -> int:
-        """Millijoules since the driver was loaded."""
+        """Energy in millijoules since the driver was loaded."""
 
     def state(self, own_pids: Collection[int]) -> GpuRecord:
-        """Clocks, power and limits now, and the compute processes that are not among `own_pids`."""
+        """Current clocks, power and limits, and the compute processes that are not in `own_pids`."""
 
 
 class Nvml:
-    """A GPU through the `pynvml` module of nvidia-ml-py."""
+    """A GPU monitored through the `pynvml` module of nvidia-ml-py."""
 
     def __init__(self, pynvml: Any, index: int) -> None:
         pynvml.nvmlInit()
@@ -50,7 +50,7 @@ class Nvml:
         )
 
     def _known(self, read: Callable[..., Any], *arguments: Any) -> Any:
-        """A figure, or None where this GPU or this user may not have it."""
+        """Read a value; None if this GPU or user has no access to it."""
         try:
             return read(*arguments)
         except self._nvml.NVMLError:
@@ -61,7 +61,7 @@ class Nvml:
         return tuple(words for name, words in _REASONS.items() if bits & getattr(self._nvml, name, 0))
 
 
-# Reasons that make a measurement doubtful; an idle GPU or clocks set by an application are none.
+# Reasons that make a measurement doubtful; idling and clocks set by an application do not.
 _REASONS = {
     "nvmlClocksThrottleReasonSwPowerCap": "power cap",
     "nvmlClocksThrottleReasonHwSlowdown": "hardware slowdown",
@@ -72,7 +72,7 @@ _REASONS = {
 
 
 def find_monitor(index: int) -> GpuMonitor | None:
-    """NVML's view of GPU `index`; None without nvidia-ml-py or a driver that answers."""
+    """Monitor of GPU `index` through NVML; None without nvidia-ml-py or a working driver."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -90,10 +90,9 @@ def measure_energy(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> EnergyRecord:
-    """Energy of steps run without a pause. `spin` runs them for so many seconds and says how many there were.
+    """Energy per step of back-to-back steps. `spin` runs steps for the given seconds and returns their number.
 
-    Nothing is subtracted for an idle GPU. A window under two seconds is no measurement, nor is a counter that did not
-    move.
+    Idle power is not subtracted. A window under two seconds, or a counter that did not move, gives no value.
     """
     before, start = monitor.energy_mj(), clock()
     steps = spin(1.25 * _MIN_WINDOW_S)

@@ -1,4 +1,4 @@
-"""What a bench is asked for. Plain Python; nothing here starts a process."""
+"""Options of `lpconv bench`. Plain Python; nothing here starts a process."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from lpconv.bench.cases import BASELINES, BENCH_FORMATS, BENCH_METHODS, BENCH_OP
 from lpconv.errors import UsageError
 from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, gate_option
 
-# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
+# Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")
 _check = functools.partial(Option, panel="Results")
@@ -27,9 +27,9 @@ def _device(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure each case: at least so many iterations, and seconds, and rounds of taking turns.
+    """How long to measure each case: minimum iterations and seconds, and the number of interleaved rounds.
 
-    They are spread over as many `launches`, each of new processes.
+    They are divided among `launches`, each with new processes.
     """
 
     min_iterations: Annotated[int, Ge(1), _how("Smallest number of timed steps per case", name="min_iters")] = 30
@@ -48,7 +48,7 @@ class Effort:
             )
 
     def of_a_launch(self) -> "Effort":
-        """Its share of the iterations, seconds and rounds."""
+        """The share of one launch in iterations, seconds and rounds."""
         return dataclasses.replace(
             self,
             min_iterations=math.ceil(self.min_iterations / self.launches),
@@ -60,7 +60,7 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure, and what the result is held against. `model` None lets the device choose."""
+    """What to measure, and what to compare the result with. `model` None selects one for the device."""
 
     model: str | None = None
     formats: Annotated[
@@ -143,5 +143,5 @@ class BenchOptions:
 
     @property
     def num_processes(self) -> int:
-        """How many processes work together."""
+        """Number of cooperating processes."""
         return self.processes or 1

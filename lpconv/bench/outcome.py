@@ -1,4 +1,4 @@
-"""What becomes of a bench: kept after every row, compared with an older one, and at last turned into an exit code."""
+"""Process the results of a bench: save after every row, compare with an older result, choose the exit code."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the in
 
 
 def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
-    """Rows against the same rows of an older document, by their ratios to the baseline.
+    """Compare rows with the same rows of an older result, by their ratios to the baseline.
 
-    Times of two runs on a machine that others use cannot be compared, ratios to a baseline measured in turn can. A
-    regression is an interval that lies entirely below the old one.
+    On a shared machine times of two runs are not comparable, but ratios to an interleaved baseline are. A change is a
+    regression if its interval is entirely below the old one.
     """
     before = {r.key: r.ratio for r in old.rows if r.ratio and not r.is_baseline}
     pairs = [(r, before.get(r.key), r.ratio) for r in rows if not r.is_baseline and r.ratio]
@@ -32,9 +32,9 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
 
 
 def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
-    """What adds to a result the gates and the changes that `options` ask for.
+    """A function that adds the gates and comparisons requested in `options` to a result.
 
-    Both are read now, so that what is wrong with them is raised before the work.
+    Both are read now, so that errors in them are raised before the work.
     """
     gates = tuple(map(BENCH_GATES.parse, options.gates))
     old = read_bench(Path(options.compare)) if options.compare else None
@@ -55,10 +55,10 @@ def _change(before: RatioRecord | None, after: RatioRecord) -> str:
 
 
 def problem(result: BenchResult) -> LpconvError | None:
-    """The error that the command should end with, None where all is well; its details hold the whole result.
+    """The error that the command should end with, or None; its details contain the whole result.
 
-    Rows that failed, gates and regressions come first (exit code 5), then rows that did not fit (7). Rows that were
-    skipped are an error (4) only where no other row is left beside the baseline.
+    Failed rows, gates and regressions come first (exit code 5), then rows that did not fit in memory (7). Skipped rows
+    are an error (4) only if no other row besides the baseline was measured.
     """
     found = _failure(result) or _too_large(result) or _nothing_left(result)
     if found is not None:
@@ -105,9 +105,9 @@ def _nothing_left(result: BenchResult) -> LpconvError | None:
 def keep_results(
     path: Path | None, judged: Callable[[BenchResult], BenchResult], show_partial: Callable[[BenchResult], None]
 ) -> Iterator[Callable[[BenchResult], BenchResult]]:
-    """Yields what takes each result so far and gives it back `judged`, written to `path` if there is one.
+    """Yields a function that judges each intermediate result, writes it to `path` if set, and returns it.
 
-    Where the body does not come to its end, the last result goes to `show_partial`.
+    If the block does not finish, the last result is passed to `show_partial`.
     """
     latest: list[BenchResult] = []
 
@@ -119,14 +119,14 @@ def keep_results(
 
     try:
         yield keep
-    except BaseException:  # an interrupt too
+    except BaseException:  # including interrupts
         for partial in latest:
             show_partial(partial)
         raise
 
 
 def read_bench(path: Path) -> BenchResult:
-    """The bench in a file; InputError where there is none."""
+    """Read a bench result from a file. Raises InputError if the file does not contain one."""
     document = read_json(path)
     if document.get("kind") != "bench":
         raise InputError(f"`{path}` is no result of a bench", hint="pass a file of `lpconv bench --save`")

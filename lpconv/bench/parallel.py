@@ -1,4 +1,4 @@
-"""Several processes that take every step together, by torch's own DistributedDataParallel or FSDP2."""
+"""Run every step in several processes together, with torch's DistributedDataParallel or FSDP2."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from lpconv.models.opening import Blueprint
 
 
 def check_parallel(case: Case) -> None:
-    """Raise UnsupportedError where the case's gradients cannot be averaged over processes."""
+    """Raise UnsupportedError if the case's gradients cannot be averaged over processes."""
     if case.processes == 1 or case.mode != "train" or case.method not in SCALED:
         return
     if case.parallel != "fsdp2":
@@ -33,16 +33,16 @@ def check_parallel(case: Case) -> None:
 
 
 def join(case: Case, rank: int, meeting: str) -> None:
-    """Meet the other processes of the case at the file `meeting`; nothing for one process."""
+    """Join the process group of the case through the file `meeting`. Does nothing for a single process."""
     if case.processes == 1:
         return
-    # gloo for what the processes agree on, also where NCCL moves the gradients.
+    # gloo for values that the processes agree on, even if NCCL transfers the gradients.
     backend = "gloo" if case.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=case.processes)
 
 
 def most(number: int) -> int:
-    """The largest `number` of all processes, which wait for each other to know it."""
+    """The maximum of `number` over all processes. Waits for all of them."""
     if not dist.is_initialized():
         return number
     found = torch.tensor(number)
@@ -51,24 +51,24 @@ def most(number: int) -> int:
 
 
 def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
-    """`model`, training in step with those of the other processes.
+    """`model` wrapped to train in step with the other processes.
 
-    It stays as it is for one process, and for inference, where copies have nothing to tell each other.
+    Unchanged for a single process, and for inference, where copies need no communication.
     """
     if case.processes == 1 or case.mode == "infer":
         return model
     if case.parallel == "fsdp2":
         return _sharded(model, case)
     _freeze_unused(model, batch)
-    # Buffers are scales, constant or from the process's own history; DDP would copy the first one's every time.
+    # Buffers are scales, constant or from the process's own history; DDP would broadcast the first one's every time.
     return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def rows_of(case: Case, known: Blueprint) -> DeviceMesh | None:
-    """The processes of which each opens its rows of the model; None where each needs it whole at first.
+    """The device mesh if each process loads only its rows of the model; None if each needs the whole model first.
 
-    That is so but for FSDP2: where weights are drawn, and where layers are replaced and calibrated before they are
-    shared out.
+    Each process needs the whole model except with FSDP2, and also there if weights are random, or if layers are
+    replaced and calibrated before sharding.
     """
     is_cast = case.format != "fp8" or case.method in SCALED
     return _mesh(case) if case.parallel == "fsdp2" and known.checkpoint is not None and is_cast else None
@@ -79,7 +79,7 @@ def _mesh(case: Case) -> DeviceMesh:
 
 
 def _sharded(model: nn.Module, case: Case) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # a second to import
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
 
     from lpconv.models.sharing import share_out
 
@@ -89,7 +89,7 @@ def _sharded(model: nn.Module, case: Case) -> nn.Module:
 
 
 def _freeze_unused(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """DDP waits for the gradient of every parameter; what the loss does not read, such as a pooler, gets none."""
+    """Freeze parameters that get no gradient, such as a pooler's: DDP waits for the gradient of each parameter."""
     step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.grad is not None)

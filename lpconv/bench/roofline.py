@@ -1,8 +1,8 @@
-"""How long a Linear's products should take, from their size and from the peaks measured here.
+"""Predicted time of a Linear's products, from their size and the peaks measured on this machine.
 
 A product takes as long as the slower of its arithmetic and its memory traffic (Williams et al. 2009). In fp8 an operand
-costs a byte instead of two and the arithmetic runs at the fp8 peak, but the casts come on top: each reads two bytes an
-element and writes one, and a scale found from amax reads the tensor once more before.
+takes one byte instead of two and the arithmetic runs at the fp8 peak, but casts are added: each reads two bytes per
+element and writes one, and scaling by amax reads the tensor once more before.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ CASTS: dict[str, tuple[int, int]] = {
 
 
 def gemm_record(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str, train: bool) -> GemmRecord:
-    """The roofline of all Linears of one shape at M = `m`."""
+    """The roofline of all Linears of one shape, for `m` tokens."""
     products = 3 if train else 1
     count = len(gemm.names)
     flops = 2.0 * m * gemm.n * gemm.k
@@ -60,24 +60,24 @@ def gemm_record(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str, train: bo
 
 
 def gemm_seconds(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str | None, train: bool) -> float:
-    """Predicted time of one such Linear in a step: in 16 bits for None, else in fp8 by `method`, casts included."""
+    """Predicted seconds of one such Linear in a step: in 16 bits if `method` is None, else in fp8 including casts."""
     products = 3 if train else 1
     flops = 2.0 * m * gemm.n * gemm.k
     x, w, y = m * gemm.k, gemm.n * gemm.k, m * gemm.n
     if method is None or peaks.fp8_flops is None:
         return products * max(flops / peaks.bf16_flops, 2 * (x + w + y) / peaks.bytes_per_s)
-    # Two operands of one byte, and a result of two: which tensor is which changes from product to product.
+    # Two operands of one byte each and a result of two; the roles of the tensors change from product to product.
     traffic = [x + w + 2 * y, y + w + 2 * x, y + x + 2 * w][:products]
     multiply = sum(max(flops / peaks.fp8_flops, t / peaks.bytes_per_s) for t in traffic)
     num_casts, amax_passes = CASTS[method]
-    cast_elements = x + w + y if train else x  # the weights of an inference are codes already
-    transposed = cast_elements if train and num_casts == 1 else 0  # written in the pass of the cast
+    cast_elements = x + w + y if train else x  # weights are cast in advance
+    transposed = cast_elements if train and num_casts == 1 else 0  # written in the same pass as the cast
     cast_bytes = (3 * num_casts + 2 * amax_passes) * cast_elements + transposed
     return multiply + cast_bytes / peaks.bytes_per_s
 
 
 def step_gemm_seconds(gemms: tuple[Gemm, ...], m: int, peaks: PeakRecord, *, method: str | None, train: bool) -> float:
-    """Predicted time of all Linears of a step; the head stays in 16 bits."""
+    """Predicted seconds of all Linears of a step; the head stays in 16 bits."""
     return sum(
         len(g.names) * gemm_seconds(g, m, peaks, method=None if g.is_head else method, train=train) for g in gemms
     )
@@ -98,7 +98,7 @@ def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int 
 
 
 def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
-    """The verdict on rows that share model, mode, batch and sequence length; None where none of them was measured."""
+    """The verdict on rows that share model, mode, batch and sequence length; None if the baseline was not measured."""
     done = [r for r in rows if r.status == "ok" and r.timing is not None]
     base = next((r for r in done if r.is_baseline), None)
     if base is None:

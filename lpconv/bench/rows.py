@@ -1,4 +1,4 @@
-"""The rows of a bench: a baseline and its variants, launch by launch, two cases in memory at a time."""
+"""The rows of a bench: a baseline and its variants, by launch, with two cases in memory at a time."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ from lpconv.results.bench import BenchCase
 from lpconv.results.documents import fields_from
 
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
-MEMORY_SHARE = 0.9  # of what is free; two cases that are built at once get half of it each
+MEMORY_SHARE = 0.9  # share of free memory; two cases built at once get half of it each
 _COMPILED = {
     "off": "eager", "blocks": "compiled by block", "model": "compiled", "graphs": "compiled with CUDA graphs",
 }  # fmt: skip
@@ -39,7 +39,7 @@ _NO_NVML = "there is no GPU, or nvidia-ml-py is not installed (pip install nvidi
 
 @dataclass(kw_only=True)
 class BenchRun:
-    """The rows so far, by baseline and case, and what is needed to measure more."""
+    """The rows so far, by (baseline, case), and the tools to measure more."""
 
     options: BenchOptions
     told: Progress
@@ -54,7 +54,7 @@ class BenchRun:
     start: float = field(default_factory=time.perf_counter)
 
     def result(self, *, interrupted: bool) -> BenchResult:
-        """Everything so far."""
+        """The result so far."""
         settings = dataclasses.asdict(self.options)
         return BenchResult(
             rows=self._ordered(),
@@ -69,13 +69,13 @@ class BenchRun:
         )
 
     def _ordered(self) -> tuple[BenchRow, ...]:
-        """Group by group, and the baseline in front of its variants, even of those that came before it."""
+        """The rows by group, with the baseline before its variants even if it was measured later."""
         groups = list(dict.fromkeys(base for base, _ in self.rows))
         order = sorted(self.rows, key=lambda key: (groups.index(key[0]), key[1] != key[0]))
         return tuple(self.rows[key] for key in order)
 
     def measure_group(self, base_case: Case, variants: Sequence[Case]) -> None:
-        """The baseline's row, a row for each variant, and the verdict on them."""
+        """Measure a baseline and its variants, add their rows, and add the verdict on them."""
         group = _Group(case=base_case, name=_baseline_name(base_case))
         for number in range(1, self.options.effort.launches + 1):
             with self._team() as base:
@@ -90,7 +90,7 @@ class BenchRun:
                     self._measure_alone(group)
                 except (UsageError, InputError, UnsupportedError):
                     raise
-                except LpconvError as e:  # there is no baseline, and so nothing is comparable
+                except LpconvError as e:  # without a baseline no row can be compared
                     for case in [base_case, *variants]:
                         self._keep_error(group, case, e)
                     break
@@ -100,16 +100,16 @@ class BenchRun:
         self.on_result(self.result(interrupted=True))
 
     def _team(self) -> Team:
-        """Processes without a case: first the one that looked at the machine, and then new ones."""
+        """Processes without a case: the one that examined the machine for the first team, new ones afterwards."""
         first, self.idle = self.idle, None
         return new_team(self.options.num_processes, first)
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
-        """The case's row; before that of a launch's first case, the baseline's from the same rounds."""
+        """Measure the case and update its row. The first case of a launch also updates the baseline's row."""
         row = self.rows.get((group.case, case))
         if row is not None and row.status != OK:
-            return  # another launch would fail alike
-        share = MEMORY_SHARE if group.is_built else MEMORY_SHARE / 2  # the first is built beside the baseline
+            return  # it would fail again
+        share = MEMORY_SHARE if group.is_built else MEMORY_SHARE / 2  # the first is built with the baseline
         with self._team() as team:
             team.prepare(case, share)
             group.wait()
@@ -118,7 +118,7 @@ class BenchRun:
                 description = team.receive()
                 base_samples, samples = interleave(group.team, team, self.options.effort.of_a_launch())
                 row = row or self._row(group, case, team, description)
-            except (UsageError, InputError):  # which no other row can do without
+            except (UsageError, InputError):  # these affect all rows
                 raise
             except LpconvError as e:
                 self._keep_error(group, case, e)
@@ -127,7 +127,7 @@ class BenchRun:
             self._keep(group, case, row, base_samples, samples)
 
     def _measure_alone(self, group: "_Group") -> None:
-        """The baseline by itself, where no variant has been measured beside it."""
+        """Measure the baseline alone if it was not measured with any variant."""
         group.wait()
         if not group.is_measured:
             samples, _ = interleave(group.team, None, self.options.effort.of_a_launch())
@@ -141,7 +141,7 @@ class BenchRun:
         self._keep(group, group.case, row, samples, samples)
 
     def _keep(self, group: "_Group", case: Case, row: BenchRow, base_samples: Samples, samples: Samples) -> None:
-        """The row with the times of all launches so far."""
+        """Update the row with the times of all launches so far."""
         pairs = group.launches.setdefault(case, [])
         pairs.append((base_samples, samples))
         timing = timing_of([own for _, own in pairs], case.device)
@@ -157,7 +157,7 @@ class BenchRun:
         self.on_result(self.result(interrupted=True))
 
     def _keep_error(self, group: "_Group", case: Case, error: LpconvError) -> None:
-        """A row that says what went wrong; one that an earlier launch measured stays."""
+        """Add a row with the error, unless an earlier launch measured the case."""
         if (group.case, case) in self.rows:
             self.told.message(f"{group.title}: {case.format} {case.method}: {error.message}")
             return
@@ -165,7 +165,7 @@ class BenchRun:
         self.on_result(self.result(interrupted=True))
 
     def _row(self, group: "_Group", case: Case, team: Team, description: dict[str, Any]) -> BenchRow:
-        """What is the same in every launch: what was built, its numerics, memory and energy."""
+        """A row with the values that are equal in every launch: model, numerics, memory and energy."""
         self.versions = description["versions"]
         memory = from_json(MemoryRecord, team.ask("memory"))
         return dataclasses.replace(
@@ -207,7 +207,7 @@ class BenchRun:
 
 @dataclass(kw_only=True)
 class _Group:
-    """Cases with one baseline: the baseline's processes of this launch, and the samples of all launches, in pairs."""
+    """Cases with a common baseline: the baseline's processes in this launch, and paired samples of all launches."""
 
     case: Case
     name: str
@@ -218,7 +218,7 @@ class _Group:
     _team: Team | None = None
 
     def begin(self, team: Team) -> None:
-        """A launch: new processes for the baseline."""
+        """Begin a launch with new processes for the baseline."""
         self._team, self.is_built, self.is_measured = team, False, False
 
     @property
@@ -236,7 +236,7 @@ class _Group:
         return tuple(from_json(Gemm, g) for g in self.description.get("gemms", ()))
 
     def wait(self) -> None:
-        """Until the baseline is built; what went wrong with it is raised here."""
+        """Wait until the baseline is built. Raises the error if that failed."""
         if not self.is_built:
             self.description, self.is_built = self.team.receive(), True
 
@@ -258,5 +258,5 @@ def _estimate(error: LpconvError | None) -> int | None:
 
 
 def new_team(processes: int, first: Child | None = None) -> Team:
-    """As many processes without a case, `first` among them."""
+    """A team of `processes` processes without a case, including `first` if given."""
     return Team([first or Child(), *(Child() for _ in range(processes - 1))])

@@ -1,4 +1,4 @@
-"""A whole bench: the request becomes cases, the cases become groups with one baseline, and each group is measured."""
+"""A whole bench: options become cases, cases are grouped by baseline, and each group is measured."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from lpconv.results import BenchResult, PeakRecord, from_json
 # Model to measure if none is named, its number of layers, and the reason.
 _ON_GPU = ("bert-large", None, "it fits any GPU, and fp8 has most to prove at its small shapes")
 _ON_CPU = ("bert-base", 2, "2 of its 12 layers take a CPU a moment, and bert-large would not")
-# Batch and sequence length.
+# (batch, sequence length) by default.
 _GPU_SIZE, _CPU_SIZE, _DEMO_SIZE = (8, 512), (1, 128), (4, 128)
 
 
 def choose_model(model: str | None, layers: int | None, device: dict[str, Any]) -> tuple[Case, tuple[str, ...]]:
-    """A case to fill in, and what to tell the user about choices that were made for them.
+    """A template case, and notes for the user about automatic choices.
 
-    `device` is what the child said of the machine: ``device`` (as torch calls it) and its ``name``.
+    `device` is the child's description of the machine: ``device`` (torch's name) and ``name``.
     """
     is_cpu = device["device"] == "cpu"
     notes: tuple[str, ...] = ()
@@ -51,10 +51,11 @@ def bench(
     progress: Progress | None = None,
     on_result: Callable[[BenchResult], object] = lambda result: None,
 ) -> BenchResult:
-    """Measure every case of `options`. `on_result` gets what there is after every row, marked as interrupted.
+    """Measure every case of `options`. `on_result` gets the result so far after every row, marked as interrupted.
 
-    A case that does not fit, misses a library or fails is a row that says so; the others go on. Raises UsageError and
-    InputError for a request that no case can meet, UnsupportedError for a device that is not there.
+    A case that does not fit in memory, lacks a library or fails becomes a row with that status, and the others
+    continue. Raises UsageError and InputError for a request that no case can meet, UnsupportedError for a missing
+    device.
     """
     check(options)
     if (options.device or "").startswith("cuda") and not may_have_gpu():
@@ -64,7 +65,7 @@ def bench(
         checkpoint = open_readable(options.model)
         check_whole(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
-    # Wrong names are found before any process starts.
+    # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:
         device = child.ask("look", device=options.device, processes=options.num_processes)
@@ -90,7 +91,7 @@ def bench(
 
 
 def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], tuple[str, ...]]:
-    """Everything to measure on a device, and what to tell the user about it."""
+    """All cases to measure on a device, and notes for the user."""
     template, notes = choose_model(options.model, options.layers, device)
     parallel = parallel_of(options.num_processes, options.parallel, modes=options.modes, compiled=options.compiled)
     template = dataclasses.replace(
@@ -114,7 +115,7 @@ def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], t
 
 
 def _peaks(child: Child, case: Case) -> PeakRecord:
-    """Of one process with the threads that a case has, while the others do nothing."""
+    """Peak FLOP/s and bytes/s of one process, with the threads of a case and the other processes idle."""
     found = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
     return from_json(PeakRecord, found)
 
@@ -124,7 +125,7 @@ def _monitor(device: dict[str, Any]) -> GpuMonitor | None:
 
 
 def _groups(cases: Sequence[Case], options: BenchOptions) -> dict[Case, list[Case]]:
-    """Cases by the baseline they share, without the baseline itself."""
+    """Cases grouped by their baseline, without the baseline itself."""
     found: dict[Case, list[Case]] = {}
     for case in cases:
         base = baseline_of(case, options.baseline, compiled=options.compiled)

@@ -1,4 +1,4 @@
-"""One case, built and ready: its step, timed on command. This is what a child process holds."""
+"""One case, built and ready, with its step timed on command. A child process holds one."""
 
 import dataclasses
 import math
@@ -26,14 +26,14 @@ from lpconv.results import MemoryRecord, NumericsRecord
 from lpconv.scaled import ScaledTensor
 from lpconv.shards import gather_whole
 
-_PROBE = (1, 64)  # batch and sequence of the comparison with fp32: small, since that model lives beside nothing else
+_PROBE = (1, 64)  # batch and sequence length for the comparison with fp32
 _WARM_UP_STEPS = 3
-# What torch.compile is told about a whole model.
+# Arguments of torch.compile for a whole model.
 _WHOLE: dict[str, dict[str, Any]] = {"model": {}, "graphs": {"mode": "reduce-overhead"}}
 
 
 class CaseRunner:
-    """A case's model, optimizer and batch. Building it checks peers and memory first, then compares with fp32."""
+    """A case's model, optimizer and batch. Building checks peers and memory, and compares the model with fp32."""
 
     def __init__(self, case: Case, *, memory_share: float) -> None:
         check_peers(case)
@@ -65,14 +65,14 @@ class CaseRunner:
         if ranks is None:
             self.numerics = _compare(reference, _observe(model, probe, watched))
             self._model = spread(model, case, probe)
-        else:  # nobody has the whole model to run
+        else:  # with FSDP no process has the whole model
             self._model = spread(model, case, probe)
             self.numerics = _compare(reference, _observe(self._model, probe, watched))
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
         self.compile_s = self._compile()
 
     def _compile(self) -> float:
-        """Compile what the case asks for, and take the first steps; the seconds that took."""
+        """Compile as the case requires and run the first steps. Returns the seconds that this took."""
         start = time.perf_counter()
         if self.case.compiled in _WHOLE:
             self._model.compile(dynamic=False, **_WHOLE[self.case.compiled])
@@ -82,7 +82,7 @@ class CaseRunner:
         try:
             self.run(_WARM_UP_STEPS)
         except TorchDynamoException as e:
-            if self.case.compiled == "off":  # a peer that compiles by itself
+            if self.case.compiled == "off":  # a peer that compiles on its own
                 raise
             first = f"{type(e).__name__}: {str(e).splitlines()[0]}"
             raise LpconvError(first, hint="--compile off --baseline bf16 does without torch.compile") from e
@@ -91,13 +91,13 @@ class CaseRunner:
 
     @property
     def recompiles(self) -> int:
-        """Graphs compiled since the warm-up: anything but 0 spoils the timings."""
+        """Number of graphs compiled since the warm-up. Timings are valid only if it is 0."""
         return _graphs() - self._graphs
 
     def step(self) -> None:
-        """One forward pass, or one training step."""
+        """Run one forward pass or one training step."""
         if self.case.compiled == "graphs":
-            # The memory of the last step's results may be written again.
+            # Allows the memory of the previous step's results to be reused.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self._optimizer is None:
             with torch.no_grad():
@@ -108,7 +108,7 @@ class CaseRunner:
         self._optimizer.zero_grad(set_to_none=True)
 
     def run(self, steps: int) -> None:
-        """That many steps, and wait for them."""
+        """Run `steps` steps and wait for them to finish."""
         for _ in range(steps):
             self.step()
         self._synchronise()
@@ -116,8 +116,8 @@ class CaseRunner:
     def measure(self, iterations: int, seconds: float) -> tuple[list[float], float]:
         """Step times over at least `iterations` steps and `seconds`, and the wall time of a step.
 
-        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock. Processes that work
-        together take the same number of steps: that of the one that wants most.
+        On a GPU the times come from CUDA events around each step, on a CPU from the wall clock. Cooperating processes
+        take the same number of steps: the largest that any of them needs.
         """
         timer = _EventTimer() if self.case.device != "cpu" else _WallTimer()
         count, elapsed = 0, 0.0
@@ -131,7 +131,7 @@ class CaseRunner:
         return timer.seconds(), elapsed / count
 
     def spin(self, seconds: float) -> int:
-        """Steps without a pause for that long; how many."""
+        """Run steps back to back for `seconds` and return their number."""
         end = time.perf_counter() + seconds
         count = 0
         while time.perf_counter() < end:
@@ -140,7 +140,7 @@ class CaseRunner:
         return count
 
     def memory(self) -> MemoryRecord:
-        """One step under the profiler. On a GPU the peak is the allocator's own figure."""
+        """Memory of one step under the profiler. On a GPU the peak is the allocator's own value."""
         self.run(1)
         weights = storage_bytes([*self._model.parameters(), *self._model.buffers()])
         state = storage_bytes(_tensors(self._optimizer.state.values())) if self._optimizer else 0
@@ -211,14 +211,14 @@ class _EventTimer:
 
 
 def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> int:
-    """First so many iterations; then what the time that is left has room for at their pace."""
+    """Number of steps to run next: up to `iterations` first, then as many as fit in the remaining time."""
     if count < iterations:
         return iterations - count
     return math.ceil((seconds - elapsed) * count / elapsed) if elapsed < seconds else 0
 
 
 def _weights(known: Blueprint, opened: Opened) -> str:
-    """Where the weights come from, in words, and how many parameters a checkpoint lacks."""
+    """Description of where the weights come from, with the number of parameters missing in the checkpoint."""
     if known.checkpoint is None:
         return "random"
     count = sum(1 for _ in opened.model.parameters())
@@ -230,7 +230,7 @@ def _graphs() -> int:
 
 
 def _of_graphs(seen: MemoryRecord, peak: int) -> MemoryRecord:
-    """CUDA graphs keep their memory from step to step: no event tells what of it a step uses, or saves."""
+    """The peak with CUDA graphs, which keep their memory between steps: no event shows what a step uses or saves."""
     pool = max(0, peak - seen.parts.total)
     parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
     return MemoryRecord(peak_bytes=peak, saved_bytes=None, parts=parts)
@@ -241,14 +241,14 @@ def _tensors(states: Iterable[Any]) -> Iterable[Any]:
 
 
 def _watched(model: nn.Module) -> list[str]:
-    """The vectors of the first block: their gradients have come through the whole backward pass, under every recipe."""
+    """Names of the vectors in the first block, whose gradients depend on the whole backward pass, in every recipe."""
     block = blocks_of(model)[0]
     own = {id(p) for p in block.parameters() if p.ndim == 1}
     return [name for name, p in model.named_parameters() if id(p) in own]
 
 
 def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> tuple[Tensor, Tensor | None]:
-    """Outputs in fp32 on the CPU, and the watched gradients in one vector."""
+    """Outputs in fp32 on the CPU, and the watched gradients concatenated into one vector."""
     with torch.no_grad():
         output = model(**batch)[0].float().cpu()
     if not watched:

@@ -1,7 +1,7 @@
-"""Child processes with a case each, as their parent holds them, and teams of them.
+"""Child processes that measure one case each, controlled by the parent, and teams of them.
 
-Usually one process holds a case; of several, which take every step together, the slowest counts. torchrun may say how
-many: its first process measures, with as many children as torchrun was asked for.
+Usually one process runs a case; of several that take every step together, the slowest counts. Under torchrun only the
+first process measures, with as many children as torchrun started processes.
 """
 
 import contextlib
@@ -21,25 +21,25 @@ from lpconv.bench.cases import Case
 from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 _KILLED = -9
-# torchrun's words to the process that measures are not meant for its children, who are numbered otherwise.
+# torchrun's variables for the measuring process do not apply to its children, which have their own ranks.
 _OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# glibc gives large blocks back to the system when they are freed, and every step faults them in again.
+# By default glibc returns large freed blocks to the system, and every step would fault them in again.
 _KEEP_THE_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 _ERRORS: dict[str, type[LpconvError]] = {
     e.kind: e for e in (UsageError, InputError, UnsupportedError, ResourceError, PeerLostError)
 }
-_PATIENCE_S = 5.0  # in which a process that others miss has ended, so that its end is known
+_PATIENCE_S = 5.0  # wait for a missing process to end, so that its exit is known
 
 
 class MeasuredProcess(Protocol):
-    """What interleaving needs of the thing it measures."""
+    """The interface that interleaving needs from a measured process."""
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """The answer to a command."""
+        """Send a command and return the answer."""
 
 
 class Child:
-    """A process that measures one case. A context manager: leaving it ends the process."""
+    """A process that measures one case. A context manager that ends the process on exit."""
 
     def __init__(self) -> None:
         self._stderr = tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives with the process
@@ -53,28 +53,28 @@ class Child:
             stderr=self._stderr,
             text=True,
             env=_KEEP_THE_HEAP | inherited | {"PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # an interrupt at the keyboard is the parent's to handle
+            start_new_session=True,  # the parent handles keyboard interrupts
         )
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The process id."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """What a selector watches: readable when there is an answer, or never will be one."""
+        """File descriptor for a selector: readable once there is an answer or the process has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Begin a command, to be answered by `receive`."""
+        """Start a command; `receive` returns its answer."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `receive` says what became of it
+        with contextlib.suppress(BrokenPipeError):  # `receive` reports the reason
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
 
     def receive(self) -> Any:
-        """The answer; raises the error that the child met, ResourceError where the system killed it."""
+        """The answer to the last command. Raises the child's error, or ResourceError if the system killed the child."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -82,7 +82,7 @@ class Child:
         return result_of(json.loads(line))
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """`send` and `receive`."""
+        """Call `send`, then `receive`."""
         self.send(do, **arguments)
         return self.receive()
 
@@ -104,7 +104,7 @@ class Child:
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()  # does nothing to one that has ended
+        self._process.kill()  # no effect on a process that has ended
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             if stream is not None:
@@ -119,7 +119,7 @@ class Child:
 
 
 def result_of(answer: dict[str, Any]) -> Any:
-    """The result in an answer; raises the error in it."""
+    """The result in an answer. Raises the error in it, if there is one."""
     if "error" not in answer:
         return answer["result"]
     error = answer["error"]
@@ -128,9 +128,9 @@ def result_of(answer: dict[str, Any]) -> Any:
 
 
 class Team:
-    """Children that get every command at once and give one answer. A context manager: leaving it ends them.
+    """Children that run every command together and give one answer. A context manager that ends them on exit.
 
-    What one of them fails at, all fail at: the others may be waiting for it for ever, so they are ended.
+    If one of them fails, the command fails and all are ended, because the others may wait for it for ever.
     """
 
     def __init__(self, children: Sequence[Child]) -> None:
@@ -141,11 +141,11 @@ class Team:
 
     @property
     def pids(self) -> set[int]:
-        """The processes' ids."""
+        """The process ids."""
         return {child.pid for child in self._children}
 
     def prepare(self, case: Case, memory_share: float) -> None:
-        """Begin to build a case; `receive` gives its description. Processes on one CPU share the memory too."""
+        """Start building a case; `receive` returns its description. Processes on one CPU also share the memory."""
         share = memory_share / (len(self._children) if case.device == "cpu" else 1)
         meeting = str(Path(self._folder.name) / "meeting")
         self._merge = _first
@@ -153,14 +153,14 @@ class Team:
             child.send("prepare", case=dataclasses.asdict(case), memory_share=share, rank=rank, meeting=meeting)
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """The answer of all; raises the first error."""
+        """Run a command on all children and return the merged answer. Raises the first error."""
         for child in self._children:
             child.send(do, **arguments)
         self._merge = _MERGES.get(do, _first)
         return self.receive()
 
     def receive(self) -> Any:
-        """The answer to what was begun."""
+        """The merged answer to the last command."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -171,9 +171,9 @@ class Team:
             raise
 
     def _answers(self) -> list[Any]:
-        """Of every process, in their order, but read as they come.
+        """The answers of all processes in order of rank, read as they arrive.
 
-        Where some miss another one, what became of that is raised, if it is known soon.
+        If some report a lost peer, the lost process's own error is raised, if it is known soon.
         """
         found: dict[int, Any] = {}
         lost: PeerLostError | None = None
@@ -212,7 +212,7 @@ def _first(answers: list[Any]) -> Any:
 
 
 def _slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """They took the same steps, each of which is done when the last process has done it."""
+    """Merge timings of a common step: a step is done when the last process has finished it."""
     return {
         "seconds": [max(step) for step in zip(*(a["seconds"] for a in answers), strict=True)],
         "wall": max(a["wall"] for a in answers),
@@ -228,9 +228,10 @@ _MERGES: dict[str, Callable[[list[Any]], Any]] = {"measure": _slowest, "memory":
 
 
 def processes_of(asked: int | None, environ: Mapping[str, str] = os.environ) -> int | None:
-    """With how many processes this one measures; None for those of torchrun's that have nothing to do.
+    """The number of measuring processes; None in those of torchrun's processes that have nothing to do.
 
-    The children are our own, in torchrun's number: baseline and variant need a set each, to take turns.
+    The children are started by this process, in the number that torchrun used: baseline and variant need a set each, to
+    take turns.
     """
     world = int(environ.get("WORLD_SIZE", "1"))
     if world == 1:

@@ -1,4 +1,4 @@
-"""What the rows of a bench mean, in sentences: per shape of Linear and for the whole model."""
+"""Sentences that interpret the rows of a bench, per shape of Linear and for the whole model."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from lpconv.results import BenchRow, GemmRecord
 
 _ALIGNMENT = 16
 _ENOUGH_ROUNDS = 8
-_STEADY = 1.1  # how far the baseline's step may move from row to row before we say so
+_STEADY = 1.1  # largest ratio between the baseline's step times in different rows that goes unmentioned
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRoofline:
-    """How long the Linears of a step take at the measured peaks, in seconds: in 16 bits, and in fp8 by `method`.
+    """Predicted seconds of the Linears of a step at the measured peaks: in 16 bits, and in fp8 with `method`.
 
-    `fp8_s` is None where fp8 is emulated. `gemms` are all Linears by shape, `inner` those that fp8 would compute.
+    `fp8_s` is None if fp8 is emulated. `gemms` are all Linears by shape, `inner` those that fp8 would compute.
     """
 
     method: str
@@ -26,7 +26,7 @@ class StepRoofline:
 
 
 def verdict_sentences(base: BenchRow, done: Sequence[BenchRow], roofline: StepRoofline) -> tuple[str, ...]:
-    """The verdict on rows that were measured, `base` among them, and that share model, mode and sizes."""
+    """The verdict on measured rows, including `base`, with the same model, mode and sizes."""
     low = [r for r in done if r.format == "fp8"]
     return (
         *_emulation(low, roofline),
@@ -67,7 +67,7 @@ def _measured(row: BenchRow) -> str:
 
 
 def _shapes(roofline: StepRoofline) -> Iterator[str]:
-    """Which Linears gain and which lose in fp8, and from how many tokens on; nothing where fp8 is emulated."""
+    """Which Linears gain and which lose in fp8, and the break-even number of tokens; nothing if fp8 is emulated."""
     method, known = roofline.method, [r for r in roofline.gemms if r.gain is not None]
     gaining = [r for r in known if (r.gain or 0) > 1]
     losing = [r for r in known if (r.gain or 0) <= 1]
@@ -86,7 +86,7 @@ def _shapes(roofline: StepRoofline) -> Iterator[str]:
 
 
 def _amdahl(base: BenchRow, low: Sequence[BenchRow], roofline: StepRoofline) -> str:
-    """From the speed-up of the products to that of the step."""
+    """The speed-up of the step that follows from the speed-up of the products (Amdahl)."""
     assert base.timing is not None
     step, plain, fast = base.timing.median_s, roofline.plain_s, roofline.fp8_s
     share = plain / step
@@ -134,7 +134,7 @@ def _unsteady(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
 
 
 def _disturbed(rows: Sequence[BenchRow]) -> Iterator[str]:
-    """What NVML saw that makes times doubtful."""
+    """NVML observations that make times doubtful."""
     states = [r.gpu for r in rows if r.gpu is not None]
     strangers = sorted({pid for s in states for pid in s.foreign_processes})
     reasons = sorted({reason for s in states for reason in s.throttle_reasons})

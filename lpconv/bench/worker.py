@@ -1,10 +1,9 @@
-"""The child process: one case, or the machine's peaks, measured on command.
+"""The child process: measures one case, or the machine's peaks, on command.
 
-A line of JSON on stdin asks, a line of JSON on stdout answers; what libraries print goes to stderr. An answer is
-``{"result": …}`` or ``{"error": …}``. The process ends with its stdin.
+It reads requests from stdin and writes answers to stdout, as lines of JSON; output of libraries goes to stderr. An
+answer is ``{"result": …}`` or ``{"error": …}``. The process ends when its stdin closes.
 
-The machine's peaks are what it does at best: matrix products and copies, measured, since data sheets promise what none
-reaches.
+Peaks are the best measured speeds of matrix products and copies, because no program reaches the numbers of data sheets.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ _FP8_CAPABILITY = (8, 9)
 
 
 def measure_peaks(device: str) -> PeakRecord:
-    """Products of square matrices in bf16, fp32 and, if the device has it, fp8; a copy that leaves the caches."""
+    """Measure products of square matrices in bf16, fp32 and, if supported, fp8, and a copy larger than the caches."""
     is_gpu = device != "cpu"
     n = _GPU_SIZE if is_gpu else _CPU_SIZE
     flops = 2.0 * n**3
@@ -60,7 +59,7 @@ def measure_peaks(device: str) -> PeakRecord:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The shortest of a few runs after one that does not count: a peak is what the machine can do undisturbed."""
+    """The shortest of several runs after a warm-up, because a peak is the undisturbed speed."""
     times = []
     for _ in range(_RUNS + 1):
         start = time.perf_counter()
@@ -76,19 +75,19 @@ _VERSIONS = ("torch", "transformers", "torchao", "transformer-engine", "torch-op
 
 
 class Worker:
-    """One method for each command; the device's peaks and one case at a time."""
+    """One method per command; holds one case at a time."""
 
     def __init__(self) -> None:
         self._runner: CaseRunner | None = None
 
     @property
     def runner(self) -> CaseRunner:
-        """The case that was prepared."""
+        """The prepared case."""
         assert self._runner is not None, "prepare comes first"
         return self._runner
 
     def look(self, device: str | None, processes: int) -> dict[str, Any]:
-        """Which device a run would use, the first of several; UnsupportedError for a GPU that is not there."""
+        """The device that a run would use (the first of several). Raises UnsupportedError if there is no such GPU."""
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", chosen):
             raise UsageError(f"unknown device `{chosen}`", hint="cpu, cuda or cuda:0")
@@ -101,7 +100,7 @@ class Worker:
         return {"device": f"cuda:{index}", "index": index, "name": torch.cuda.get_device_name(index)}
 
     def prepare(self, case: dict[str, Any], memory_share: float, rank: int, meeting: str) -> dict[str, Any]:
-        """Build a case, one of its processes, and describe it."""
+        """Build this process's part of a case, and describe it."""
         if case["processes"] > 1 and case["device"] != "cpu":
             case["device"] = f"cuda:{rank}"
         _use(case["device"], case["threads"], case["processes"])
@@ -121,16 +120,16 @@ class Worker:
         }
 
     def warm_up(self, iterations: int, seconds: float) -> None:
-        """Steps that do not count."""
+        """Run steps without recording them."""
         self.runner.measure(iterations, seconds)
 
     def measure(self, iterations: int, seconds: float) -> dict[str, Any]:
-        """Times of steps in seconds, the wall time of one, and recompiles since the warm-up."""
+        """Step times in seconds, the wall time of a step, and the number of recompiles since the warm-up."""
         times, wall = self.runner.measure(iterations, seconds)
         return {"seconds": times, "wall": wall, "recompiles": self.runner.recompiles}
 
     def spin(self, seconds: float) -> int:
-        """Steps without a pause for that long; how many."""
+        """Run steps back to back for `seconds` and return their number."""
         return self.runner.spin(seconds)
 
     def memory(self) -> dict[str, Any]:
@@ -140,12 +139,12 @@ class Worker:
         if self.runner.case.device != "cpu":
             reserved = torch.cuda.max_memory_reserved()
             free, total = torch.cuda.mem_get_info()
-            process = total - free  # of all processes; NVML tells them apart where it is there
+            process = total - free  # of all processes; only NVML can tell them apart
         process = process or peak_rss_bytes()
         return dataclasses.asdict(dataclasses.replace(found, reserved_bytes=reserved, process_bytes=process))
 
     def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:
-        """What the device does at best: the fields of a PeakRecord."""
+        """Peak speeds of the device: the fields of a PeakRecord."""
         _use(device, threads, processes)
         return dataclasses.asdict(measure_peaks(device))
 
@@ -163,7 +162,7 @@ def _check_gpus(device: str, index: int, processes: int) -> None:
 
 
 def _use(device: str, threads: int | None, processes: int) -> None:
-    """Let torch's functions that name no GPU mean this one, and share a CPU's cores among processes."""
+    """Make this GPU torch's default, and divide a CPU's cores among processes."""
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, _ALL_THREADS // processes)
     if threads is not None:
@@ -179,7 +178,7 @@ def _device_name(device: str) -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux describes it; elsewhere its family."""
+    """Name of the CPU from Linux's /proc/cpuinfo; on other systems its family."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
@@ -200,7 +199,7 @@ def _versions() -> dict[str, str]:
 
 
 def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one request, errors included."""
+    """Run one request and return the answer, or the error as an answer."""
     command: Callable[..., Any] = getattr(worker, request.pop("do"))
     try:
         return {"result": command(**request)}
@@ -209,13 +208,13 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     except torch.OutOfMemoryError as e:
         found = ResourceError(str(e).splitlines()[0], hint="take a smaller --batch or --seq, or fewer --layers")
         return {"error": found.to_dict()}
-    except Exception as e:  # whatever a model, a compiler or a peer raises belongs to its row
+    except Exception as e:  # errors of a model, compiler or peer belong to its row
         first = (str(e).splitlines() or [""])[0]
         return {"error": (peer_lost(e) or LpconvError(f"{type(e).__name__}: {first}")).to_dict()}
 
 
 def main() -> None:
-    """Answer until stdin ends."""
+    """Answer requests until stdin closes."""
     answers = own_stdout()
     worker = Worker()
     for line in sys.stdin:
