@@ -71,7 +71,7 @@ def require(names: Iterable[str], result: DoctorResult) -> None:
     """
     known = {**{name: (name,) for name in FORMATS}, **_GROUPS, **dict.fromkeys((*EXTRAS, "gpu"), ())}
     wanted = {name: find("requirement", name, known) for name in names}
-    lacking = [(name, *lack) for name, formats in wanted.items() for lack in _lacks(name, formats, result)]
+    lacking = [(name, *lack) for name, formats in wanted.items() for lack in _missing_parts(name, formats, result)]
     if lacking:
         raise UnsupportedError(
             "not available here: " + "; ".join(f"{name} ({why})" for name, why, _ in lacking),
@@ -80,14 +80,17 @@ def require(names: Iterable[str], result: DoctorResult) -> None:
         )
 
 
-def _lacks(name: str, formats: tuple[str, ...], result: DoctorResult) -> Iterator[tuple[str, str]]:
+def _missing_parts(name: str, formats: tuple[str, ...], result: DoctorResult) -> Iterator[tuple[str, str]]:
     """(reason, remedy) for each thing that the requirement `name` lacks; empty if it is met."""
     missing = [p.name for p in result.packages if p.extra == name != "gpu" and not p.ok]
     if missing:
         yield ", ".join(missing) + " not installed", f"pip install 'lpconv[{name}]'"
     native = {s.format for s in result.formats if s.level == NATIVE}
     for fmt in [f for f in formats if f not in native][:1]:
-        yield ", ".join(f"{s.level} on {s.device}" for s in result.formats if s.format == fmt), f"use {_needs(fmt)}"
+        yield (
+            ", ".join(f"{s.level} on {s.device}" for s in result.formats if s.format == fmt),
+            f"use {_native_hardware(fmt)}",
+        )
     gpus = [d for d in result.devices if d.kind != "cpu"]
     if name == "gpu" and all(d.problem for d in gpus):
         why = "; ".join(f"{d.name}: {d.problem}" for d in gpus) or "torch finds no GPU"
@@ -149,7 +152,7 @@ def _support(fmt: Format, device: DeviceRecord) -> FormatSupport:
         level, note = UNAVAILABLE, device.problem
     elif not _is_native(fmt.name, device):
         wider = "bf16" if _fits_bf16(fmt) and _is_native("bf16", device) else "fp32"
-        level, note = EMULATED, f"decoded exactly to {wider}; native needs {_needs(fmt.name)}"
+        level, note = EMULATED, f"decoded exactly to {wider}; native needs {_native_hardware(fmt.name)}"
     return FormatSupport(format=fmt.name, device=device.label, level=level, note=note)
 
 
@@ -165,7 +168,7 @@ def _fits_bf16(fmt: Format) -> bool:
     return fmt.name != "bf16" and fmt.mantissa_bits <= bf16.mantissa_bits and in_range
 
 
-def _needs(format_name: str) -> str:
+def _native_hardware(format_name: str) -> str:
     """Description of the hardware that multiplies a format natively."""
     where = [f"a CPU with {'/'.join(_CPU_FLAGS[format_name])}"] if format_name in _CPU_FLAGS else []
     if format_name in _CAPABILITIES:
@@ -184,13 +187,13 @@ def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
     fp8 = device.kind != "cpu" and _is_native("e4m3fn", device)
     found = []
     for layout, left, rows in _PRODUCTS:
-        note = _tried(left, rows, device.label) if fp8 else "decoded exactly to bf16"
+        note = _try_product(left, rows, device.label) if fp8 else "decoded exactly to bf16"
         level = EMULATED if not fp8 else ERROR if note else NATIVE
         found.append(ProductSupport(layout=layout, device=device.label, level=level, note=note))
     return tuple(found)
 
 
-def _tried(left: str, rows: int, device: str) -> str:
+def _try_product(left: str, rows: int, device: str) -> str:
     """Description of what is wrong with a product of random codes on a device; "" if it is correct."""
     import torch
 

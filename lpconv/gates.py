@@ -58,28 +58,28 @@ class GateTable(Generic[R]):
         return tuple(g.check(self.metrics[g.metric](result)) for g in gates)
 
 
-def _weights(figure: Callable[[WeightsCheck], float]) -> Callable[[VerifyResult], float | None]:
+def _weights_metric(figure: Callable[[WeightsCheck], float]) -> Callable[[VerifyResult], float | None]:
     return lambda result: figure(result.weights) if result.weights else None
 
 
-def _logits(figure: Callable[[LogitsCheck], float | None]) -> Callable[[VerifyResult], float | None]:
+def _logits_metric(figure: Callable[[LogitsCheck], float | None]) -> Callable[[VerifyResult], float | None]:
     return lambda result: figure(result.logits) if result.logits else None
 
 
-_OF_LOGITS = {
-    "logits_max_abs_diff": _logits(lambda g: g.max_abs_diff),
-    "logits_rel_error": _logits(lambda g: g.rel_error),
-    "top1": _logits(lambda g: g.top1_agreement),
-    "kl": _logits(lambda g: g.mean_kl),
-    "reverse_kl": _logits(lambda g: g.reverse_kl),
-    "perplexity": _logits(lambda g: g.perplexity),
+_LOGITS_METRICS = {
+    "logits_max_abs_diff": _logits_metric(lambda g: g.max_abs_diff),
+    "logits_rel_error": _logits_metric(lambda g: g.rel_error),
+    "top1": _logits_metric(lambda g: g.top1_agreement),
+    "kl": _logits_metric(lambda g: g.mean_kl),
+    "reverse_kl": _logits_metric(lambda g: g.reverse_kl),
+    "perplexity": _logits_metric(lambda g: g.perplexity),
 }
 
 CONVERT_GATES = GateTable[VerifyResult](
     metrics={
-        "sqnr": _weights(lambda w: w.min_sqnr_db),
-        "max_rel_error": _weights(lambda w: w.max_rel_error),
-        **_OF_LOGITS,
+        "sqnr": _weights_metric(lambda w: w.min_sqnr_db),
+        "max_rel_error": _weights_metric(lambda w: w.max_rel_error),
+        **_LOGITS_METRICS,
     },
     example="sqnr>=25",
 )
@@ -87,10 +87,10 @@ CONVERT_GATES = GateTable[VerifyResult](
 
 def needs_logits(gates: Sequence[Gate]) -> bool:
     """Whether any gate of a conversion needs the logits, and so a run of both models."""
-    return any(g.metric in _OF_LOGITS for g in gates)
+    return any(g.metric in _LOGITS_METRICS for g in gates)
 
 
-def _end(name: str) -> Callable[[FinetuneResult], float | None]:
+def _final_metric(name: str) -> Callable[[FinetuneResult], float | None]:
     """A held-out metric after the last step, averaged over the seeds of the run."""
 
     def value(result: FinetuneResult) -> float | None:
@@ -100,7 +100,7 @@ def _end(name: str) -> Callable[[FinetuneResult], float | None]:
     return value
 
 
-def _gap(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[FinetuneResult], float | None]:
+def _gap_metric(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[FinetuneResult], float | None]:
     """A metric of the gap between run and twin."""
 
     def value(result: FinetuneResult) -> float | None:
@@ -113,16 +113,18 @@ def _gap(name: str, figure: Callable[[GapRecord], float | None]) -> Callable[[Fi
 FINETUNE_GATES = GateTable[FinetuneResult](
     metrics={
         # Metrics of the published model, because the gate decides about that model; `own` is the arithmetic of the run.
-        "loss": _end("eval_loss_published"),
-        "loss_gap": _gap("eval_loss_published", lambda g: g.gap),
+        "loss": _final_metric("eval_loss_published"),
+        "loss_gap": _gap_metric("eval_loss_published", lambda g: g.gap),
         # Lower end of the gap's 95 % interval: above 0 if the gap exceeds the noise.
-        "loss_gap_low": _gap("eval_loss_published", lambda g: None if g.half_width is None else g.gap - g.half_width),
-        "loss_gap_fp32": _gap("eval_loss_fp32", lambda g: g.gap),
-        "loss_gap_own": _gap("eval_loss", lambda g: g.gap),
-        "accuracy": _end("eval_accuracy_published"),
-        "accuracy_gap": _gap("eval_accuracy_published", lambda g: g.gap),
-        "accuracy_gap_own": _gap("eval_accuracy", lambda g: g.gap),
-        "accuracy_gap_fp32": _gap("eval_accuracy_fp32", lambda g: g.gap),
+        "loss_gap_low": _gap_metric(
+            "eval_loss_published", lambda g: None if g.half_width is None else g.gap - g.half_width
+        ),
+        "loss_gap_fp32": _gap_metric("eval_loss_fp32", lambda g: g.gap),
+        "loss_gap_own": _gap_metric("eval_loss", lambda g: g.gap),
+        "accuracy": _final_metric("eval_accuracy_published"),
+        "accuracy_gap": _gap_metric("eval_accuracy_published", lambda g: g.gap),
+        "accuracy_gap_own": _gap_metric("eval_accuracy", lambda g: g.gap),
+        "accuracy_gap_fp32": _gap_metric("eval_accuracy_fp32", lambda g: g.gap),
         "skipped": lambda result: sum(r.num_skipped for r in result.runs if r.role == "run"),
     },
     example="loss_gap<=0.05",
@@ -152,8 +154,8 @@ GATES: Mapping[str, GateTable[Any]] = {
 def check_rows(gates: Sequence[Gate], rows: Sequence[BenchRow]) -> tuple[GateRecord, ...]:
     """Check every gate on every row, except baselines and skipped rows. A row that failed fails its gates."""
     judged = [r for r in rows if not r.is_baseline and r.status != "skipped"]
-    return tuple(_of_row(record, r) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
+    return tuple(_for_row(record, r) for g in gates for r in judged for record in BENCH_GATES.check([g], r))
 
 
-def _of_row(record: GateRecord, row: BenchRow) -> GateRecord:
+def _for_row(record: GateRecord, row: BenchRow) -> GateRecord:
     return replace(record, expression=f"{record.expression} ({row.name}, {row.place})")

@@ -19,7 +19,7 @@ _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page if there is no limit
 _KIB = 2**10
 # Messages of allocators (Python, torch, the C library) and of the loader if memory for a library's code is missing.
-_SAID = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
+_MESSAGES = ("can't allocate memory", "cannot allocate memory", "bad alloc", "can't start new thread", "out of memory",
          "failed to map segment", "unable to allocate", "std::bad_alloc", "not enough memory",
          # CPython's two messages if an allocation failed during an import and the MemoryError was lost.
          "error return without exception set", "returned null without setting an exception")  # fmt: skip
@@ -49,13 +49,13 @@ class _Limit:
 
 def memory_limit(root: Path = _ROOT) -> int | None:
     """The tightest memory limit of container and process in bytes, or None if there is none."""
-    return min((limit.size for limit in _limits(root)), default=None)
+    return min((limit.size for limit in _memory_limits(root)), default=None)
 
 
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping, an out-of-memory kill or a refusal: the minimum over all limits."""
-    left = [limit.size - limit.used for limit in _limits(root)]
-    return max(0, min([_free(root), *left]))
+    left = [limit.size - limit.used for limit in _memory_limits(root)]
+    return max(0, min([_free_memory(root), *left]))
 
 
 def free_addresses(root: Path = _ROOT) -> int | None:
@@ -70,7 +70,7 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     is_refused = named or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     text = str(error).lower()
     said = isinstance(error, (RuntimeError, ImportError, OSError, SystemError)) and any(
-        words in text for words in _SAID
+        words in text for words in _MESSAGES
     )
     if not is_refused and not said:
         return None
@@ -84,15 +84,15 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
 
 def peak_rss_bytes(root: Path = _ROOT) -> int:
     """Peak resident memory of this process in bytes."""
-    for line in _read(root / "proc/self/status").splitlines():
+    for line in _read_text(root / "proc/self/status").splitlines():
         if line.startswith("VmHWM:"):  # getrusage would include the process that started this one
             return int(line.split()[1]) * _KIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * _KIB  # bytes on macOS, KiB elsewhere
 
 
-def _free(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
+def _free_memory(root: Path) -> int:
+    for line in _read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * _KIB
     import psutil  # imported late: needed only without /proc, and slow to import at start-up
@@ -101,15 +101,15 @@ def _free(root: Path) -> int:
     return available
 
 
-def _limits(root: Path) -> list[_Limit]:
+def _memory_limits(root: Path) -> list[_Limit]:
     counted = {"Max address space": "VmSize", "Max data size": "VmData"}
     return [*_process_limits(root / "proc/self", counted), *_container_limits(root)]
 
 
 def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
     """The limits in `counted` that are set, each with the memory that the kernel counts against it."""
-    used = dict(line.split(":", 1) for line in _read(proc / "status").splitlines() if ":" in line)
-    for line in _read(proc / "limits").splitlines():
+    used = dict(line.split(":", 1) for line in _read_text(proc / "status").splitlines() if ":" in line)
+    for line in _read_text(proc / "limits").splitlines():
         for name, size in counted.items():
             soft = line.removeprefix(name).split()[:1] if line.startswith(name) else []
             if soft and soft[0].isdigit():
@@ -118,8 +118,8 @@ def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
 
 def _container_limits(root: Path) -> Iterator[_Limit]:
     """Memory limits of the process's cgroup and of its parents, as far as they are visible from here."""
-    own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    for mount in _read(root / "proc/self/mountinfo").splitlines():
+    own = [line.split(":", 2) for line in _read_text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    for mount in _read_text(root / "proc/self/mountinfo").splitlines():
         fields, _, kind = mount.partition(" - ")
         if not kind.startswith("cgroup"):
             continue
@@ -130,11 +130,11 @@ def _container_limits(root: Path) -> Iterator[_Limit]:
         path = next((p for _, names, p in own if (not names if is_v2 else "memory" in names.split(","))), None)
         if path is None:
             continue
-        for folder in _nested(root / point.lstrip("/"), shown, path):
+        for folder in _parent_folders(root / point.lstrip("/"), shown, path):
             yield from _cgroup_limits(folder, is_v2=is_v2)
 
 
-def _nested(mount: Path, shown: str, path: str) -> list[Path]:
+def _parent_folders(mount: Path, shown: str, path: str) -> list[Path]:
     """Folders of a cgroup and its parents below `mount`, which shows the hierarchy from `shown` down."""
     inside = PurePosixPath(path)
     # In a container the mount may begin at the cgroup itself, under a name that exists only on the host.
@@ -145,11 +145,11 @@ def _nested(mount: Path, shown: str, path: str) -> list[Path]:
 def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
     # Above `memory.high` the kernel throttles the process almost to a standstill.
     limits = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
-    sizes = [int(text) for name in limits if (text := _read(folder / name).strip()).isdigit()]
+    sizes = [int(text) for name in limits if (text := _read_text(folder / name).strip()).isdigit()]
     if not sizes or min(sizes) >= _ENDLESS:
         return
-    used = _read(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
-    yield _Limit(size=min(sizes), used=int(used or 0) - _file_pages(_read(folder / "memory.stat"), is_v2=is_v2))
+    used = _read_text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
+    yield _Limit(size=min(sizes), used=int(used or 0) - _file_pages(_read_text(folder / "memory.stat"), is_v2=is_v2))
 
 
 def _file_pages(stat: str, *, is_v2: bool) -> int:
@@ -161,7 +161,7 @@ def _file_pages(stat: str, *, is_v2: bool) -> int:
     return max(0, active + inactive - mapped)
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -133,23 +133,23 @@ class Declared:
 
 def _bound_words(bound: Bound) -> str:
     if isinstance(bound, Ge):
-        return f"from {_zero(bound.ge)} on"
-    return f"above {_zero(bound.gt)}" if isinstance(bound, Gt) else f"below {_zero(bound.lt)}"
+        return f"from {_number_text(bound.ge)} on"
+    return f"above {_number_text(bound.gt)}" if isinstance(bound, Gt) else f"below {_number_text(bound.lt)}"
 
 
-def _zero(number: Any) -> str:
+def _number_text(number: Any) -> str:
     return f"{number:g}" if number else "zero"
 
 
 def options_of(record: type[Any]) -> dict[str, Declared]:
     """The options of a record and of its groups, by name, in order of declaration."""
-    return {d.name: d for d in _declared(record)}
+    return {d.name: d for d in _declared_options(record)}
 
 
-def _declared(record: type[Any]) -> Iterator[Declared]:
-    for field, group, option in _fields(record):
+def _declared_options(record: type[Any]) -> Iterator[Declared]:
+    for field, group, option in _annotated_fields(record):
         if group is not None:
-            yield from _declared(group.record)
+            yield from _declared_options(group.record)
         elif option is not None:
             kind = typing.get_args(field.type)[0]
             parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
@@ -166,7 +166,7 @@ def _declared(record: type[Any]) -> Iterator[Declared]:
             )
 
 
-def _fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group | None, Option | None]]:
+def _annotated_fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group | None, Option | None]]:
     for field in dataclasses.fields(record):
         notes = getattr(field.type, "__metadata__", ())
         yield (
@@ -178,12 +178,12 @@ def _fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group |
 
 def fields_of_run(record: type[Any]) -> frozenset[str]:
     """The fields that affect how a run proceeds but not its result."""
-    return frozenset(d.field for d in _declared(record) if d.option.of_run)
+    return frozenset(d.field for d in _declared_options(record) if d.option.of_run)
 
 
 def fields_that_may_change(record: type[Any]) -> frozenset[str]:
     """The fields that may differ when a run is resumed: those of the run itself, and gates."""
-    return fields_of_run(record) | {d.field for d in _declared(record) if d.option.judges}
+    return fields_of_run(record) | {d.field for d in _declared_options(record) if d.option.judges}
 
 
 def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
@@ -203,7 +203,7 @@ def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
 def make(record: type[T], values: Mapping[str, Any]) -> T:
     """Make a record from `values` by option name; all other fields keep their defaults."""
     found: dict[str, Any] = {}
-    for field, group, option in _fields(record):
+    for field, group, option in _annotated_fields(record):
         if group is not None:
             found[field.name] = group.make(make(group.record, values))
         elif option is not None and (option.name or field.name) in values:
@@ -219,7 +219,7 @@ def check(options: Any) -> None:
     if getattr(options, "resume", False) and getattr(options, "force", False):
         raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
     known = options_of(type(options))
-    for field, group, option in _fields(type(options)):
+    for field, group, option in _annotated_fields(type(options)):
         value = getattr(options, field.name)
         if group is not None and isinstance(value, group.record):
             check(value)

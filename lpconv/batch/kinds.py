@@ -50,7 +50,7 @@ class Kind:
     is_exact: bool = False
 
 
-def _fields(record: type[Any]) -> dict[str, Declared]:
+def _manifest_fields(record: type[Any]) -> dict[str, Declared]:
     return {name: d for name, d in options_of(record).items() if d.option.only in (None, "manifest")}
 
 
@@ -82,7 +82,7 @@ def _bench_words(options: BenchOptions) -> str:
 
 KINDS: dict[str, Kind] = {
     "convert": Kind(
-        fields=_fields(ConvertOptions),
+        fields=_manifest_fields(ConvertOptions),
         options=_convert_options,
         words=lambda options: f"{options.method} {options.format}",
         proof="SHA256SUMS",
@@ -90,21 +90,21 @@ KINDS: dict[str, Kind] = {
         is_exact=True,
     ),
     "finetune": Kind(
-        fields=_fields(FinetuneOptions),
+        fields=_manifest_fields(FinetuneOptions),
         options=_finetune_options,
         words=_finetune_words,
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
     ),
     "bench": Kind(
-        fields=_fields(BenchOptions),
+        fields=_manifest_fields(BenchOptions),
         options=_bench_options,
         words=_bench_words,
         proof=BENCH_FILE,
         accepts=lambda proof: not (result := read_bench(proof)).interrupted and problem(result) is None,
     ),
     "probe": Kind(
-        fields=_fields(ProbeOptions),
+        fields=_manifest_fields(ProbeOptions),
         options=_probe_options,
         words=lambda options: f"{options.steps} steps",
         proof="probe.json",

@@ -78,23 +78,23 @@ def read_lock(path: Path) -> Lock | None:
 
 def begin_lock(path: Path) -> Lock:
     """Read the lock file, creating it if needed. Raises ResourceError if it cannot be written, before any work."""
-    return _change(path, lambda lock: lock)
+    return _update_lock(path, lambda lock: lock)
 
 
 def enter(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
     """Add or replace an entry in the lock file. Returns the new contents, including entries of other processes."""
-    return _change(path, lambda lock: lock.with_entry(entry, jobs))
+    return _update_lock(path, lambda lock: lock.with_entry(entry, jobs))
 
 
-def _change(path: Path, change: Callable[[Lock], Lock]) -> Lock:
-    with _held(path):
+def _update_lock(path: Path, change: Callable[[Lock], Lock]) -> Lock:
+    with _lock_for_writing(path):
         lock = change(read_lock(path) or Lock())
         write_small(path, ordered_json_text(to_json(lock)))
     return lock
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
+def _lock_for_writing(path: Path) -> Iterator[None]:
     """Exclusive lock on the file for the duration of the block. Readers see the old or the new contents."""
     while True:
         try:
@@ -115,8 +115,8 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
     return LockEntry(
         id=job.id,
         kind=job.kind,
-        model=_portable(job.model, folder),
-        resolved=_portable(source.resolved if source else job.model, folder),
+        model=_portable_path(job.model, folder),
+        resolved=_portable_path(source.resolved if source else job.model, folder),
         revision=source.revision if source else None,
         settings=_locked_settings(job, folder),
         source_files=source.files if source else (),
@@ -128,19 +128,19 @@ def lock_entry(job: BatchJob, outcome: JobOutcome, folder: Path) -> LockEntry:
 
 def _locked_settings(job: BatchJob, folder: Path) -> dict[str, Any]:
     """The options that determine a job's output or verdict, as JSON."""
-    settings = _lockable(to_json(job.options), job)
+    settings = _lockable_settings(to_json(job.options), job)
     for declared in KINDS[job.kind].fields.values():
         if declared.option.is_path and settings[declared.field] is not None:
-            settings[declared.field] = _portable(str(settings[declared.field]), folder)
+            settings[declared.field] = _portable_path(str(settings[declared.field]), folder)
     return settings
 
 
-def _lockable(settings: Mapping[str, Any], job: BatchJob) -> dict[str, Any]:
+def _lockable_settings(settings: Mapping[str, Any], job: BatchJob) -> dict[str, Any]:
     left_out = fields_of_run(type(job.options)) | _PERMISSIONS
     return {k: v for k, v in settings.items() if k not in left_out}
 
 
-def _portable(name: str, folder: Path) -> str:
+def _portable_path(name: str, folder: Path) -> str:
     """A model's name, or an absolute path as a path relative to `folder`, which then starts with a dot."""
     if not Path(name).is_absolute():
         return name
@@ -208,8 +208,8 @@ def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) ->
 
 
 def _job_differences(job: BatchJob, entry: LockEntry, folder: Path) -> Iterator[str]:
-    settings = _locked_settings(job, folder) | {"kind": job.kind, "model": _portable(job.model, folder)}
-    locked = _lockable(entry.settings, job) | {"kind": entry.kind, "model": entry.model}
+    settings = _locked_settings(job, folder) | {"kind": job.kind, "model": _portable_path(job.model, folder)}
+    locked = _lockable_settings(entry.settings, job) | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):
         if settings.get(name) != locked.get(name):
             yield f"{name} is {_show(settings.get(name))} and was {_show(locked.get(name))}"

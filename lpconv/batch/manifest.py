@@ -54,7 +54,7 @@ def load_manifest(path: Path) -> Manifest:
     """
     path = path.absolute()
     document = read_document(path)
-    with _at(path.name):
+    with _prefix_errors(path.name):
         top = read_mapping(document, MANIFEST_KEYS, "")
         _check_version(top.get("version"))
         defaults = _defaults(top.get("defaults", {}), path.parent)
@@ -81,33 +81,33 @@ def _job_list(top: dict[str, Any]) -> list[Any]:
 def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     """The default settings for each kind: at the top level for conversions, under the name of the kind for others."""
     others = [kind for kind in KINDS if kind != DEFAULT_KIND]
-    given = read_mapping(raw, (*SHARED_FIELDS, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_ELSEWHERE)
+    given = read_mapping(raw, (*SHARED_FIELDS, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_HINTS)
     shared = {name: given[name] for name in SHARED_FIELDS if name in given}
     own = {kind: given.pop(kind, {}) for kind in others} | {DEFAULT_KIND: given}
     found = {}
     for kind, settings in own.items():
         place = "defaults" if kind == DEFAULT_KIND else f"defaults.{kind}"
         fields = SHARED_FIELDS | dict(KINDS[kind].fields)
-        found[kind] = _read(shared, fields, folder, "defaults") | _read(settings, fields, folder, place)
+        found[kind] = _read_fields(shared, fields, folder, "defaults") | _read_fields(settings, fields, folder, place)
     return found
 
 
-def _read(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:
+def _read_fields(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:
     """The mapping at `place`, with every value parsed by its field."""
-    settings = read_mapping(raw, fields, place, elsewhere=_ELSEWHERE)
+    settings = read_mapping(raw, fields, place, elsewhere=_HINTS)
     for name, value in settings.items():
-        with _at(f"{place}.{name}"):
+        with _prefix_errors(f"{place}.{name}"):
             settings[name] = read_setting(fields[name], value)
         if fields[name].option.is_path and settings[name] is not None:
-            settings[name] = type(settings[name])(_place(str(settings[name]), folder))
+            settings[name] = type(settings[name])(_resolve_path(str(settings[name]), folder))
     return settings
 
 
 def _job(
     raw: Any, defaults: Mapping[str, Mapping[str, Any]], earlier: Sequence[BatchJob], folder: Path, place: str
 ) -> BatchJob:
-    kind = _kind(raw, place)
-    settings = dict(defaults[kind]) | _read(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
+    kind = _kind_of_job(raw, place)
+    settings = dict(defaults[kind]) | _read_fields(raw, COMMON_FIELDS | dict(KINDS[kind].fields), folder, place)
     own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
     for key in ("id", "model"):
         if key not in own:
@@ -115,19 +115,19 @@ def _job(
     job_id = own["id"]
     model, needs = _model_and_needs(own, earlier, place)
     if is_url(str(own.get("output", ""))):
-        with _at(f"{place}.output"):
+        with _prefix_errors(f"{place}.output"):
             raise UsageError("a job writes to a folder", hint="copy it from there, or convert by a command of its own")
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
         raise UsageError(f"{place}.split: a {kind} job is not shared out", hint="only conversions are")
-    with _at(f"{place} ({job_id})"):
+    with _prefix_errors(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
         if own.get("split", 1) > 1 and isinstance(options, ConvertOptions):
             check_shareable(options)
     return BatchJob(
         id=job_id,
         kind=kind,
-        model=_place(model, folder),
+        model=_resolve_path(model, folder),
         output=Path(os.path.normpath(output)),
         needs=needs,
         **{name: own[name] for name in ("cpus", "gpus", "memory", "split") if name in own},
@@ -135,26 +135,26 @@ def _job(
     )
 
 
-def _kind(raw: Any, place: str) -> str:
+def _kind_of_job(raw: Any, place: str) -> str:
     if not isinstance(raw, Mapping) or "kind" not in raw:
         return DEFAULT_KIND
-    with _at(f"{place}.kind"):
+    with _prefix_errors(f"{place}.kind"):
         return str(read_setting(COMMON_FIELDS["kind"], raw["kind"]))
 
 
 def _model_and_needs(own: Mapping[str, Any], earlier: Sequence[BatchJob], place: str) -> tuple[str, tuple[str, ...]]:
     """The job's model, with ``job:ID`` replaced by that job's output, and the ids of the jobs to wait for."""
     by_id = {job.id: job for job in earlier}
-    with _at(f"{place}.needs"):
+    with _prefix_errors(f"{place}.needs"):
         needs = [find("earlier job", need, by_id).id for need in own.get("needs", ())]
     if not own["model"].startswith(_OF_JOB):
         return own["model"], tuple(needs)
-    with _at(f"{place}.model"):
+    with _prefix_errors(f"{place}.model"):
         source = find("earlier job", own["model"].removeprefix(_OF_JOB), by_id)
     return str(source.output), tuple(dict.fromkeys([source.id, *needs]))
 
 
-def _place(name: str, folder: Path) -> str:
+def _resolve_path(name: str, folder: Path) -> str:
     """`name`, made absolute if it is a path: if it looks like one, or if it exists in `folder`."""
     if is_url(name):
         return name
@@ -178,7 +178,7 @@ def _check_unique(jobs: Sequence[BatchJob]) -> None:
                 )
 
 
-def _elsewhere() -> dict[str, str]:
+def _hints_by_key() -> dict[str, str]:
     """Hints for settings that belong to another kind of job."""
     kinds: dict[str, list[str]] = {}
     for name, kind in KINDS.items():
@@ -187,11 +187,11 @@ def _elsewhere() -> dict[str, str]:
     return {key: f"it is a setting of {' and '.join(names)}" for key, names in kinds.items()}
 
 
-_ELSEWHERE = _elsewhere()
+_HINTS = _hints_by_key()
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def _prefix_errors(place: str) -> Iterator[None]:
     """Prefix the message of a UsageError with its place in the manifest."""
     try:
         yield

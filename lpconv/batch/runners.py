@@ -144,7 +144,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     )
 
 
-def _look(job: BatchJob) -> JobOutcome:
+def _plan_measurement(job: BatchJob) -> JobOutcome:
     """Plan a measurement: only its model is resolved, nothing is estimated."""
     revision = None if isinstance(job.options, BenchOptions) else job.options.revision
     return JobOutcome(source=_source(job, revision=revision))
@@ -152,9 +152,9 @@ def _look(job: BatchJob) -> JobOutcome:
 
 RUNNERS: dict[str, JobRunner] = {
     "convert": JobRunner(run=_convert, plan=_plan_conversion),
-    "finetune": JobRunner(run=_finetune, plan=_look),
-    "bench": JobRunner(run=_bench, plan=_look),
-    "probe": JobRunner(run=_probe, plan=_look),
+    "finetune": JobRunner(run=_finetune, plan=_plan_measurement),
+    "bench": JobRunner(run=_bench, plan=_plan_measurement),
+    "probe": JobRunner(run=_probe, plan=_plan_measurement),
 }
 
 

@@ -119,7 +119,7 @@ def run_task(
         begun(process)
         lines: list[str] = [""]
         assert process.stderr is not None
-        reader = threading.Thread(target=_pass_on, args=(process.stderr, task.name, say, lines), daemon=True)
+        reader = threading.Thread(target=_forward_lines, args=(process.stderr, task.name, say, lines), daemon=True)
         reader.start()
         try:
             while process.poll() is None:
@@ -144,7 +144,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _pass_on(stream: IO[bytes], name: str, say: Callable[[str], None], lines: list[str]) -> None:
+def _forward_lines(stream: IO[bytes], name: str, say: Callable[[str], None], lines: list[str]) -> None:
     with stream:
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()

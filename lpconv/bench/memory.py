@@ -75,7 +75,7 @@ def profile_step(
         _synchronise(device)
         kept = {s.data_ptr(): s.nbytes() for g in gradients() for s in _storages(g)}
     results = profiled.profiler.kineto_results
-    events = list(_walk(results.experimental_event_tree()))
+    events = list(_walk_events(results.experimental_event_tree()))
     forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
     allocations = [
         BlockEvent(time_ns=e.start_time_ns, address=e.extra_fields.ptr, size=e.extra_fields.alloc_size)
@@ -91,10 +91,10 @@ def _synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _walk(events: Iterable[Any]) -> Iterator[Any]:
+def _walk_events(events: Iterable[Any]) -> Iterator[Any]:
     for event in events:
         yield event
-        yield from _walk(event.children)
+        yield from _walk_events(event.children)
 
 
 def parts_at_peak(
@@ -105,9 +105,9 @@ def parts_at_peak(
     Gradients that the step did not allocate existed before it: DDP's buckets.
     """
     count = sum(a.time_ns <= forward_end_ns for a in allocations)
-    saved = _alive(allocations[:count])
-    at_peak = _alive(allocations[: _peak_index(allocations) + 1])
-    made_gradients = {i for i in _alive(allocations) if allocations[i].address in gradients}
+    saved = _live_events(allocations[:count])
+    at_peak = _live_events(allocations[: _peak_index(allocations) + 1])
+    made_gradients = {i for i in _live_events(allocations) if allocations[i].address in gradients}
     made_addresses = {allocations[i].address for i in made_gradients}
     buckets = sum(size for address, size in gradients.items() if address not in made_addresses)
     of_gradients = sum(allocations[i].size for i in at_peak & made_gradients)
@@ -140,7 +140,7 @@ def _peak_index(allocations: Sequence[BlockEvent]) -> int:
     return found
 
 
-def _alive(allocations: Sequence[BlockEvent]) -> set[int]:
+def _live_events(allocations: Sequence[BlockEvent]) -> set[int]:
     """Indices of the events whose blocks are still allocated after the last event."""
     alive: dict[int, int] = {}
     for i, a in enumerate(allocations):

@@ -26,7 +26,7 @@ def find_model(case: Case) -> Blueprint:
     """Find the case's model: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
     found = blueprint(case.model if is_preset else Checkpoint.open(case.model))
-    _shorten(found.config, case.layers)
+    _limit_layers(found.config, case.layers)
     most = max_length(found.config)
     if most is not None and case.seq > most:
         raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
@@ -35,7 +35,7 @@ def find_model(case: Case) -> Blueprint:
     return found
 
 
-def _shorten(config: Any, layers: int | None) -> None:
+def _limit_layers(config: Any, layers: int | None) -> None:
     if layers is None:
         return
     key = next((k for k in _LAYER_KEYS if hasattr(config, k)), None)

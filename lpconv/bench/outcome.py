@@ -26,7 +26,7 @@ def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ..
     before = {r.key: r.ratio for r in old.rows if r.ratio and not r.is_baseline}
     pairs = [(r, before.get(r.key), r.ratio) for r in rows if not r.is_baseline and r.ratio]
     return tuple(
-        BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_change(earlier, now))
+        BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_classify_change(earlier, now))
         for r, earlier, now in pairs
     )
 
@@ -46,7 +46,7 @@ def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
     return judged
 
 
-def _change(before: RatioRecord | None, after: RatioRecord) -> str:
+def _classify_change(before: RatioRecord | None, after: RatioRecord) -> str:
     if before is None:
         return NEW
     if after.high < before.low:

@@ -58,7 +58,7 @@ def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     if case.processes == 1 or case.mode == "infer":
         return model
     if case.parallel == "fsdp2":
-        return _sharded(model, case)
+        return _shard_model(model, case)
     _freeze_unused(model, batch)
     # Buffers are scales, constant or from the process's own history; DDP would broadcast the first one's every time.
     return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -78,7 +78,7 @@ def _mesh(case: Case) -> DeviceMesh:
     return init_device_mesh(torch.device(case.device).type, (case.processes,))
 
 
-def _sharded(model: nn.Module, case: Case) -> nn.Module:
+def _shard_model(model: nn.Module, case: Case) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
 
     from lpconv.models.sharing import share_out

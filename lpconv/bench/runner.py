@@ -49,13 +49,13 @@ class CaseRunner:
         torch.manual_seed(case.seed)
         opened = known.build(case.device, ranks)
         model: nn.Module = opened.model
-        self.weights = _weights(known, opened)
+        self.weights = _weights_origin(known, opened)
         self.num_layers = len(blocks_of(model))
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.emulated = is_emulated(case)
         self._batch = make_batch(case, known.config)
         probe = make_batch(case, known.config, batch=_PROBE[0], seq=min(_PROBE[1], case.seq))
-        watched = _watched(model) if case.mode == "train" else []
+        watched = _watched_parameters(model) if case.mode == "train" else []
         reference = _observe(model if ranks is None else running_copy(model, ranks), probe, watched)
         if case.format == CODES:
             del opened, model
@@ -86,13 +86,13 @@ class CaseRunner:
                 raise
             first = f"{type(e).__name__}: {str(e).splitlines()[0]}"
             raise LpconvError(first, hint="--compile off --baseline bf16 does without torch.compile") from e
-        self._graphs = _graphs()
+        self._graphs = _num_graphs()
         return time.perf_counter() - start
 
     @property
     def recompiles(self) -> int:
         """Number of graphs compiled since the warm-up. Timings are valid only if it is 0."""
-        return _graphs() - self._graphs
+        return _num_graphs() - self._graphs
 
     def step(self) -> None:
         """Run one forward pass or one training step."""
@@ -160,7 +160,7 @@ class CaseRunner:
             return result
         peak = torch.cuda.max_memory_allocated()
         if self.case.compiled == "graphs":
-            return _of_graphs(result, peak)
+            return _graph_peak(result, peak)
         return MemoryRecord(peak_bytes=peak, saved_bytes=result.saved_bytes, parts=result.parts)
 
     def _forward(self) -> Any:
@@ -217,7 +217,7 @@ def _steps_left(count: int, elapsed: float, iterations: int, seconds: float) -> 
     return math.ceil((seconds - elapsed) * count / elapsed) if elapsed < seconds else 0
 
 
-def _weights(known: Blueprint, opened: Opened) -> str:
+def _weights_origin(known: Blueprint, opened: Opened) -> str:
     """Description of where the weights come from, with the number of parameters missing in the checkpoint."""
     if known.checkpoint is None:
         return "random"
@@ -225,11 +225,11 @@ def _weights(known: Blueprint, opened: Opened) -> str:
     return f"{len(opened.missing)} of {count} parameters random, else checkpoint" if opened.missing else "checkpoint"
 
 
-def _graphs() -> int:
+def _num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _of_graphs(seen: MemoryRecord, peak: int) -> MemoryRecord:
+def _graph_peak(seen: MemoryRecord, peak: int) -> MemoryRecord:
     """The peak with CUDA graphs, which keep their memory between steps: no event shows what a step uses or saves."""
     pool = max(0, peak - seen.parts.total)
     parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
@@ -240,7 +240,7 @@ def _tensors(states: Iterable[Any]) -> Iterable[Any]:
     return (value for state in states for value in state.values())
 
 
-def _watched(model: nn.Module) -> list[str]:
+def _watched_parameters(model: nn.Module) -> list[str]:
     """Names of the vectors in the first block, whose gradients depend on the whole backward pass, in every recipe."""
     block = blocks_of(model)[0]
     own = {id(p) for p in block.parameters() if p.ndim == 1}
@@ -266,11 +266,11 @@ def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> 
 def _compare(reference: tuple[Tensor, Tensor | None], found: tuple[Tensor, Tensor | None]) -> NumericsRecord:
     (output, gradient), (output_hat, gradient_hat) = reference, found
     return NumericsRecord(
-        output_error=_relative(output, output_hat),
-        gradient_error=None if gradient is None or gradient_hat is None else _relative(gradient, gradient_hat),
+        output_error=_relative_error(output, output_hat),
+        gradient_error=None if gradient is None or gradient_hat is None else _relative_error(gradient, gradient_hat),
     )
 
 
-def _relative(x: Tensor, x_hat: Tensor) -> float:
+def _relative_error(x: Tensor, x_hat: Tensor) -> float:
     norm = float(x.norm())
     return float((x - x_hat).norm()) / norm if norm else float("nan")

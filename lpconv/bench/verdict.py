@@ -30,13 +30,13 @@ def verdict_sentences(base: BenchRow, done: Sequence[BenchRow], roofline: StepRo
     low = [r for r in done if r.format == "fp8"]
     return (
         *_emulation(low, roofline),
-        *(_measured(r) for r in done if not r.is_baseline),
+        *(_row_sentence(r) for r in done if not r.is_baseline),
         *_shapes(roofline),
         _amdahl(base, low, roofline),
         *_padding(low, roofline.inner, base.batch * base.seq),
         *_few_rounds(done),
-        *_unsteady(base, done),
-        *_disturbed(done),
+        *_load_changes(base, done),
+        *_disturbances(done),
     )
 
 
@@ -49,7 +49,7 @@ def _emulation(low: Sequence[BenchRow], roofline: StepRoofline) -> Iterator[str]
         )
 
 
-def _measured(row: BenchRow) -> str:
+def _row_sentence(row: BenchRow) -> str:
     assert row.ratio is not None
     interval = ratio_text(row.ratio)
     if row.ratio.low > 1:
@@ -121,7 +121,7 @@ def _few_rounds(rows: Sequence[BenchRow]) -> Iterator[str]:
         yield f"The intervals come from {plural(fewest, 'round')}; with fewer than {_ENOUGH_ROUNDS} do not trust them."
 
 
-def _unsteady(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
+def _load_changes(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
     """Rows measured while the machine was slower or faster than for the baseline's own row."""
     assert base.timing is not None
     for r in rows:
@@ -133,7 +133,7 @@ def _unsteady(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
             )
 
 
-def _disturbed(rows: Sequence[BenchRow]) -> Iterator[str]:
+def _disturbances(rows: Sequence[BenchRow]) -> Iterator[str]:
     """NVML observations that make times doubtful."""
     states = [r.gpu for r in rows if r.gpu is not None]
     strangers = sorted({pid for s in states for pid in s.foreign_processes})

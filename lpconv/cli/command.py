@@ -28,7 +28,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def spread(**given: Any) -> None:
         asked = {name: given.pop(name) for name in declared}
-        values = {name: _value(declared[name], value) for name, value in asked.items() if value is not None}
+        values = {name: _parse_value(declared[name], value) for name, value in asked.items() if value is not None}
         command(options=make(record, values), **given)
 
     parameters: list[inspect.Parameter] = []
@@ -57,13 +57,13 @@ def _parameter(declared: Declared) -> inspect.Parameter:
         metavar=o.metavar or ("A,B,…" if o.comma else None),
         autocompletion=(lambda: list(o.choices or ())) if o.choices else None,
     )
-    typed, default = _typed(declared)
+    typed, default = _typer_type(declared)
     return inspect.Parameter(
         declared.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, info]
     )
 
 
-def _typed(declared: Declared) -> tuple[Any, Any]:
+def _typer_type(declared: Declared) -> tuple[Any, Any]:
     """Type and default of an option's parameter for typer."""
     if declared.is_many and declared.option.comma:
         return (str, ",".join(map(str, declared.default))) if declared.default else (str | None, None)
@@ -74,7 +74,7 @@ def _typed(declared: Declared) -> tuple[Any, Any]:
     return (declared.type | None if declared.nullable else declared.type), declared.default
 
 
-def _value(declared: Declared, given: Any) -> Any:
+def _parse_value(declared: Declared, given: Any) -> Any:
     """Convert typer's value to the type of the option's field."""
     if declared.is_many:
         texts = given.split(",") if declared.option.comma else given
@@ -139,13 +139,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or messages on stderr, except errors.")]
 
 
-def _no_flag(value: str | None) -> str | None:
+def _reject_flag(value: str | None) -> str | None:
     if value is not None and value.startswith("--"):
         raise typer.BadParameter(f"{value} is an option, not a directory; ./{value} is one")
     return value
 
 
-_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR", callback=_no_flag)
+_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR", callback=_reject_flag)
 Output = Annotated[str | None, _OUTPUT]  # default: derived from the model's name
 Target = Annotated[str, _OUTPUT]
 Revision: Any = _parameter_of(ConvertOptions, "revision")

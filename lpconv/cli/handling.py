@@ -57,7 +57,7 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("json"))
         try:
-            with _terminable():
+            with _raise_on_sigterm():
                 _check_memory(command.__name__)
                 command(*args, **kwargs)
                 sys.stdout.flush()
@@ -66,9 +66,9 @@ def handled(command: Callable[P, None]) -> Callable[P, None]:
                 traceback.print_exc()
             _fail(e, as_json)
         except KeyboardInterrupt:
-            _fail(_interrupted(signal.SIGINT, kwargs), as_json)
+            _fail(_interruption(signal.SIGINT, kwargs), as_json)
         except _Terminated:
-            _fail(_interrupted(signal.SIGTERM, kwargs), as_json)
+            _fail(_interruption(signal.SIGTERM, kwargs), as_json)
         except BrokenPipeError:
             sys.stderr.close()  # the reader of our output has exited; Python would complain while closing stdout
             sys.exit(141)
@@ -104,7 +104,7 @@ def _check_memory(command: str) -> None:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def _raise_on_sigterm() -> Iterator[None]:
     """Context manager that raises `_Terminated` on SIGTERM, and restores the previous handler at the end."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -117,7 +117,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def _interrupted(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
+def _interruption(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
     resumable = "resume" in kwargs
     return InterruptedRunError(number, hint="run the same command with --resume to go on" if resumable else None)
 
@@ -129,12 +129,12 @@ def _fail(error: LpconvError, as_json: bool) -> None:
         sys.stdout.flush()
     except OSError:  # the reader has exited or the disk is full; Python would complain while closing stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _say("error", error.message)
+    _print_message("error", error.message)
     if error.hint:
-        _say("hint", error.hint)
+        _print_message("hint", error.hint)
     sys.exit(error.exit_code)
 
 
-def _say(what: str, text: str) -> None:
+def _print_message(what: str, text: str) -> None:
     """Print a message on stderr. Control characters are escaped, since it may quote names from an untrusted file."""
     print(f"{what}: " + "\n".join(map(printable, text.split("\n"))), file=sys.stderr)

@@ -31,7 +31,7 @@ _OBJECTS = 20_000
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
-class _Made(Mapping[str, Any]):
+class _LazyCommands(Mapping[str, Any]):
     """Mapping of command names to commands. Each is imported on first use, so start-up pays only for one."""
 
     def __getitem__(self, name: str) -> Any:
@@ -59,7 +59,7 @@ def _paragraphs(doc: str) -> str:
 class _Program(Commands):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = _Made()  # type: ignore[assignment]  # nothing writes to it
+        self.commands = _LazyCommands()  # type: ignore[assignment]  # nothing writes to it
 
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lpconv {__version__}")
         raise typer.Exit
@@ -84,7 +84,7 @@ def _version(wanted: bool) -> None:
 def main(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="A line on stderr for each phase; tracebacks with errors.")

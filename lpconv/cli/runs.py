@@ -97,13 +97,13 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any
     """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            found = list(_read(path))
+            found = list(_read_run(path))
             yield from found if found or depth == 1 else runs_in(path, depth=depth - 1)
         elif path.suffix == ".json":
-            yield from (run for run in _read(path) if run[0].file is None)
+            yield from (run for run in _read_run(path) if run[0].file is None)
 
 
-def _read(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
+def _read_run(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
     """Yield the run at a path, if there is one."""
     kind: Kind = _KINDS[-1]
     try:

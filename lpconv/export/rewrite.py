@@ -155,41 +155,41 @@ def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWe
         assert value.name is not None
         graph.initializers.pop(value.name)
     nodes: list[ir.Node] = []
-    total = _decoded(graph, nodes, name, weight.components[0])
+    total = _add_decoding(graph, nodes, name, weight.components[0])
     for component in weight.components[1:]:
-        low = _decoded(graph, nodes, f"{name}_residual", component)
-        total = _apply(nodes, "Add", [total, low], f"{name}_sum")
+        low = _add_decoding(graph, nodes, f"{name}_residual", component)
+        total = _add_node(nodes, "Add", [total, low], f"{name}_sum")
     ir.convenience.replace_all_uses_with(initializers, [total] * len(initializers))
     total.shape, total.type = initializers[0].shape, initializers[0].type
     graph.insert_before(graph[0], nodes)
 
 
-def _decoded(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
+def _add_decoding(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
     """The value of one component: for fp8 by DequantizeLinear, which runtimes recognise; for others by Cast and Mul."""
-    codes = _initializer(graph, name, component.codes)
+    codes = _add_initializer(graph, name, component.codes)
     scale = torch.as_tensor(component.scale, dtype=torch.float32)
     if component.codes.dtype in FLOAT8:
-        zero = _initializer(graph, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
-        inputs = [codes, _initializer(graph, f"{name}_scale", scale), zero]
-        return _apply(nodes, "DequantizeLinear", inputs, f"{name}_decoded", [ir.AttrInt64("axis", 0)])
+        zero = _add_initializer(graph, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
+        inputs = [codes, _add_initializer(graph, f"{name}_scale", scale), zero]
+        return _add_node(nodes, "DequantizeLinear", inputs, f"{name}_add_decoding", [ir.AttrInt64("axis", 0)])
     value = codes
     if component.codes.dtype != torch.float32:
         to = ir.AttrInt64("to", ir.DataType.FLOAT.value)
-        value = _apply(nodes, "Cast", [codes], f"{name}_cast", [to])
+        value = _add_node(nodes, "Cast", [codes], f"{name}_cast", [to])
     if not component.is_scaled:
         return value
     scale = scale.unsqueeze(1) if scale.dim() else scale
-    return _apply(nodes, "Mul", [value, _initializer(graph, f"{name}_scale", scale)], f"{name}_decoded")
+    return _add_node(nodes, "Mul", [value, _add_initializer(graph, f"{name}_scale", scale)], f"{name}_add_decoding")
 
 
-def _initializer(graph: ir.Graph, name: str, x: Tensor) -> ir.Value:
+def _add_initializer(graph: ir.Graph, name: str, x: Tensor) -> ir.Value:
     tensor = tensor_adapters.TorchTensor(x.contiguous(), name=name)
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
 
 
-def _apply(
+def _add_node(
     nodes: list[ir.Node], op: str, inputs: Sequence[ir.Value], name: str, attributes: Sequence[ir.Attr] = ()
 ) -> ir.Value:
     node = ir.Node("", op, inputs, attributes, name=name)

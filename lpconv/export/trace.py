@@ -96,9 +96,9 @@ def trace(
     ONNX lacks.
     """
     wrapper = _Positional(model, list(inputs), output).eval()
-    with _quiet():
-        program = _captured(wrapper, tuple(inputs.values()), [axes[name] for name in inputs])
-        graph = _translated(program, list(inputs), [dict(axes[name]) for name in inputs], output, opset)
+    with _silence_exporter():
+        program = _capture(wrapper, tuple(inputs.values()), [axes[name] for name in inputs])
+        graph = _translate(program, list(inputs), [dict(axes[name]) for name in inputs], output, opset)
     reached = graph.opset_imports.get("")
     if reached != opset:
         raise UnsupportedError(
@@ -111,7 +111,7 @@ def trace(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_exporter() -> Iterator[None]:
     """Silence the exporter's warnings, which are meant for its developers."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -123,12 +123,12 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _captured(
+def _capture(
     wrapper: nn.Module, inputs: tuple[Tensor, ...], axes: Sequence[Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
     dynamic = tuple(dict.fromkeys(found, torch.export.Dim.AUTO) for found in axes)
     entered: list[str] = []
-    hooks = list(_follow(wrapper, entered))
+    hooks = list(_track_modules(wrapper, entered))
     try:
         return torch.export.export(
             wrapper, inputs, dynamic_shapes=(dynamic,), strict=False, prefer_deferred_runtime_asserts_over_guards=True
@@ -144,7 +144,7 @@ def _captured(
             hook.remove()
 
 
-def _follow(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
+def _track_modules(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
     """Hooks that keep `entered` as the stack of running modules; if a module raises, its name is last."""
 
     def enter(name: str) -> Callable[[nn.Module, Any], None]:
@@ -159,7 +159,7 @@ def _follow(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
             yield module.register_forward_hook(leave)
 
 
-def _translated(
+def _translate(
     program: torch.export.ExportedProgram, names: list[str], axes: list[dict[int, str]], output: str, opset: int
 ) -> ir.Model:
     try:

@@ -40,7 +40,7 @@ def export(
     watched = watch(checkpoint.directory, watched_files(checkpoint))
     check_whole(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
-    with Staging(output, identity, force=options.force) as staging, _tidied(staging):
+    with Staging(output, identity, force=options.force) as staging, _discard_on_failure(staging):
         source = _source_record(checkpoint)
         result = _write_model(staging.directory, source, checkpoint, options, opset, progress)
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
@@ -86,7 +86,7 @@ def _write_model(
 
 
 @contextlib.contextmanager
-def _tidied(staging: Staging) -> Iterator[None]:
+def _discard_on_failure(staging: Staging) -> Iterator[None]:
     """Delete the output of a failed run, except a file that fails its validation: that is kept as OUT.failed."""
     try:
         yield

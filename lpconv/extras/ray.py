@@ -39,7 +39,7 @@ class RayExecutor:
         self._stdout = sys.stdout
         sys.stdout = sys.stderr  # Ray prints there, and stdout must contain nothing but the result
         try:
-            self._ray = _connected(address, quiet)
+            self._ray = _connect(address, quiet)
             nodes = {n["NodeID"]: n["Resources"] for n in self._ray.nodes() if n["Alive"]}
             self.machines: tuple[Needs, ...] = tuple(map(_needs, nodes.values()))
             self._look(manifest, list(nodes))
@@ -86,7 +86,7 @@ class RayExecutor:
     def _look(self, manifest: Path, nodes: list[str]) -> None:
         """Check on every machine that it sees the same manifest and has the same version of lpconv."""
         pinned = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        look = self._ray.remote(_see)
+        look = self._ray.remote(_describe_worker)
         refs = [
             look.options(num_cpus=0, scheduling_strategy=pinned(node_id=n, soft=False)).remote(manifest) for n in nodes
         ]
@@ -108,7 +108,7 @@ class RayExecutor:
                 )
 
 
-def _connected(address: str | None, quiet: bool) -> Any:
+def _connect(address: str | None, quiet: bool) -> Any:
     """Connect to Ray and return its module. Raises UnsupportedError if it is not installed or does not answer."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # two jobs may print equal lines
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -135,7 +135,7 @@ def _needs(resources: dict[str, float]) -> Needs:
     )
 
 
-def _see(manifest: Path) -> tuple[str, str, str | None]:
+def _describe_worker(manifest: Path) -> tuple[str, str, str | None]:
     """On a worker: its machine name, lpconv version, and the hash of the manifest as it sees it."""
     try:
         digest = hashlib.sha256(manifest.read_bytes()).hexdigest()

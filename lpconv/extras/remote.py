@@ -96,7 +96,7 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
     if e_tag not in (None, answer.meta["e_tag"]):  # some servers ignore the condition
-        raise _changed(f"{url}/{name}")
+        raise _changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
         raise InputError(f"`{url}/{name}` is shorter than it was", hint="run again when nothing writes to it")
     return data
@@ -162,20 +162,20 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
     try:
         yield
     except raised.PreconditionError as e:
-        raise _changed(where) from e
+        raise _changed_error(where) from e
     except (FileNotFoundError, raised.NotFoundError) as e:
         raise InputError(f"there is no `{where}`", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
-        raise _failed(e, where, writing) from e
+        raise _transfer_error(e, where, writing) from e
 
 
-def _changed(where: str) -> InputError:
+def _changed_error(where: str) -> InputError:
     return InputError(
         f"`{where}` changed while it was read", hint="wait until nothing writes to it, and run again with --force"
     )
 
 
-def _failed(error: Exception, where: str, writing: bool) -> LpconvError:
+def _transfer_error(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"status code: 40[13]\b", first):  # anchored, because the message also contains a time in ms
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")

@@ -49,11 +49,11 @@ def view_of(url: str, *, whole: bool) -> Path:
         found = head(folder, name)
         if found is None:
             raise InputError(f"there is no `{url}`", hint="check the URL")
-        return as_directory(_made(folder, [found], whole=True, last=name) / name)
+        return as_directory(_make_view(folder, [found], whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="is it the URL of a Hugging Face checkpoint?")
-    return _made(url, objects, whole=whole, last=_CONFIG)
+    return _make_view(url, objects, whole=whole, last=_CONFIG)
 
 
 def copy_of(url: str, name: str) -> Path:
@@ -61,11 +61,11 @@ def copy_of(url: str, name: str) -> Path:
     found = head(url, name)
     if found is None:
         raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` says what it holds")
-    _put(url, found, _cached(url), whole=True)
-    return _cached(url) / name
+    _write_object(url, found, _folder_of_url(url), whole=True)
+    return _folder_of_url(url) / name
 
 
-def _cached(url: str) -> Path:
+def _folder_of_url(url: str) -> Path:
     """Folder in the cache for a URL."""
     return cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
 
@@ -76,7 +76,7 @@ def _objects(url: str) -> list[RemoteObject]:
     if scheme == "hf":
         found = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
     elif scheme in ("http", "https"):
-        found = _asked_for(url)
+        found = _objects_without_listing(url)
     else:
         found = listing(url)
     unsafe = next((o.name for o in found if not _is_safe(o.name)), None)
@@ -97,46 +97,46 @@ def _is_safe(name: str) -> bool:
     return name.isprintable() and not {"..", ""} & set(name.split("/")) and "\\" not in name
 
 
-def _asked_for(url: str) -> list[RemoteObject]:
+def _objects_without_listing(url: str) -> list[RemoteObject]:
     """Files on a server without listing: those in lpconv's SHA256SUMS, or else usual names and those in an index."""
     if (sums := head(url, _SUMS)) is not None:
         lines = bytes(fetch(url, _SUMS, sums.e_tag)).decode(errors="replace").splitlines()
-        return [sums, *_there(url, [line[66:] for line in lines if _is_safe(line[66:])])]
-    found = _there(url, _USUAL)
+        return [sums, *_existing_objects(url, [line[66:] for line in lines if _is_safe(line[66:])])]
+    found = _existing_objects(url, _USUAL)
     for index in [o for o in found if o.name.endswith(".index.json")]:
         try:
             files = set(json.loads(bytes(fetch(url, index.name, index.e_tag)))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # reading the checkpoint will report the error
-        found += _there(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
+        found += _existing_objects(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
     return sorted({o.name: o for o in found}.values(), key=lambda o: o.name)
 
 
-def _there(url: str, names: Iterable[str]) -> list[RemoteObject]:
+def _existing_objects(url: str, names: Iterable[str]) -> list[RemoteObject]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
 
 
-def _made(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
+def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
     """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`."""
     state = json.dumps([url, [astuple(o) for o in objects]])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
-    copy, view = _cached(url) / f"{digest}-copy", _cached(url) / digest
+    copy, view = _folder_of_url(url) / f"{digest}-copy", _folder_of_url(url) / digest
     if whole or (copy / last).exists():
         view = copy
     if not (view / last).exists():
-        rest = [o for o in objects if o.name != last and not _has(view, o)]
+        rest = [o for o in objects if o.name != last and not _has_object(view, o)]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda o: _put(url, o, view, whole=whole), rest))
-        _put(url, next(o for o in objects if o.name == last), view, whole=whole)
+            list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
+        _write_object(url, next(o for o in objects if o.name == last), view, whole=whole)
     return view
 
 
-def _has(view: Path, o: RemoteObject) -> bool:
+def _has_object(view: Path, o: RemoteObject) -> bool:
     return os.path.isfile(view / o.name) and (view / o.name).stat().st_size == o.size_bytes
 
 
-def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
+def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
     """Write an object's bytes, or a pointer to it, under its modification time; the file appears by a rename.
 
     The temporary file is outside of the view: if a process is killed, a file left in the view would count as part of
@@ -152,7 +152,7 @@ def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
             if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
                 write_pointer(Path(made), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
-                _copy(url, o, Path(made))
+                _copy_object(url, o, Path(made))
             os.chmod(made, 0o644)
             os.utime(made, ns=(o.modified_ns, o.modified_ns))
             os.replace(made, path)
@@ -163,7 +163,7 @@ def _put(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:
         raise write_error(e, path) from e
 
 
-def _copy(url: str, o: RemoteObject, path: Path) -> None:
+def _copy_object(url: str, o: RemoteObject, path: Path) -> None:
     with path.open("wb") as f:
         for start in range(0, o.size_bytes, _STEP):
             piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))

@@ -48,8 +48,10 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     if method not in READ:
         return Findings()
     grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
-    problems = [*_strays(headers, forms), *_against_config(headers, forms)]
-    return Findings(problems=tuple(problems), warnings=tuple(_tails(grids)) + tuple(_half_fused(forms)))
+    problems = [*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms)]
+    return Findings(
+        problems=tuple(problems), warnings=tuple(_block_warnings(grids)) + tuple(_mixed_fused_weights(forms))
+    )
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -64,7 +66,7 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
                     yield stem, found
 
 
-def _strays(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
+def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
     known = {c.name for form in forms.values() for c in form.components}
     lone = [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
     lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
@@ -74,7 +76,7 @@ def _strays(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
         yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, and none is"
 
 
-def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
+def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
     """Formats, group sizes and module lists of the config that do not match the files."""
     config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
     top = config.get("format"), config.get("quant_algo")
@@ -82,9 +84,9 @@ def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[s
         other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
         if other:
             yield f"config.json says `{said}`, and {code_list(other)} has {coded[other[0]].words}"
-    yield from _sizes(config, coded)
-    yield from _inputs(headers, coded)
-    ignored = _ignored(config)
+    yield from _mismatched_sizes(config, coded)
+    yield from _missing_input_scales(headers, coded)
+    ignored = _ignored_modules(config)
     named = [n for n in coded if _is_ignored(n.removesuffix(".weight"), ignored)]
     if named:
         yield f"{code_list(named)}: quantised, and config.json says that it is not"
@@ -97,7 +99,7 @@ def _against_config(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[s
             yield f"{code_list(unnamed)}: not quantised, and config.json does not except it"
 
 
-def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
+def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
     """Group sizes and zero points that do not match the config's only scheme."""
     groups = config.get("config_groups")
     schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
@@ -125,7 +127,7 @@ def _sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[s
         yield f"config.json says symmetric: false, and {code_list(without)} has no zero points"
 
 
-def _inputs(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
+def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
     """Input scales that are missing although a scheme of the config, or one of lpconv's, requires them."""
     groups = headers.quantization.get("config_groups")
     schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
@@ -139,7 +141,7 @@ def _inputs(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
         yield f"config.json asks for inputs with a scale that is known before, and {code_list(missing)} is not there"
 
 
-def _ignored(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _ignored_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
     found = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
     return tuple(n for names in found if isinstance(names, list) for n in names if isinstance(n, str))
 
@@ -158,7 +160,7 @@ def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
+def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
     found = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
     if found:
         yield f"{code_list(found)}: the last blocks are smaller ({grids[found[0]].words}); some readers refuse that"
@@ -171,7 +173,7 @@ def _tails(grids: Mapping[str, Grid]) -> Iterator[str]:
         yield f"{code_list(odd)}: {rows} rows, no multiple of its blocks of {tile}; vLLM, which fuses it, refuses that"
 
 
-def _half_fused(forms: Mapping[str, Stored]) -> Iterator[str]:
+def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
     """Fused weights that are stored in different ways: readers refuse such files, or read all as the first.
 
     llama.cpp fuses no weights and mixes types on purpose.

@@ -73,12 +73,12 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
         problems=(*problems, *found.problems),
         warnings=found.warnings,
         checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
-        not_checked=_not_read(headers.quantised_by),
+        not_checked=_unread_parts(headers.quantised_by),
         not_judged=not_judged,
     )
 
 
-def _not_read(layout: str | None) -> tuple[str, ...]:
+def _unread_parts(layout: str | None) -> tuple[str, ...]:
     """Checks that headers do not allow. "scales" comes first and is removed once `judged` has read them."""
     scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
     return (*scales, *([] if layout == "lpconv" else [VALUES]))

@@ -72,7 +72,7 @@ def judged(found: InspectResult, model: Openable) -> InspectResult:
         grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
         if not grids:
             return found
-        told = _of_weights(grids, source, checkpoint, is_ours=found.method is not None) + _of_inputs(source)
+        told = _weight_findings(grids, source, checkpoint, is_ours=found.method is not None) + _input_findings(source)
     return replace(
         found,
         problems=told.problems,
@@ -82,39 +82,51 @@ def judged(found: InspectResult, model: Openable) -> InspectResult:
     )
 
 
-def _of_weights(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
-    found = {n: _look(grid, source) for n, grid in grids.items()}
+def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
+    found = {n: _scale_statistics(grid, source) for n, grid in grids.items()}
     config = checkpoint.config.get("quantization_config") or {}
-    problems = (*_no_numbers(found), *_dead(found, grids, source), *_parts(grids, source, config))
+    problems = (
+        *_invalid_scales(found),
+        *_zero_scales(found, grids, source),
+        *_inconsistent_parts(grids, source, config),
+    )
     ones = {n: torch.tensor(s.one) for n, s in found.items() if s.one is not None and 0 < s.one < math.inf}
-    unequal = _unequal_of_fused("scales,", ones, "who takes one scale for them decodes the others wrongly")
-    warnings = (*unequal, *_of_products(grids, found, source), *_lost(found, is_ours=is_ours), *_cut(found))
-    return Findings(problems=(*problems, *_inverted(found, grids)), warnings=(*warnings, *_odd(found, grids, source)))
+    unequal = _unequal_scales("scales,", ones, "who takes one scale for them decodes the others wrongly")
+    warnings = (
+        *unequal,
+        *_product_findings(grids, found, source),
+        *_lost_scales(found, is_ours=is_ours),
+        *_clipped_scales(found),
+    )
+    return Findings(
+        problems=(*problems, *_inverted_scales(found, grids)),
+        warnings=(*warnings, *_outlier_scales(found, grids, source)),
+    )
 
 
-def _of_products(grids: Mapping[str, Grid], found: Mapping[str, Scales], source: Source) -> Iterator[str]:
+def _product_findings(grids: Mapping[str, Grid], found: Mapping[str, Scales], source: Source) -> Iterator[str]:
     """Warnings about `weight_scale_2`, by which readers divide weights to fit e4m3fn, and multiply the sums."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM takes one for them, and refuses others"
-    yield from _unequal_of_fused("scales of their products, `weight_scale_2`,", sound, why)
+    yield from _unequal_scales("scales of their products, `weight_scale_2`,", sound, why)
     largest = {n: found[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
     odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
     if odd:
         yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
 
 
-def _of_inputs(source: Source) -> Findings:
+def _input_findings(source: Source) -> Findings:
     """Findings about input scales. Fused weights have the same inputs, so their input scales should be equal."""
     names = {n: n.rpartition(".")[0] for n in source.entries if n.rpartition(".")[2] in INPUT_SCALES}
     found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
     wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
     if wrong:
         return Findings(problems=(f"{code_list(wrong)}: scales of inputs that are zero, negative or no number",))
-    return Findings(warnings=tuple(_unequal_of_fused("scales of inputs,", found, "they meet the same inputs")))
+    return Findings(warnings=tuple(_unequal_scales("scales of inputs,", found, "they meet the same inputs")))
 
 
-def _unequal_of_fused(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
+def _unequal_scales(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
     """Warning about fused weights with unequal positive scales, given the scales by weight."""
     ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
     ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
@@ -134,7 +146,7 @@ def _fetch_from(source: Source) -> Fetch:
     return fetch
 
 
-def _whole(grid: Grid) -> Iterator[Span]:
+def _matrix_spans(grid: Grid) -> Iterator[Span]:
     """The full span of each matrix of a weight, in file order."""
     rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
     for index in range(math.prod(grid.shape[:-2])):
@@ -146,14 +158,14 @@ def _side_of(grid: Grid, source: Source) -> Side:
     return {c.name: read_tensor(source, c.name) for c in grid.side}
 
 
-def _look(grid: Grid, source: Source) -> Scales:
+def _scale_statistics(grid: Grid, source: Source) -> Scales:
     side, fetch = _side_of(grid, source), _fetch_from(source)
     one = None if grid.factor is None else float(side[grid.factor.name])
     total = Scales(one=one)
-    for span in _whole(grid):
+    for span in _matrix_spans(grid):
         raw = grid.scales.fetch(fetch, span)
         scales = grid.scales_of(raw, span, side)
-        total = total + _count(scales, scales * _columns(grid, side), grid.format.max)
+        total = total + _count_scales(scales, scales * _min_column_factors(grid, side), grid.format.max)
         if grid.scales.component.dtype == "F8_E4M3":
             num_cut = int((grid.scales.numbers(raw, span) == grid.scales.ends[1]).sum())
             total = replace(total, num_cut=total.num_cut + num_cut)
@@ -162,7 +174,7 @@ def _look(grid: Grid, source: Source) -> Scales:
     return total
 
 
-def _columns(grid: Grid, side: Side) -> Tensor:
+def _min_column_factors(grid: Grid, side: Side) -> Tensor:
     """The smallest column factor in each block of columns, shape [blocks per row]; 1 without column factors."""
     if grid.columns is None:
         return torch.ones(1)
@@ -170,7 +182,7 @@ def _columns(grid: Grid, side: Side) -> Tensor:
     return torch.nn.functional.pad(numbers, (0, -len(numbers) % width), value=math.inf).view(-1, width).amin(1)
 
 
-def _count(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
+def _count_scales(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
     is_sound = torch.isfinite(scales) & (scales > 0)
     sound = scales[is_sound]
     zeros = int((scales == 0).sum())
@@ -180,25 +192,25 @@ def _count(scales: Tensor, with_columns: Tensor, largest_code: float) -> Scales:
         num=scales.numel(),
         num_zero=zeros,
         num_bad=scales.numel() - zeros - sound.numel(),
-        num_odd=int(_is_odd(scales).sum()),
+        num_odd=int(_is_outlier(scales).sum()),
         bound=float(with_columns[is_sound].max()) * largest_code if sound.numel() else 0.0,
     )
 
 
-def _is_odd(numbers: Tensor) -> Tensor:
+def _is_outlier(numbers: Tensor) -> Tensor:
     """Mask of positive numbers that differ from the median by more than `_FACTOR`."""
     is_sound = torch.isfinite(numbers) & (numbers > 0)
     usual = float(numbers[is_sound].median()) if is_sound.any() else 0.0
     return is_sound & ((numbers < usual / _FACTOR) | (numbers > usual * _FACTOR))
 
 
-def _no_numbers(found: Mapping[str, Scales]) -> Iterator[str]:
+def _invalid_scales(found: Mapping[str, Scales]) -> Iterator[str]:
     for name, s in found.items():
         if s.num_bad:
             yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
 
 
-def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+def _zero_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
     """Weights with scales of zero whose codes are not zero."""
     for name in (n for n, s in found.items() if s.num_zero and n in grids):
         lost = _num_codes(grids[name], source, lambda scales: scales == 0)
@@ -209,14 +221,14 @@ def _dead(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
     """Number of nonzero codes of a weight whose stored scale is selected by `chosen`."""
     fetch, num = _fetch_from(source), 0
-    for span in _whole(grid):
+    for span in _matrix_spans(grid):
         codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
         scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
         num += int(((codes != 0) & grid.scales.spread(chosen(scales), span)).sum())
     return num
 
 
-def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
+def _clipped_scales(found: Mapping[str, Scales]) -> Iterator[str]:
     """Weights whose scales exceeded the range of their dtype and were clipped."""
     cut = [n for n, s in found.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
     if cut:
@@ -224,21 +236,21 @@ def _cut(found: Mapping[str, Scales]) -> Iterator[str]:
         yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
 
 
-def _odd(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+def _outlier_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
     """Weights with a few outlier scales whose codes are not zero, and columns with outlier factors."""
     few = [n for n, s in found.items() if 0 < s.num_odd <= max(1.0, _FEW_ODD * s.num)]
-    odd = [n for n in few if _num_codes(grids[n], source, _is_odd)]
+    odd = [n for n in few if _num_codes(grids[n], source, _is_outlier)]
     if odd:
         s = found[odd[0]]
         times = f"over {_FACTOR:.0f} times"
         yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {times} smaller or larger than most"
     columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
-    wrong = [name for name, x in columns.items() if bool(_is_odd(x.float()).any())]
+    wrong = [name for name, x in columns.items() if bool(_is_outlier(x.float()).any())]
     if wrong:
         yield f"{code_list(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
 
 
-def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
+def _inverted_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Weights so large that one of their scales must have been inverted or lost."""
     wrong = [n for n in grids if found[n].bound > _LARGEST]
     if wrong:
@@ -251,7 +263,7 @@ def _inverted(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterato
         )
 
 
-def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
+def _inconsistent_parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
     """Shapes, group orders, factors and zero points that contradict the rest of the file."""
     for name, grid in grids.items():
         side = _side_of(grid, source)
@@ -266,7 +278,7 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
         if wrong:
             yield f"`{name}`: `{wrong[0]}` is zero, negative or no number"
         if grid.zeros is not None and config.get("sym") is True:
-            span = next(_whole(grid))
+            span = next(_matrix_spans(grid))
             zeros = grid.zeros.numbers(grid.zeros.fetch(_fetch_from(source), span), span)
             middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
             if bool((zeros != middle).any()):
@@ -276,7 +288,7 @@ def _parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, objec
                 )
 
 
-def _lost(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
+def _lost_scales(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
     """Weights whose scales may have been dropped.
 
     Codes written by lpconv may use little of their range: unit scaling makes their RMS 1, far below the bound of a

@@ -51,11 +51,11 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
     with StoredTensors.open(checkpoint) as stored:
         measured = _with_statistics(found, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
-        many = tuple(w for t in tensors if (w := _warning(t, stored.forms[t.name])))
+        many = tuple(w for t in tensors if (w := _saturation_warning(t, stored.forms[t.name])))
     return dataclasses.replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
 
 
-def _warning(t: StoredTensor, form: Stored) -> str | None:
+def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
     if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
         return None
     return f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
@@ -64,7 +64,7 @@ def _warning(t: StoredTensor, form: Stored) -> str | None:
 def _with_statistics(found: InspectResult, source: Source, progress: Progress) -> InspectResult:
     progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in found.tensors))
     work = Workspace()
-    tensors = tuple(_measured(source, t, work, progress) for t in found.tensors)
+    tensors = tuple(_measure_tensor(source, t, work, progress) for t in found.tensors)
     nan, inf = [t.name for t in tensors if t.num_nan], [t.name for t in tensors if t.num_inf]
     return dataclasses.replace(
         found,
@@ -76,7 +76,7 @@ def _with_statistics(found: InspectResult, source: Source, progress: Progress) -
     )
 
 
-def _measured(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:
+def _measure_tensor(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:
     info = source.entries[t.name].info
     if info.dtype not in _READABLE or not info.num_bytes:
         progress.advance(info.num_bytes)

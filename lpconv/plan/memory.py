@@ -73,36 +73,44 @@ def plan_memory(
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
-    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, checkpoint, output, uploads=uploads)
+    now = (
+        taken
+        + (0 if "torch" in sys.modules else _TORCH_BYTES)
+        + _store_bytes(plan, checkpoint, output, uploads=uploads)
+    )
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     is_light = "model_type" not in checkpoint.config or known_shapes(checkpoint.config) is not None
     loaded = now + (0 if is_light or "transformers" in sys.modules else _BUILDING_BYTES)
     workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
-    while workers > 1 and loaded + _converting(plan, workers) > budget:
+    while workers > 1 and loaded + _conversion_bytes(plan, workers) > budget:
         workers -= 1
-    needed = loaded + _converting(plan, workers)
+    needed = loaded + _conversion_bytes(plan, workers)
     if needed > budget:
-        raise _too_much("the conversion", needed, budget, options)
+        raise _memory_error("the conversion", needed, budget, options)
     if options.rounding != NEAREST:
-        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _rounding(plan))
+        needed = max(
+            needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + _rounding(plan)
+        )
         if needed > budget:
-            raise _too_much("rounding with error feedback", needed, budget, options)
+            raise _memory_error("rounding with error feedback", needed, budget, options)
     if options.has_input_scales:
-        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + CALIBRATING_BYTES)
+        needed = max(
+            needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + CALIBRATING_BYTES
+        )
         if needed > budget:
-            raise _too_much("running the model for the scales of its inputs", needed, budget, options)
-    running = now + _running(plan, checkpoint)
+            raise _memory_error("running the model for the scales of its inputs", needed, budget, options)
+    running = now + _models_bytes(plan, checkpoint)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:
             return Memory(workers=workers, needed_bytes=max(needed, running))
-        running = now + _running_in_files(plan, checkpoint)
+        running = now + _models_in_files_bytes(plan, checkpoint)
         if running > budget:
-            raise _too_much("running both models for their outputs", running, budget, options)
+            raise _memory_error("running both models for their outputs", running, budget, options)
         return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
     why = _why_no_logits(plan, checkpoint)
     if why is None and running > budget:
-        why = _too_much("running both models", running, budget, options).message
+        why = _memory_error("running both models", running, budget, options).message
     return Memory(workers=workers, needed_bytes=needed if why else max(needed, running), no_logits=why)
 
 
@@ -120,7 +128,7 @@ def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
+def _store_bytes(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
     """Memory for reading from and writing to a store. Uploaded files are read back for verification."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
     downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
@@ -130,7 +138,7 @@ def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool)
     return _CLIENT_BYTES + (WINDOW_BYTES + sent if downloads else max(WINDOW_BYTES, sent))
 
 
-def _converting(plan: Plan, workers: int) -> int:
+def _conversion_bytes(plan: Plan, workers: int) -> int:
     largest = min(max((t.info.num_elements for t in plan.tensors), default=0), BLOCK_ELEMENTS)
     fitting = _FITTING_BYTES * largest if plan.options.budget_bits is not None else 0
     stored = max((-(-(t.info.num_bytes + t.bytes_out) // max(t.info.num_elements, 1)) for t in plan.tensors), default=0)
@@ -151,29 +159,29 @@ def _rounding(plan: Plan) -> int:
     return CALIBRATING_BYTES + 2 * states + factors + 24 * max((i.num_elements for i in weights), default=0)
 
 
-def _running(plan: Plan, checkpoint: Checkpoint) -> int:
+def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
     """Both models, one at a time; then their outputs."""
     parameters = sum(t.info.num_elements for t in plan.tensors)
     models = 4 * parameters * _COPIES_IN_MEMORY
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _outputs(checkpoint))
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _logits_bytes(checkpoint))
 
 
-def _running_in_files(plan: Plan, checkpoint: Checkpoint) -> int:
+def _models_in_files_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
     """Activations, rows of matrices, and vectors of both models, one at a time; then their outputs.
 
     Models with their own code may use a weight in any way, so they are counted in full.
     """
     if "auto_map" in checkpoint.config:
-        return _running(plan, checkpoint)
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _in_files(plan) + _outputs(checkpoint)
+        return _models_bytes(plan, checkpoint)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + _logits_bytes(checkpoint)
 
 
-def _in_files(plan: Plan) -> int:
+def _model_in_files_bytes(plan: Plan) -> int:
     """Memory of a model whose matrices stay in its files: vectors, and a few rows."""
     return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
-def _outputs(checkpoint: Checkpoint) -> int:
+def _logits_bytes(checkpoint: Checkpoint) -> int:
     """Memory for outputs as wide as the vocabulary."""
     has_head = any("LM" in name or "For" in name for name in checkpoint.config.get("architectures") or ())
     inner = checkpoint.config.get("text_config")
@@ -181,7 +189,7 @@ def _outputs(checkpoint: Checkpoint) -> int:
     return words * _LOGITS_BYTES_PER_WORD if has_head and isinstance(words, int) else 0
 
 
-def _too_much(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:
+def _memory_error(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:
     is_asked = options.max_memory is not None and budget == options.max_memory
     return ResourceError(
         f"{what} needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",

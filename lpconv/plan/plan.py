@@ -198,15 +198,15 @@ def make_plan(
     _check_free_names(taken)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_matches(pattern, entries)
-    planned = {n: _planned(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
+    planned = {n: _plan_tensor(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
     if linears is not None:
         _check_readable(planned, linears, options)
     _check_free_names([c.name for t in planned.values() for c in t.form.side if c.name in entries])
-    planned |= {t.name: t for t in _fused(planned)}
+    planned |= {t.name: t for t in _link_fused(planned)}
     stored = [t for t in planned.values() if t.action != "tie"]
-    groups = _groups(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
+    groups = _group_by_shard(stored, {n: f for n, (_, f) in entries.items()}, options.max_shard_size)
     names = shard_names(len(groups))
-    shards = tuple(_shard(n, g, options) for n, g in zip(names, groups, strict=True))
+    shards = tuple(_plan_shard(n, g, options) for n, g in zip(names, groups, strict=True))
     return Plan(options=options, tensors=tuple(planned.values()), shards=shards, linears=linears)
 
 
@@ -217,7 +217,7 @@ def _check_free_names(taken: Sequence[str]) -> None:
         )
 
 
-def _planned(
+def _plan_tensor(
     info: TensorInfo, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
 ) -> PlannedTensor:
     if tied_to is not None:
@@ -247,7 +247,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
             )  # fmt: skip
 
 
-def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
+def _link_fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
     """The tensors that share a scale, each with the others in `fused`."""
     sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares}
     for _, names in fused_groups(sharing):
@@ -255,7 +255,7 @@ def _fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
             yield replace(sharing[name], fused=tuple(sharing[n] for n in names if n != name))
 
 
-def _groups(
+def _group_by_shard(
     tensors: Sequence[PlannedTensor], files: Mapping[str, str], max_bytes: int | None
 ) -> list[list[PlannedTensor]]:
     """Tensors grouped by output shard: by source file, or filled in source order up to `max_bytes`."""
@@ -283,10 +283,10 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions) -> PlannedShard:
+def _plan_shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions) -> PlannedShard:
     metadata = {"lpconv": __version__, "method": options.method}
     stored = [(c, t) for t in tensors for c in t.root]
-    stored.sort(key=lambda it: (*_order(*it), it[0].name))
+    stored.sort(key=lambda it: (*_sort_key(*it), it[0].name))
     ordered = tuple(t for c, t in stored if c in t.form.data)
     root = _output_file(name, [c for c, _ in stored], {"format": "pt", **metadata})
     residual = None
@@ -300,7 +300,7 @@ def _shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions)
     return PlannedShard(root=root, residual=residual, tensors=ordered)
 
 
-def _order(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
+def _sort_key(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
     """Sort key of a component within a file; ties are broken by name.
 
     The widest dtype comes first, and scales and counts before other tensors of the same width. Side tensors that depend

@@ -118,7 +118,7 @@ def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
 def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
         return _Decision(format=None, reason="norm, bias or other vector")
-    what = _left_wide(info)
+    what = _sensitive_kind(info)
     if wanted.storage_bits >= _NARROW or what is None:
         return _Decision(format=wanted, reason=what or "matrix")
     if DTYPE_BITS[info.dtype] <= _NARROW:
@@ -126,7 +126,7 @@ def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     return _Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")
 
 
-def _left_wide(info: TensorInfo) -> str | None:
+def _sensitive_kind(info: TensorInfo) -> str | None:
     """Why 8 bits are too few for a tensor, such as "embedding"; None if they are enough."""
     named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
     is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere

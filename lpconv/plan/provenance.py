@@ -71,13 +71,13 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
-    warnings += _of_joined(plan)
+    warnings += _joined_warnings(plan)
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
 
 
-def _of_joined(plan: Plan) -> Iterator[str]:
+def _joined_warnings(plan: Plan) -> Iterator[str]:
     """Limits of plain transformers for fused weights in compressed-tensors layouts."""
     if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return

@@ -178,7 +178,7 @@ def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
 
 
 def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
-    if not _holds(method, options.layout, FORMATS[format_name], grain):
+    if not _supports(method, options.layout, FORMATS[format_name], grain):
         words = "" if grain is None else f" with {grain.words}"
         hint = _layout_hint(options.layout, method, FORMATS[format_name], grain)
         raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
@@ -192,17 +192,17 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
             )
 
 
-def _holds(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
+def _supports(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
     formats = grain.formats if grain is not None and grain.formats else method.formats
     return layout in method.forms and fmt.name in formats and method.form(layout).holds(fmt, grain)
 
 
 def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:
     """Hint that lists the layouts that support these options, and what this layout supports."""
-    others = [name for name in method.forms if _holds(method, name, fmt, grain)]
+    others = [name for name in method.forms if _supports(method, name, fmt, grain)]
     grains_of: dict[str, list[str]] = {}
     for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # lpconv's own layout holds nearly everything
-        formats = [f for f in FORMATS.values() if _is_held(layout, f, grain_of(name.replace("N", "32")))]
+        formats = [f for f in FORMATS.values() if _is_supported(layout, f, grain_of(name.replace("N", "32")))]
         if formats:
             grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
     held = "; ".join(f"--format {f} with --granularity {' or '.join(grains)}" for f, grains in grains_of.items())
@@ -210,8 +210,8 @@ def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) 
     return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
 
 
-def _is_held(layout: str, fmt: Format, grain: Grain | None) -> bool:
-    return any(_holds(method, layout, fmt, grain) for method in METHODS.values())
+def _is_supported(layout: str, fmt: Format, grain: Grain | None) -> bool:
+    return any(_supports(method, layout, fmt, grain) for method in METHODS.values())
 
 
 def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:

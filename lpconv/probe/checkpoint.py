@@ -95,7 +95,11 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
     prepare(opened.model.parameters())
     with quiet_transformers():
         result = probe(
-            opened.model, _told(prepared.batches, told), steps=options.steps, every=options.every, loss=prepared.loss
+            opened.model,
+            _with_progress(prepared.batches, told),
+            steps=options.steps,
+            every=options.every,
+            loss=prepared.loss,
         )
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
     masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if prepared.task is MLM else ""
@@ -144,7 +148,7 @@ def _embedded_text() -> tuple[Path, str]:
     return demo_text("heldout"), "held-out plays that ship with lpconv"
 
 
-def _told(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
+def _with_progress(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
     for i, batch in enumerate(batches):
         progress.start(f"step {i + 1} forward and backward", 0)
         yield batch

@@ -41,15 +41,15 @@ def intended_updates(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     """
     if isinstance(optimizer, LowPrecisionOptimizer):
         return {
-            p: _by_rule(optimizer, group, p)
+            p: _update_by_rule(optimizer, group, p)
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
         }
-    return _by_copy(optimizer)
+    return _updates_by_copy(optimizer)
 
 
-def _by_rule(optimizer: LowPrecisionOptimizer, group: dict[str, Any], p: Tensor) -> Tensor:
+def _update_by_rule(optimizer: LowPrecisionOptimizer, group: dict[str, Any], p: Tensor) -> Tensor:
     assert p.grad is not None
     rule, storages, parts = optimizer.settings.rule, optimizer.storages(p), optimizer.parts(p)
     step = int(optimizer.state[p]["step"]) + 1
@@ -58,7 +58,7 @@ def _by_rule(optimizer: LowPrecisionOptimizer, group: dict[str, Any], p: Tensor)
     return apply_rule(rule, storages, parts, p.grad, scalars)[0] - load(storages[0], parts[0])
 
 
-def _by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+def _updates_by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     twins = {p: _twin(optimizer, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     starts = {p: twin.detach().clone() for p, twin in twins.items()}
     shadow = object.__new__(type(optimizer))
@@ -69,7 +69,9 @@ def _by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     shadow.param_groups = [
         {**group, "params": [twins[p] for p in group["params"] if p in twins]} for group in optimizer.param_groups
     ]
-    shadow.state = defaultdict(dict, {twins[p]: _wide(optimizer.state[p]) for p in twins if p in optimizer.state})
+    shadow.state = defaultdict(
+        dict, {twins[p]: _widen_state(optimizer.state[p]) for p in twins if p in optimizer.state}
+    )
     shadow.step()
     return {p: twin.detach() - starts[p] for p, twin in twins.items()}
 
@@ -82,7 +84,7 @@ def _twin(optimizer: Optimizer, p: Tensor) -> Tensor:
     return twin
 
 
-def _wide(state: dict[str, Any]) -> dict[str, Any]:
+def _widen_state(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of an optimizer state with 16-bit tensors in fp32, and without the master copy."""
     narrow = (torch.bfloat16, torch.float16)
     return {

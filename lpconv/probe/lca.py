@@ -151,7 +151,7 @@ class LossChange:
         """Store the current weights and the intended update."""
         updates = intended_updates(self._optimizer)
         zero = {n: torch.zeros(p.shape, device=p.device) for n, p in self._parameters.items() if p not in updates}
-        intended = _flat(zero[n] if n in zero else updates[p] for n, p in self._parameters.items())
+        intended = _flatten(zero[n] if n in zero else updates[p] for n, p in self._parameters.items())
         self._start = self._kept(), intended
 
     def after_step(self) -> LossChangeStep:
@@ -180,7 +180,7 @@ class LossChange:
         return step
 
     def _kept(self) -> Tensor:
-        return _flat(kept_value(self._optimizer, p) for p in self._parameters.values())
+        return _flatten(kept_value(self._optimizer, p) for p in self._parameters.values())
 
     def _allot(self, gradient: Tensor, moved: Tensor, rounded: Tensor) -> Iterator[Allocation]:
         sizes = [p.numel() for p in self._parameters.values()]
@@ -208,7 +208,9 @@ def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
         loss_before=steps[0].loss_before,
         loss_after=steps[-1].loss_after,
         segments=max(s.segments for s in steps),
-        parameters=tuple(_added(same[0].name, same) for same in zip(*(s.parameters for s in steps), strict=True)),
+        parameters=tuple(
+            _sum_allocations(same[0].name, same) for same in zip(*(s.parameters for s in steps), strict=True)
+        ),
     )
 
 
@@ -220,7 +222,9 @@ def by_layer(step: LossChangeStep) -> LossChangeStep:
     layers: dict[str, list[Allocation]] = {}
     for allocation in step.parameters:
         layers.setdefault(_layer_of(allocation.name), []).append(allocation)
-    return dataclasses.replace(step, parameters=tuple(_added(layer, found) for layer, found in layers.items()))
+    return dataclasses.replace(
+        step, parameters=tuple(_sum_allocations(layer, found) for layer, found in layers.items())
+    )
 
 
 def _layer_of(name: str) -> str:
@@ -229,7 +233,7 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[: number + 1] if number is not None else parts[:-1]) or name
 
 
-def _added(name: str, same: Sequence[Allocation]) -> Allocation:
+def _sum_allocations(name: str, same: Sequence[Allocation]) -> Allocation:
     return Allocation(
         name=name,
         change=math.fsum(a.change for a in same),
@@ -266,7 +270,7 @@ class _Landscape:
                 (loss / len(self.batches)).backward()  # type: ignore[no-untyped-call]
                 losses.append(float(loss.detach().double()))
         grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
-        return math.fsum(losses) / len(losses), _flat(grads)
+        return math.fsum(losses) / len(losses), _flatten(grads)
 
 
 class _Path:
@@ -301,5 +305,5 @@ class _Path:
         return torch.stack([self.landscape.at(self.start + place * self.delta)[1] for place in places]).sum(0)
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
+def _flatten(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1).float() for t in tensors])

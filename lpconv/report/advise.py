@@ -130,7 +130,7 @@ def _gap_text(gap: GapEstimate, unit: str) -> str:
 def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) -> str:
     """What to do for a purpose and what it costs, in two or three sentences."""
     if row is None or row.gap is None:
-        return _none(result, purpose)
+        return _no_recommendation(result, purpose)
     return _convert_words(result, row) if purpose == "infer" else _train_words(result, row)
 
 
@@ -171,7 +171,7 @@ def _budget_text(result: AdviceResult, unit: str) -> str:
     return f"{100 * quality:.2g} %" if unit == "output" else f"{number_text(quality)} nats"
 
 
-def _none(result: AdviceResult, purpose: str) -> str:
+def _no_recommendation(result: AdviceResult, purpose: str) -> str:
     rows = [r for r in _of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
     if not rows:
         return "Nothing was measured for this, so nothing is recommended."

@@ -24,7 +24,7 @@ def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | Non
     quality = float(result.options["budget"]["quality"])
     unit = 10.0 ** (math.floor(math.log10(quality)) - 1)
     ends = [0.0, quality, *(e for r in rows if r.gap for e in (r.gap.low, r.gap.high))]
-    right = 1.05 * max(start, *(_taken(r) for r in rows))
+    right = 1.05 * max(start, *(_cost(r) for r in rows))
     advised = {a.row for a in result.recommendations if a.purpose == purpose}
     budget = math.asinh(quality / unit)
     marks = [Mark(kind="move", shape="line", title="budget", points=((0, budget), (right, budget)))]
@@ -34,7 +34,7 @@ def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | Non
     best = Mark(kind="series-1", shape="diamond", title="recommended")
     for r in rows:
         marks += _front_marks(r, best if r.name in advised else measured, unit)
-    labels = (Label(x=_taken(r), y=_height(r, unit), text=r.name) for r in rows if r.name in advised)
+    labels = (Label(x=_cost(r), y=_height(r, unit), text=r.name) for r in rows if r.name in advised)
     title = f"{heading}: quality against {'size' if purpose == 'infer' else 'memory'}"
     what = "size on disk" if purpose == "infer" else "memory of a step"
     return Chart(
@@ -62,7 +62,7 @@ def _gap_axis(unit: float, low: float, high: float) -> Axis:
 
 def _front_marks(row: AdviceRow, mark: Mark, unit: float) -> tuple[Mark, Mark]:
     assert row.gap is not None
-    x, ends = _taken(row), (row.gap.high, row.gap.low)
+    x, ends = _cost(row), (row.gap.high, row.gap.low)
     interval = tuple((x, math.asinh(gap / unit)) for gap in ends)
     return (
         Mark(kind=f"line {mark.kind}", shape="line", title=row.name, points=interval),
@@ -75,13 +75,13 @@ def _height(row: AdviceRow, unit: float) -> float:
     return math.asinh(row.gap.value / unit)
 
 
-def _taken(row: AdviceRow) -> float:
+def _cost(row: AdviceRow) -> float:
     """Cost of a candidate: bytes on disk, or for training bytes of memory."""
     return float((row.size_bytes if row.purpose == "infer" else row.memory_bytes) or 0)
 
 
 def _is_drawn(row: AdviceRow) -> bool:
-    return row.status == "measured" and row.gap is not None and math.isfinite(row.gap.high) and _taken(row) > 0
+    return row.status == "measured" and row.gap is not None and math.isfinite(row.gap.high) and _cost(row) > 0
 
 
 def parts_chart(result: AdviceResult) -> Chart | None:

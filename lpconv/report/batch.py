@@ -43,10 +43,10 @@ def _with_hint(error: JobError) -> str:
 
 def _cells(job: JobResult) -> Row:
     status = Cell(text=job.status, outcome=_OUTCOMES[job.status])
-    return job.id, job.kind, status, job.what, _found(job), f"{job.seconds:.1f} s", _note(job)
+    return job.id, job.kind, status, job.what, _result_text(job), f"{job.seconds:.1f} s", _note(job)
 
 
-def _found(job: JobResult) -> str:
+def _result_text(job: JobResult) -> str:
     """Sizes and error of a conversion, or the first metrics of a measurement."""
     sizes = f"{size_text(job.bytes.read)} → {size_text(job.bytes.written)}" if job.bytes else ""
     figures = (f"{name}: {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])

@@ -56,7 +56,7 @@ def model_card(result: ConvertResult) -> Document:
             section("What was measured", _figure_table(result)),
             _tensor_section(result),
             verification_section(result.verify),
-            _going_back(result),
+            _restore_section(result),
         ),
         warnings=result.warnings,
         facts={"source": source, "revision": result.source.revision or MISSING},
@@ -84,7 +84,7 @@ def _is_hub_id(result: ConvertResult) -> bool:
 
 def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
     auto, layout = auto_class(result.architecture), result.options.get("layout")
-    plainly = _loading(auto, needs_lpconv=False)
+    plainly = _loading_code(auto, needs_lpconv=False)
     if layout in _LAYOUTS:
         words = _LAYOUTS[layout].format(codes=f"{result.format} codes with {scale_words(result)}")
         return Prose(text=words), plainly
@@ -98,7 +98,7 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
         "The loader module in this directory registers it too, for code that cannot import lpconv.hf first: "
         f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'
     )
-    return _loading(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
+    return _loading_code(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
 
 
 def _figure_table(result: ConvertResult) -> Table:
@@ -116,7 +116,7 @@ def _tensor_section(result: ConvertResult) -> Section | None:
     return section("Tensors", done, worst)
 
 
-def _going_back(result: ConvertResult) -> Section | None:
+def _restore_section(result: ConvertResult) -> Section | None:
     command = Code(lines=("lpconv restore PATH -o ORIGINAL",))
     return section(
         "How to get the original back",
@@ -136,7 +136,7 @@ def _fidelity(result: ConvertResult) -> str:
 
 def finetune_card(result: FinetuneResult) -> Document:
     """The card of a fine-tuned model: how to open it, what precision cost, how it was trained."""
-    result = _public(result)
+    result = _without_folders(result)
     header: dict[str, object] = {"library_name": "transformers", **result.card}
     if "base_model" in result.card:
         header["base_model_relation"] = "finetune"
@@ -157,7 +157,7 @@ def finetune_card(result: FinetuneResult) -> Document:
     )
 
 
-def _public(result: FinetuneResult) -> FinetuneResult:
+def _without_folders(result: FinetuneResult) -> FinetuneResult:
     """A copy without local folders: a local model is named by its last path component."""
     facts = {k: PurePath(v).name if PurePath(v).is_absolute() else v for k, v in result.facts.items()}
     name = result.name if result.card.get("base_model") == result.name else PurePath(result.name).name
@@ -166,13 +166,13 @@ def _public(result: FinetuneResult) -> FinetuneResult:
 
 def _open_tuned(result: FinetuneResult) -> Section | None:
     is_plain, is_pair = result.saved_as.startswith("plain"), result.saved_as.startswith("collage")
-    blocks: list[Block] = [_loading(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
+    blocks: list[Block] = [_loading_code(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
     if is_pair:
         blocks.append(Prose(text='`lpconv.load("PATH")` adds what bf16 rounded away, which lies under `collage/`.'))
     return section("How to open it", *tuple(blocks))
 
 
-def _loading(auto: str, *, needs_lpconv: bool) -> Code:
+def _loading_code(auto: str, *, needs_lpconv: bool) -> Code:
     """The code that opens a checkpoint with an auto class of transformers."""
     registers = ("import lpconv.hf  # registers the format with transformers",) if needs_lpconv else ()
     lines = (*registers, f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("PATH")')

@@ -38,11 +38,11 @@ class Drawing:
 
     def x(self, value: float) -> float:
         """Page coordinate of an x value."""
-        return _place(self.chart.x, value, self.left, self.right)
+        return _position(self.chart.x, value, self.left, self.right)
 
     def y(self, value: float) -> float:
         """Page coordinate of a y value, from the top."""
-        return _place(self.chart.y, value, self.bottom, self.top)
+        return _position(self.chart.y, value, self.bottom, self.top)
 
     def path(self, mark: Mark) -> str:
         """The SVG path of a mark."""
@@ -99,7 +99,7 @@ class Drawing:
         return (self.x(x) + 9, "start") if is_left else (self.x(x) - 9, "end")
 
 
-def _place(axis: Axis, value: float, start: float, end: float) -> float:
+def _position(axis: Axis, value: float, start: float, end: float) -> float:
     share = (value - axis.low) / (axis.high - axis.low)
     return round(start + min(max(share, 0.0), 1.0) * (end - start), 1)
 

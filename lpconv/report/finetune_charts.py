@@ -93,7 +93,7 @@ def heat_map(result: FinetuneResult) -> HeatMap | None:
     if not any(t.underflow + t.overflow > 0 for t in tracked):
         return None
     roles = [r for r in ROLE_WORDS if any(t.role == r for t in tracked)]
-    steps = _thinned(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
+    steps = _thin_out(sorted({t.step for t in tracked}), _MAX_COLUMNS // len(roles) or 1)
     worst = max(tracked, key=lambda t: t.underflow + t.overflow)
     return HeatMap(
         title="Elements lost by layer, class of tensor and step",
@@ -104,7 +104,7 @@ def heat_map(result: FinetuneResult) -> HeatMap | None:
     )
 
 
-def _thinned(steps: list[int], most: int) -> list[int]:
+def _thin_out(steps: list[int], most: int) -> list[int]:
     """At most `most` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= most:
         return steps

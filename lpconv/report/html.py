@@ -49,7 +49,7 @@ def _template() -> jinja2.Template:
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("lpconv.report"),
         autoescape=True,
-        finalize=_shown,
+        finalize=_format_value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -78,7 +78,7 @@ def _made_by(document: Document) -> dict[str, str]:
     return {**document.facts, **{f"Version of {name}": text for name, text in sorted(document.versions.items())}}
 
 
-def _shown(value: Any) -> Any:
+def _format_value(value: Any) -> Any:
     """A value as the template prints it: superscript powers of two, unbreakable per cents, a dash for nothing."""
     if value is None or value in ((), []):
         return MISSING

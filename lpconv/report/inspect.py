@@ -27,11 +27,11 @@ def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
         verdict=_verdict(found),
         facts=_facts(found),
         sections=sections_of(
-            section("Problems", _first(found.problems, most), outcome="failed"),
-            section("Warnings", _first(found.warnings, most)),
+            section("Problems", _first_notes(found.problems, most), outcome="failed"),
+            section("Warnings", _first_notes(found.warnings, most)),
             section("Dtypes", dtype_table),
             files_section(found.shards),
-            section("Tied", _first(ties, most)),
+            section("Tied", _first_notes(ties, most)),
             section("Tensors", _stored_table(found.tensors) if every else hint),
         ),
     )
@@ -66,7 +66,7 @@ def _facts(found: InspectResult) -> dict[str, str]:
     return facts
 
 
-def _first(notes: Sequence[str], most: int | None) -> Bullets:
+def _first_notes(notes: Sequence[str], most: int | None) -> Bullets:
     """The first `most` notes, and the number of remaining ones."""
     if most is None or len(notes) <= most:
         return Bullets(lines=tuple(notes))

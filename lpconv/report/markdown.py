@@ -28,33 +28,33 @@ def markdown(document: Document) -> str:
         Section(title="Warnings", blocks=(Bullets(lines=shown.warnings),) if shown.warnings else ()),
         Section(title="How it was made", blocks=tuple(blocks)),
     ]
-    parts = [f"---\n{header}\n---", f"# {_escaped(shown.title)}", _escaped(shown.summary)]
+    parts = [f"---\n{header}\n---", f"# {_escape(shown.title)}", _escape(shown.summary)]
     parts += [part for section in sections for part in _section(section)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _section(section: Section) -> list[str]:
     blocks = [text for block in section.blocks if (text := _block(block))]
-    return [f"## {_escaped(section.title)}", *blocks] if blocks else []
+    return [f"## {_escape(section.title)}", *blocks] if blocks else []
 
 
 def _block(block: Block) -> str:
     """A block as Markdown; empty for charts, which a card does not show."""
     if isinstance(block, str):
-        return _escaped(block)
+        return _escape(block)
     if isinstance(block, Prose):
         return block.text
     if isinstance(block, Bullets):
-        return "\n".join(f"- {_escaped(line)}" for line in block.lines)
+        return "\n".join(f"- {_escape(line)}" for line in block.lines)
     if isinstance(block, Checks):
-        return "\n".join(f"- {_escaped(c.name)}: {c.outcome}; {_escaped(c.text)}" for c in block.checks)
+        return "\n".join(f"- {_escape(c.name)}: {c.outcome}; {_escape(c.text)}" for c in block.checks)
     if isinstance(block, Facts):
-        return _table(("what", "which"), [(_escaped(label), _escaped(text)) for label, text in block.values.items()])
+        return _table(("what", "which"), [(_escape(label), _escape(text)) for label, text in block.values.items()])
     if isinstance(block, Table):
-        first = code_span if block.has_names else _escaped
-        rows = [(first(name), *map(_escaped, rest)) for name, *rest in texts_of(block)]
-        caption = f"{_escaped(block.caption)}:\n\n" if block.caption else ""
-        return caption + _table([_escaped(c.removeprefix("<")) for c in block.columns], rows)
+        first = code_span if block.has_names else _escape
+        rows = [(first(name), *map(_escape, rest)) for name, *rest in texts_of(block)]
+        caption = f"{_escape(block.caption)}:\n\n" if block.caption else ""
+        return caption + _table([_escape(c.removeprefix("<")) for c in block.columns], rows)
     if isinstance(block, Code):
         text = "\n".join(block.lines)
         fence = _fence_for(text)
@@ -68,7 +68,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape text so that Markdown and HTML show it literally."""
     return _SPECIAL.sub(r"\\\1", text).replace("&", "&amp;").replace("<", "&lt;")
 

@@ -36,7 +36,7 @@ def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
     scale = next((s for s in report.loss_scales if s.log2_scale), None)
     shift = scale.log2_scale if scale else 0
     gradients = {t.words for t in report.tensors if t.is_gradient}
-    lows = [_lowest(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
+    lows = [_lowest_exponent(c) + (min(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     highs = [max(c) + (max(shift, 0) if w in gradients else 0) for w, c in totals.items()]
     low, high = min(lows) - _ROOM, max(highs) + 1 + _ROOM
     high = max(high, low + _MIN_BINADES)
@@ -49,7 +49,7 @@ def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
     )
 
 
-def _lowest(counts: Counter[int]) -> int:
+def _lowest_exponent(counts: Counter[int]) -> int:
     """The first exponent of the axis: almost no element is below, and outliers do not squeeze the rest."""
     allowed, seen = _MAX_BELOW_AXIS * counts.total(), 0
     for e in sorted(counts):
@@ -99,7 +99,7 @@ def _exponent_chart(
         y=_share_axis(top, windows),
         boxes=(
             *(Box(kind="bar", x=(e, e + 1), y=(0, share)) for e, share in shares if share),
-            *(box for i, held in enumerate(windows) for box in _window(held, i, top, span)),
+            *(box for i, held in enumerate(windows) for box in _range_boxes(held, i, top, span)),
         ),
         marks=(moved,) if shift else (),
         legend=(*legend, moved) if shift else legend,
@@ -114,7 +114,7 @@ def _share_axis(top: float, formats: Sequence[Format]) -> Axis:
     return Axis(low=-(len(formats) + 0.45) * _STRIP * top, high=top, ticks=(*shares.ticks, *names))
 
 
-def _window(held: Format, row: int, top: float, span: tuple[int, int]) -> Iterator[Box]:
+def _range_boxes(held: Format, row: int, top: float, span: tuple[int, int]) -> Iterator[Box]:
     """The range of a format in its strip: its subnormal and its normal numbers."""
     y = (-(row + 1.3) * _STRIP * top, -(row + 0.5) * _STRIP * top)
     for kind, low, high in (("subnormal", held.min_subnormal, held.min_normal), ("normal", held.min_normal, held.max)):

@@ -49,7 +49,7 @@ def _rank(action: str) -> int:
 
 def in_layer_order(tensors: Iterable[T]) -> tuple[T, ...]:
     """Tensors in approximate data-flow order: embeddings, numbered layers, the rest, output heads."""
-    return tuple(sorted(tensors, key=lambda t: (_stage(t.name), _natural(t.name))))
+    return tuple(sorted(tensors, key=lambda t: (_stage(t.name), _natural_key(t.name))))
 
 
 def _stage(name: str) -> int:
@@ -60,7 +60,7 @@ def _stage(name: str) -> int:
     return 0 if _EMBEDDING.search(name) else 2
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """A sort key that orders 2 before 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 

@@ -54,7 +54,7 @@ def terminal(document: Document) -> RenderableType:
         parts.append(Text.assemble((f"{shown.title}: ", "bold"), (verdict.text, _STYLES[verdict.outcome])))
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
-    parts += [_after_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
+    parts += [_with_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
     for part in sections_of(*shown.sections, section("Warnings", Bullets(lines=shown.warnings))):
         parts += _section(part) if part.only != "page" else ()
     return Group(*parts)
@@ -67,7 +67,7 @@ def _section(part: Section) -> tuple[RenderableType, ...]:
         return ()
     style = _STYLES[part.outcome] if part.outcome else "bold"
     title = [Text(part.title, style=style)] if part.title else []
-    return (Text(), *title, bodies[0], *map(_after_gap, bodies[1:]))
+    return (Text(), *title, bodies[0], *map(_with_gap, bodies[1:]))
 
 
 def _block(block: Block) -> RenderableType | None:
@@ -129,13 +129,13 @@ class Name:
     name: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(_abbreviated(self.name, options.max_width), overflow="fold")
+        yield Text(_abbreviate(self.name, options.max_width), overflow="fold")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(len(_abbreviated(self.name, 0)), len(self.name))
+        return Measurement(len(_abbreviate(self.name, 0)), len(self.name))
 
 
-def _abbreviated(name: str, width: int) -> str:
+def _abbreviate(name: str, width: int) -> str:
     parts = name.split(".")
     for i, part in enumerate(parts[:-2]):
         if len(".".join(parts)) <= width:
@@ -144,7 +144,7 @@ def _abbreviated(name: str, width: int) -> str:
     return ".".join(parts)
 
 
-def _after_gap(body: RenderableType) -> RenderableType:
+def _with_gap(body: RenderableType) -> RenderableType:
     """`body` with an empty line before it."""
     return Padding(body, (1, 0, 0, 0))
 
@@ -167,7 +167,7 @@ class _Fitting(_RichTable):
             self.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        spans = [_span(column, console, options) for column in self.columns]
+        spans = [_column_widths(column, console, options) for column in self.columns]
         room = options.max_width - _GAP * (len(spans) - 1)
         if sum(least for least, _ in spans) <= room:
             self._share(spans, room)
@@ -199,7 +199,7 @@ class _Fitting(_RichTable):
             column.width = width
 
 
-def _span(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
+def _column_widths(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
     """(minimum, natural) width of a column.
 
     The minimum of a wrapping column is its longest word, up to a limit.

@@ -170,13 +170,13 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     """Every step of the verification in order: hashes, files, weights, outputs, gates."""
     steps = []
     if v.hash:
-        steps.append(Check(name="hashes", outcome=_judged(not v.hash.mismatched), text=_hash_words(v.hash)))
+        steps.append(Check(name="hashes", outcome=_outcome(not v.hash.mismatched), text=_hash_words(v.hash)))
     if v.files:
-        outcome = _judged(not v.files.different) if v.files.compared else "not run"
+        outcome = _outcome(not v.files.different) if v.files.compared else "not run"
         steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
     if v.weights:
         words = _tensors_text if v.level == "values" else _weights_words
-        steps.append(Check(name="weights", outcome=_judged(not v.weights.mismatched), text=words(v.weights)))
+        steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=words(v.weights)))
     if v.logits:
         outcome = "not run" if v.logits.skipped else "passed"
         steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
@@ -184,13 +184,13 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         text = "not compared; --data FILE does, or --level logits"
         steps.append(Check(name="outputs", outcome="not run", text=text))
     steps += [
-        Check(name=f"gate {g.expression}", outcome=_judged(g.passed), text=f"the value is {number_text(g.value)}")
+        Check(name=f"gate {g.expression}", outcome=_outcome(g.passed), text=f"the value is {number_text(g.value)}")
         for g in v.gates
     ]
     return tuple(steps)
 
 
-def _judged(passed: bool) -> Outcome:
+def _outcome(passed: bool) -> Outcome:
     return "passed" if passed else "failed"
 
 

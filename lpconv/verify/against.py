@@ -108,9 +108,9 @@ def _check_weights(
     progress: Progress,
 ) -> VerifyResult:
     """Add the comparison of weights, config and index to `result`."""
-    plan = _as_recorded(job.plan, records)
+    plan = _with_recorded_decisions(job.plan, records)
     if plan.num_calibrated:
-        plan = _calibrated(plan, provenance)
+        plan = _with_calibration(plan, provenance)
     with OutputReader.from_directory(directory) as output:
         plan = plan.with_forms(lambda t: output.as_chosen(t.form))
         planned = {t.name: t for t in plan.tensors if t.action != "tie"}
@@ -125,13 +125,13 @@ def _check_weights(
     untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
     problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
     problems = (*result.problems, *weights_problems(weights), *problems)
-    tensors = _compared(planned, records, set(weights.mismatched))
+    tensors = _compare_records(planned, records, set(weights.mismatched))
     return dataclasses.replace(
         result, level="weights", passed=not problems, weights=weights, problems=problems, tensors=tensors
     )
 
 
-def _compared(
+def _compare_records(
     planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
 ) -> tuple[ComparedTensor, ...]:
     """The recorded figures of each tensor, worst first. Verified tensors (not in `wrong`) have met theirs."""
@@ -149,7 +149,7 @@ def _compared(
     return tuple(sorted(found, key=lambda c: (c.problem is None, c.sqnr_db)))
 
 
-def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
+def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
     """The plan with the recorded decision for each tensor, because another lpconv version may decide differently."""
     tensors = []
     for t in plan.tensors:
@@ -166,7 +166,7 @@ def _as_recorded(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
     return dataclasses.replace(plan, tensors=tuple(tensors))
 
 
-def _calibrated(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
+def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
     """The plan with the recorded calibration, so that the text is not read again."""
     found = from_json(CalibrationRecord, provenance.get("calibration")).absmax
     missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in found]

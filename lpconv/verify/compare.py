@@ -76,9 +76,9 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
         progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
         found = []
         for name in both:
-            found.append(_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
+            found.append(_comparison_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
             progress.advance(a.entries[name].info.num_bytes)
-        problems = [*_missing(ours, theirs, "the reference"), *_missing(theirs, ours, "it")]
+        problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
     found.sort(key=lambda r: r.sqnr_db)
     worst = next((r for r in found if r.sqnr_db < math.inf), None)
@@ -101,7 +101,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
     return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
 
 
-def _missing(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
+def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
     """Tensors of one checkpoint that the other lacks, unless it ties them to another weight."""
     shapes = {n: (form.shape, "") for n, form in one.forms.items()}
     tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
@@ -145,8 +145,8 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _record(ours: Stored, theirs: Stored, found: _WeightSums) -> ComparedTensor:
-    bits = min(_bits(ours), _bits(theirs))
+def _comparison_record(ours: Stored, theirs: Stored, found: _WeightSums) -> ComparedTensor:
+    bits = min(_bits_of(ours), _bits_of(theirs))
     noise = sqnr_db(found.signal, found.noise)
     return ComparedTensor(
         name=ours.name,
@@ -160,7 +160,7 @@ def _record(ours: Stored, theirs: Stored, found: _WeightSums) -> ComparedTensor:
     )
 
 
-def _bits(form: Stored) -> int:
+def _bits_of(form: Stored) -> int:
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
 

@@ -39,7 +39,7 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files hold in another form",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
-    found = _Found()
+    found = _FileComparison()
     if config:
         found.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
         found.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
@@ -64,7 +64,7 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
     )
 
 
-class _Found:
+class _FileComparison:
     """Files compared so far, differences, and files or keys that were not compared."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Found:
             told += [d for d in effects if d[0] not in {key for key, *_ in told}]
         self.not_compared += [f"{name}: {key}" for key, *_ in told if _BOOKKEEPING.fullmatch(key)]
         told = [d for d in told if not _BOOKKEEPING.fullmatch(d[0])]
-        self.different += [f"{name}: {_words(*d)}" for d in told[:_SHOWN]]
+        self.different += [f"{name}: {_difference_text(*d)}" for d in told[:_SHOWN]]
         if len(told) > _SHOWN:
             self.different.append(f"{name}: {len(told) - _SHOWN} more values differ")
 
@@ -102,7 +102,7 @@ def _differences(ours: Any, theirs: Any, place: str = "") -> Iterator[tuple[str,
             yield f"{place}{key}", a, b
 
 
-def _words(key: str, ours: Any, theirs: Any) -> str:
+def _difference_text(key: str, ours: Any, theirs: Any) -> str:
     a, b = ("absent" if v is _ABSENT else f"{v!r:.{_WIDTH}}" for v in (ours, theirs))
     return f"`{key}` is {a}, and {b} in the reference"
 

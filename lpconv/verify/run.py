@@ -41,7 +41,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         found = verify_output(directory, before, progress=progress)
-        return _with_text(found, directory, _reference(against), options.data, options, progress)
+        return _with_text(found, directory, _open_reference(against), options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
@@ -49,7 +49,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         )
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
         assert against is not None
-        ours, reference = open_readable(directory), _reference(against)
+        ours, reference = open_readable(directory), _open_reference(against)
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
         return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
@@ -75,7 +75,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         job.source.close()
 
 
-def _reference(name: str) -> Checkpoint:
+def _open_reference(name: str) -> Checkpoint:
     """The checkpoint to compare with; its files are checked against the hub's hashes."""
     found = open_readable(name)
     found.check_promised()

@@ -76,22 +76,22 @@ def compare_on_text(
     ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
     config = reads_text(ours, hint=_HINT)
     tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
-    at_once = _at_once(config, length)
+    at_once = _windows_per_pass(config, length)
     progress.start("running both models on the text", 3 * tokens.windows.numel())
     with (
         model_errors("the model does not run on the text", hint=_HINT),
-        _opened(ours) as converted,
-        _opened(theirs) as source,
+        _open_model(ours) as converted,
+        _open_model(theirs) as source,
         torch.no_grad(),
     ):
-        bodies = [_hidden(m, tokens.windows, at_once, progress) for m in (source, converted)]
+        bodies = [_hidden_states(m, tokens.windows, at_once, progress) for m in (source, converted)]
         has_next = task_of(type(converted).__name__) is CLM
         total = _TokenSums()
-        for ids, hidden, following in _pieces(bodies, tokens.windows, vocabulary_size(config)):
+        for ids, hidden, following in _token_slices(bodies, tokens.windows, vocabulary_size(config)):
             said = [_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True)]
             for i in range(0, len(following), _EXACT):
                 part = slice(i, i + _EXACT)
-                total = total + _compared(said[0][part], said[1][part], following[part] if has_next else None)
+                total = total + _compare_outputs(said[0][part], said[1][part], following[part] if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
         return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
@@ -133,7 +133,7 @@ def windows_of(
 
 
 @contextmanager
-def _opened(checkpoint: Checkpoint) -> Iterator[Any]:
+def _open_model(checkpoint: Checkpoint) -> Iterator[Any]:
     with open_in_files(checkpoint) as (model, missing):
         if missing or model.base_model is model:
             what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` is a bare model"
@@ -150,7 +150,7 @@ def window_bytes(config: Any, length: int) -> int:
     return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
 
 
-def _at_once(config: Any, length: int) -> int:
+def _windows_per_pass(config: Any, length: int) -> int:
     """Number of windows per forward pass that fit into free memory."""
     needed = window_bytes(config, length)
     free = available_memory() - _FIXED_BYTES - 3 * _HEAD_BYTES
@@ -163,7 +163,7 @@ def _at_once(config: Any, length: int) -> int:
     return max(min(AT_ONCE // length, free // 2 // needed), 1)
 
 
-def _hidden(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) -> Tensor:
+def _hidden_states(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) -> Tensor:
     """The last hidden states of a body, [N, L, H]."""
     found = []
     for ids_NL in torch.split(windows_NL, at_once):
@@ -176,7 +176,9 @@ def _hidden(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) ->
     return torch.cat(found)
 
 
-def _pieces(bodies: list[Tensor], windows_NL: Tensor, words: int) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+def _token_slices(
+    bodies: list[Tensor], windows_NL: Tensor, words: int
+) -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
     """A few tokens at a time: ids [1, T], the hidden states of both models [1, T, H], and the next ids [T].
 
     The last token of a window has no next id; it gets -1.
@@ -200,7 +202,7 @@ def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
     return out
 
 
-def _compared(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
+def _compare_outputs(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
     x, y = wanted_TV.double(), got_TV.double()
     log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
     finite = torch.isfinite(x)

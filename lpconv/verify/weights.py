@@ -66,7 +66,7 @@ class _Small:
     side: Side
 
 
-def _wrong_of(waiting: Iterable[_Small]) -> Iterator[str]:
+def _wrong_tensors(waiting: Iterable[_Small]) -> Iterator[str]:
     """Names of the tensors that differ from the reference. Checks in batches, since one call for hundreds is cheap."""
     alike = defaultdict[tuple[Any, ...], list[tuple[_Small, Tensor]]](list)
     for s in waiting:
@@ -126,10 +126,10 @@ def check_weights(
         records.append(found)
         wrong += [] if right else [name]
         if len(waiting) == _TOGETHER:
-            wrong += _wrong_of(waiting)
+            wrong += _wrong_tensors(waiting)
             waiting.clear()
     total = sum(t.info.num_elements for t in tensors.values())
-    return _summary(records, total, checked, [*dict.fromkeys([*wrong, *_wrong_of(waiting)])])
+    return _summary(records, total, checked, [*dict.fromkeys([*wrong, *_wrong_tensors(waiting)])])
 
 
 def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[str]) -> WeightsCheck:
@@ -156,7 +156,7 @@ def _compare_whole(
     The stored side tensors are assumed to be the implied ones until all blocks have been read; if they are not, the
     blocks are compared again.
     """
-    side = _side(t, output)
+    side = _stored_side(t, output)
 
     def look(block: Block) -> tuple[Looked | None, _Compared]:
         with workers.borrowed() as work:
@@ -193,7 +193,7 @@ def _compare_whole(
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
     """(number of elements, whether they are right) for the first, a middle and the last piece of a tensor."""
-    side = _side(t, output)
+    side = _stored_side(t, output)
     count, right = 0, t.format is None or t.form.scale(side) == output.records[t.name].scale
     for start, stop in _sample_ranges(t.info.num_elements):
         first, last = t.form.widened(start, stop)
@@ -202,12 +202,12 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
             x = workers.read(block, work)
             found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
             compared = _compare(block, x, output, found, None, work)
-            right = right and compared.right and not any(_wrong_of(filter(None, [compared.left])))
+            right = right and compared.right and not any(_wrong_tensors(filter(None, [compared.left])))
         count += last - first
     return count, right
 
 
-def _side(t: PlannedTensor, output: OutputReader) -> Side:
+def _stored_side(t: PlannedTensor, output: OutputReader) -> Side:
     """The side tensors stored for the planned form, even if a reader knows the files under a form with fewer."""
     held = output.side(t.name)
     return held if held.keys() >= {c.name for c in t.form.side} else output.read_side(t.form)

@@ -161,13 +161,13 @@ class TestReading:
         self, store: Store, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun: list[Path] = []
-        copy = remote_view._copy
+        copy = remote_view._copy_object
 
         def noted(url: str, o: remote.RemoteObject, path: Path) -> None:
             begun.append(path)
             copy(url, o, path)
 
-        monkeypatch.setattr(remote_view, "_copy", noted)
+        monkeypatch.setattr(remote_view, "_copy_object", noted)
         directory = directory_of(store.put_folder("m", source))
         assert begun
         assert not any(path.is_relative_to(directory) for path in begun)

@@ -169,7 +169,7 @@ def test_outputs_that_were_asked_for_are_taken_from_the_files_where_models_do_no
 ) -> None:
     options = ConvertOptions(method="unit", format="fp32", verify="logits")
     convert("demo", tmp_path / "whole", options)
-    monkeypatch.setattr("lpconv.plan.memory._running", lambda plan, contents: 2**60)
+    monkeypatch.setattr("lpconv.plan.memory._models_bytes", lambda plan, contents: 2**60)
     found = convert("demo", tmp_path / "out", options).verify
     assert found.level == "logits"
     assert found.logits is not None
