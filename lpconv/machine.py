@@ -10,7 +10,6 @@ import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from lpconv.errors import ResourceError
@@ -39,29 +38,24 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Limit:
-    """A memory limit and the memory used under it, in bytes."""
-
-    size: int
-    used: int
+_Limit = tuple[int, int]  # a memory limit and the memory used under it, in bytes
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
     """The tightest memory limit of container and process in bytes, or None if there is none."""
-    return min((limit.size for limit in _memory_limits(root)), default=None)
+    return min((size for size, _ in _memory_limits(root)), default=None)
 
 
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping, an out-of-memory kill or a refusal: the minimum over all limits."""
-    left = [limit.size - limit.used for limit in _memory_limits(root)]
+    left = [size - used for size, used in _memory_limits(root)]
     return max(0, min([_free_memory(root), *left]))
 
 
 def free_addresses(root: Path = _ROOT) -> int | None:
     """Bytes of address space that this process may still map, touched or not; None without `ulimit -v`."""
     limits = _process_limits(root / "proc/self", {"Max address space": "VmSize"})
-    return next((max(0, limit.size - limit.used) for limit in limits), None)
+    return next((max(0, size - used) for size, used in limits), None)
 
 
 def out_of_memory(error: BaseException) -> ResourceError | None:
@@ -113,7 +107,7 @@ def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
         for name, size in counted.items():
             soft = line.removeprefix(name).split()[:1] if line.startswith(name) else []
             if soft and soft[0].isdigit():
-                yield _Limit(size=int(soft[0]), used=int(used.get(size, "0").split()[0]) * _KIB)
+                yield int(soft[0]), int(used.get(size, "0").split()[0]) * _KIB
 
 
 def _container_limits(root: Path) -> Iterator[_Limit]:
@@ -149,7 +143,7 @@ def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
     if not sizes or min(sizes) >= _ENDLESS:
         return
     used = _read_text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
-    yield _Limit(size=min(sizes), used=int(used or 0) - _file_pages(_read_text(folder / "memory.stat"), is_v2=is_v2))
+    yield min(sizes), int(used or 0) - _file_pages(_read_text(folder / "memory.stat"), is_v2=is_v2)
 
 
 def _file_pages(stat: str, *, is_v2: bool) -> int:

@@ -63,7 +63,7 @@ _MASTERS = (Storage.MASTER, Storage.FP8_MASTER)
 _FP8_PAIRS = (Storage.FP8_BF16, Storage.FP8_FP8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variant:
     """Storage of the weight and of both moments."""
 
@@ -82,23 +82,19 @@ class Variant:
         return self.weight.bytes_per_number + state + gradient
 
 
-def _variant(name: str, weight: Storage, first: Storage, second: Storage) -> Variant:
-    return Variant(name=name, weight=weight, first=first, second=second)
-
-
 # light and plus are Collage's; full also stores the first moment as a pair, the only rounding left in plus. The others
 # are for comparison. Bytes per parameter with a bf16 gradient: 10 12 14, 8 8 10 12 16.
 VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
-        _variant("light", Storage.PAIR, Storage.BF16, Storage.BF16),
-        _variant("plus", Storage.PAIR, Storage.BF16, Storage.PAIR),
-        _variant("full", Storage.PAIR, Storage.PAIR, Storage.PAIR),
-        _variant("bf16", Storage.BF16, Storage.BF16, Storage.BF16),
-        _variant("stochastic", Storage.STOCHASTIC, Storage.BF16, Storage.BF16),
-        _variant("kahan", Storage.KAHAN, Storage.BF16, Storage.BF16),
-        _variant("fp32-moments", Storage.BF16, Storage.FP32, Storage.FP32),
-        _variant("fp32-master", Storage.MASTER, Storage.FP32, Storage.FP32),
+        Variant("light", Storage.PAIR, Storage.BF16, Storage.BF16),
+        Variant("plus", Storage.PAIR, Storage.BF16, Storage.PAIR),
+        Variant("full", Storage.PAIR, Storage.PAIR, Storage.PAIR),
+        Variant("bf16", Storage.BF16, Storage.BF16, Storage.BF16),
+        Variant("stochastic", Storage.STOCHASTIC, Storage.BF16, Storage.BF16),
+        Variant("kahan", Storage.KAHAN, Storage.BF16, Storage.BF16),
+        Variant("fp32-moments", Storage.BF16, Storage.FP32, Storage.FP32),
+        Variant("fp32-master", Storage.MASTER, Storage.FP32, Storage.FP32),
     )
 }
 

@@ -8,7 +8,6 @@ residual holds the rounding error.
 """
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from lpconv.errors import UnsupportedError
@@ -37,12 +36,8 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _NARROW = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Decision:
-    """The decision for one tensor: `format` is None if it is kept, and `reason` is text for the user."""
-
-    format: Format | None
-    reason: str
+# A number format, None to keep the tensor as it is, and the reason in words.
+_Decision = tuple[Format | None, str]
 
 
 def form_type(options: ConvertOptions) -> type[Form]:
@@ -56,8 +51,7 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
     `linears` are the only modules whose weights the layout converts; None if it converts all. Raises UnsupportedError
     for several experts in one tensor, unless the options keep it.
     """
-    decision = _decide(info, options)
-    fmt, reason = decision.format, decision.reason
+    fmt, reason = _decide(info, options)
     kind, settings = form_type(options), settings_for(options, linears, info.name)
     if linears is not None and info.name in linears.fused and fmt is not None:
         block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
@@ -90,40 +84,40 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
 
 def _decide(info: TensorInfo, options: ConvertOptions) -> _Decision:
     if info.dtype not in _FLOATS:
-        return _Decision(format=None, reason="not floating point" if info.dtype[0] != "F" else f"already {info.dtype}")
+        return None, "not floating point" if info.dtype[0] != "F" else f"already {info.dtype}"
     if info.num_elements == 0:
-        return _Decision(format=None, reason="empty")
+        return None, "empty"
     for pattern in options.exclude:
         if matches(pattern, info.name):
-            return _Decision(format=None, reason=f"excluded by `{pattern}`")
+            return None, f"excluded by `{pattern}`"
     wanted = FORMATS[options.format or METHODS[options.method].default_format]
     for rule in options.rules:
         if matches(rule.pattern, info.name):
             return _by_rule(rule.pattern, rule.format)
     if options.include and not any(matches(p, info.name) for p in options.include):
-        return _Decision(format=None, reason="not included")
+        return None, "not included"
     return _any_default(info, wanted) if form_type(options).holds_anything else _codes_default(info, wanted)
 
 
 def _by_rule(pattern: str, name: str) -> _Decision:
-    return _Decision(format=None if name == "keep" else FORMATS[name], reason=f"rule `{pattern}`")
+    return None if name == "keep" else FORMATS[name], f"rule `{pattern}`"
 
 
 def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
     if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
-        return _Decision(format=None, reason=f"already {wanted.name}: the residual is zero")
-    return _Decision(format=wanted, reason="pair")
+        return None, f"already {wanted.name}: the residual is zero"
+    return wanted, "pair"
 
 
 def _codes_default(info: TensorInfo, wanted: Format) -> _Decision:
     if len(info.shape) < 2:
-        return _Decision(format=None, reason="norm, bias or other vector")
+        return None, "norm, bias or other vector"
     what = _sensitive_kind(info)
     if wanted.storage_bits >= _NARROW or what is None:
-        return _Decision(format=wanted, reason=what or "matrix")
+        return wanted, what or "matrix"
     if DTYPE_BITS[info.dtype] <= _NARROW:
-        return _Decision(format=None, reason=f"{what}: 16 bits by default")
-    return _Decision(format=FORMATS["fp16"], reason=f"{what}: 16 bits by default")
+        return None, f"{what}: 16 bits by default"
+    return FORMATS["fp16"], f"{what}: 16 bits by default"
 
 
 def _sensitive_kind(info: TensorInfo) -> str | None:
