@@ -21,7 +21,6 @@ from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import (
     ConvertResult,
-    FileRecord,
     FinetuneResult,
     JobEstimate,
     JobOutcome,
@@ -100,7 +99,7 @@ def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
 
     assert isinstance(job.options, FinetuneOptions)
     checkpoint = Checkpoint.open(job.model, revision=job.options.revision)
-    source = _record(checkpoint)
+    source = checkpoint.record()
     result = finetune(checkpoint, job.output, job.options, progress=progress)
     error = gate_problem(result)
     if error is not None:
@@ -137,7 +136,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     options = job.options
     assert isinstance(options, ProbeOptions)
     checkpoint = Checkpoint.open(job.model, revision=options.revision)
-    source = _record(checkpoint)
+    source = checkpoint.record()
     found, _ = run_probe(checkpoint, job.output, options, progress=progress)
     return JobOutcome(
         source=source, warnings=tuple(found.options["warnings"]), versions=dict(found.options["versions"])
@@ -166,13 +165,7 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
     """The source record of a job's model, with sizes of its weight files. A bench preset has no files."""
     if isinstance(job.options, BenchOptions) and job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    return _record(Checkpoint.open(job.model, revision=revision))
-
-
-def _record(checkpoint: Checkpoint) -> SourceRecord:
-    folder, origin = checkpoint.directory, checkpoint.origin
-    files = (FileRecord(name=f, size_bytes=(folder / f).stat().st_size) for f in checkpoint.weight_files)
-    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=tuple(files))
+    return Checkpoint.open(job.model, revision=revision).record()
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:

@@ -41,7 +41,7 @@ def export(
     check_whole(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
     with Staging(output, identity, force=options.force) as staging, _discard_on_failure(staging):
-        source = _source_record(checkpoint)
+        source = checkpoint.record(lambda name: sha256_of(checkpoint.directory / name))
         result = _write_model(staging.directory, source, checkpoint, options, opset, progress)
         result = dataclasses.replace(result, output=str(output), seconds=time.perf_counter() - started)
         _write_side_files(staging.directory, checkpoint, result)
@@ -99,17 +99,6 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
     except BaseException:
         staging.discard()
         raise
-
-
-def _source_record(checkpoint: Checkpoint) -> SourceRecord:
-    """The source record of an exported checkpoint, with hashes of its weight files."""
-    files = tuple(
-        FileRecord(name=f, size_bytes=path.stat().st_size, sha256=sha256_of(path))
-        for f in checkpoint.weight_files
-        if (path := checkpoint.directory / f)
-    )
-    origin = checkpoint.origin
-    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
 
 
 def _describe(graph: ir.Model, source: SourceRecord, checkpoint: Checkpoint) -> None:

@@ -13,19 +13,14 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import Plan
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
-from lpconv.results import FileRecord, SourceRecord, TensorRecord
+from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.version import __version__
 
 
 def source_record(job: Job) -> SourceRecord:
     """The source with the sizes of its weight files, and their hashes if a hub promised and lpconv checked them."""
-    files = tuple(
-        FileRecord(name=f, size_bytes=job.watch.size_bytes(f), sha256=job.promised.get(f))
-        for f in job.checkpoint.weight_files
-    )
-    origin = job.checkpoint.origin
-    return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=files)
+    return job.checkpoint.record(job.promised.get)
 
 
 def public_source(source: SourceRecord) -> SourceRecord:

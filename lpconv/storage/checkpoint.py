@@ -1,11 +1,12 @@
 """A checkpoint, opened once and passed on: its origin, files, config and headers. No torch."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import find_side_files, find_weights, read_config
 from lpconv.storage.gguf import as_directory, header_of
 from lpconv.storage.header import Header, TensorInfo
@@ -95,3 +96,12 @@ class Checkpoint:
         Every file is hashed the first time only. Raises InputError for a file with another hash.
         """
         return check_promises(self.directory) if self.origin.revision is not None else {}
+
+    def record(self, hash_of: Callable[[str], str | None] = lambda name: None) -> SourceRecord:
+        """The record of this source, with sizes of its weight files and the hashes that `hash_of` knows by name."""
+        files = (
+            FileRecord(name=name, size_bytes=(self.directory / name).stat().st_size, sha256=hash_of(name))
+            for name in self.weight_files
+        )
+        origin = self.origin
+        return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=tuple(files))

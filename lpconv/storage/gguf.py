@@ -49,7 +49,7 @@ def header_of(path: Path, config: Mapping[str, Any]) -> Header:
         tensors[name] = TensorInfo(
             name=name, dtype=t["type"] if is_plain else "U8", shape=shape, begin=t["begin"], end=t["end"]
         )
-    return Header(tensors=tensors, metadata={}, data_start=0, file_size=path.stat().st_size)
+    return Header(tensors=tensors, metadata={}, data_start=0)
 
 
 def as_directory(path: Path) -> Path:

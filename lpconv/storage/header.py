@@ -55,7 +55,6 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
     data_start: int
-    file_size: int
 
 
 def read_header(path: Path) -> Header:
@@ -98,9 +97,7 @@ def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Head
     if data_start + position != file_size:
         state = "cut short" if data_start + position > file_size else "longer than its header says"
         raise _corrupt(path, f"the file is {state}: {file_size} bytes, its header describes {data_start + position}")
-    return Header(
-        tensors={t.name: t for t in tensors}, metadata=dict(metadata), data_start=data_start, file_size=file_size
-    )
+    return Header(tensors={t.name: t for t in tensors}, metadata=dict(metadata), data_start=data_start)
 
 
 def check_name(name: object, path: Path) -> None:

@@ -21,10 +21,6 @@ class Watch:
     directory: Path
     seen: Mapping[str, tuple[int, int, int, str]]
 
-    def size_bytes(self, name: str) -> int:
-        """Recorded size of a file; -1 if it did not exist."""
-        return self.seen[name][0]
-
     def check(self) -> None:
         """Raise InputError for the first file that has changed since."""
         for name, before in self.seen.items():

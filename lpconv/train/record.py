@@ -32,11 +32,7 @@ NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among t
 def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch, *, role: str, seed: int) -> RunRecord:
     """The record of a run that has been trained, without its figures in fp32."""
     evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
-    updates = tuple(
-        UpdateQuality(step=r["step"], edq=r["edq"], edq_weights=r["edq_weights"], lost=r["lost"])
-        for r in metrics.rows
-        if "edq" in r
-    )
+    updates = tuple(from_json(UpdateQuality, r) for r in metrics.rows if "edq" in r)
     model = trainer.prepared.model
     return RunRecord(
         role=role,
