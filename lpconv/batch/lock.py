@@ -18,7 +18,8 @@ from lpconv.batch.manifest import Manifest
 from lpconv.bench.options import BenchOptions
 from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
-from lpconv.results import SCHEMA_VERSION, FileRecord, JobOutcome, from_json, ordered_json_text, to_json
+from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
+from lpconv.results.documents import Result
 from lpconv.storage.holding import wait_for
 from lpconv.storage.partfile import sha256_of, write_error, write_small
 
@@ -48,10 +49,9 @@ class LockEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lock:
+class Lock(Result):
     """The entries of a lock file, in the manifest's order of jobs."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "batch-lock"
     entries: tuple[LockEntry, ...] = ()
 

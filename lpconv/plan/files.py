@@ -157,13 +157,20 @@ def copy_side_files(
     return tuple(copied)
 
 
+# Fields of a result that do not change from run to run or place to place, in the order of lpconv.json.
+_RECORDED = (
+    "method", "format", "residual", "source", "architecture", "tensors", "files", "side_files", "bytes", "verify",
+    "calibration", "options", "versions", "card", "warnings", "unit_shares",
+)  # fmt: skip
+
+
 def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpoint, plan: Plan) -> None:
     """Write lpconv.json: everything about the output that does not depend on the run or the location."""
     document: Mapping[str, Any] = to_json(result)
-    left_out = {"schema_version", "kind", "output", "seconds", "weights_seconds", "peak_rss_bytes", "command"}
     changed = replaced_config(checkpoint, plan)
-    left_out |= {"calibration"} if result.calibration is None else set()
-    kept = {k: v for k, v in document.items() if k not in left_out}
+    kept = {k: document[k] for k in _RECORDED if k in document}
+    if result.calibration is None:
+        del kept["calibration"]
     kept["verify"].pop("files")  # only `lpconv verify` compares them; a conversion copies them
     for tensor in kept["tensors"]:
         if tensor["rounding"] is None:

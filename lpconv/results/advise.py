@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.documents import SCHEMA_VERSION, Purpose
+from lpconv.results.documents import Purpose, RunResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Recommendation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviceResult:
+class AdviceResult(RunResult):
     """Result of `lpconv advise`: rows, best first, one recommendation for each purpose, and what could not be measured.
 
     `metric` says what the gaps of inference are: "loss" or "output". `parts` belong to the row `parts_of`. `findings`
@@ -81,10 +81,8 @@ class AdviceResult:
     runs of training had (0: none ran). `interrupted` says that measurements are missing because somebody stopped it.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "advice"
     name: str
-    output: str
     facts: dict[str, str]
     metric: str
     source_bytes: int
@@ -95,9 +93,5 @@ class AdviceResult:
     parts_of: str | None = None
     findings: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
     seconds: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    command: str | None = None
     interrupted: bool = False

@@ -5,7 +5,7 @@ from typing import Any
 
 from lpconv.results.checkpoint import FileRecord, SourceRecord
 from lpconv.results.convert import ByteCounts, JobEstimate
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 from lpconv.results.verify import VerifyResult
 
 # What becomes of a job, beside what its kind calls being done.
@@ -71,10 +71,9 @@ class JobResult(JobFindings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchResult:
+class BatchResult(Result):
     """Result of `lpconv batch`: all jobs in manifest order, including those that a failure kept from running."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "batch"
     manifest: str
     dry_run: bool

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 from lpconv.results.verify import GateRecord
 
 
@@ -233,10 +233,9 @@ class BenchChange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchResult:
+class BenchResult(Result):
     """Result of `lpconv bench`. `interrupted` means that rows are missing because the run was stopped."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "bench"
     rows: tuple[BenchRow, ...]
     peaks: PeakRecord | None = None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectResult:
+class InspectResult(Result):
     """Contents of a checkpoint, from its headers. `method` and `format` are None if lpconv did not write it.
 
     `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` are those of its quantised weights,
@@ -67,7 +67,6 @@ class InspectResult:
     `not_judged` says why whole weights are beyond us, and None that they are not.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "inspect"
     path: str
     architecture: str | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.results.checkpoint import FileRecord, SourceRecord
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result, RunResult
 from lpconv.results.verify import VerifyResult
 
 
@@ -82,10 +82,9 @@ class JobEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanResult(JobEstimate):
+class PlanResult(Result, JobEstimate):
     """What a conversion would do, from headers alone."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "plan"
     method: str
     format: str
@@ -111,37 +110,29 @@ class CalibrationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertResult:
+class ConvertResult(RunResult):
     """Result of a conversion: what was asked, what was written, what it cost and how it was verified.
 
-    `seconds` is the whole run, `weights_seconds` the part that read, encoded and wrote weights (None where it was not
-    measured). `options` are the settings that shaped the bytes, `architecture` is config.json's first, `versions` the
-    libraries'. `card` is what the model card repeats of the source's: base model and licence. `calibration` is None
-    where inputs have no scales in the files.
+    `weights_seconds` is the time that read, encoded and wrote weights (None if it was not measured). `architecture` is
+    config.json's first. `card` is what the model card repeats of the source's: base model and licence. `calibration` is
+    None if inputs have no scales in the files.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "convert"
     method: str
     format: str
     residual: str | None = None
-    output: str
     source: SourceRecord
     architecture: str | None = None
     tensors: tuple[TensorRecord, ...]
     files: tuple[FileRecord, ...]
     side_files: tuple[str, ...] = ()
     bytes: ByteCounts
-    seconds: float
     weights_seconds: float | None = None
     peak_rss_bytes: int
     verify: VerifyResult
     calibration: CalibrationRecord | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    command: str | None = None
     card: dict[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +154,12 @@ class WrittenShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartResult:
+class PartResult(Result):
     """Result of converting part `part` of `parts` of one conversion into `output`.
 
     `bytes` are those of its own files; `identity` is what all parts of the output have to agree on.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "part"
     part: int
     parts: int
@@ -182,14 +172,13 @@ class PartResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreResult:
+class RestoreResult(Result):
     """Result of restoring a plain checkpoint from a converted one or from a third-party quantized one.
 
     `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell. Of a checkpoint
     of others it says that `dtype`, which is None for ours, holds every decoded value; `method` is its quant_method.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "restore"
     path: str
     output: str

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 
 NATIVE = "native"
 EMULATED = "emulated"
@@ -67,10 +67,9 @@ class PackageRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorResult:
+class DoctorResult(Result):
     """Properties of this machine that decide what lpconv can do on it."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "doctor"
     lpconv: str
     python: str

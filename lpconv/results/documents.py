@@ -13,6 +13,31 @@ from lpconv.errors import InputError
 SCHEMA_VERSION = 1
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """Document that a command prints or writes."""
+
+    schema_version: int = SCHEMA_VERSION
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult(Result):
+    """Result of a run that fills a folder: `options` are the settings that shaped it, `versions` the libraries'.
+
+    `seconds` is the whole run, and `command` repeats it.
+    """
+
+    output: str
+    seconds: float
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    command: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
 # Strings that may only have these values; `from_json` refuses others.
 Role = Annotated[str, ("run", "twin")]
 TensorRole = Annotated[str, ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")]

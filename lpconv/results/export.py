@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lpconv.results.checkpoint import FileRecord, SourceRecord
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,12 @@ class OnnxCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportResult:
+class ExportResult(Result):
     """Result of an export. `method` and `format` are None if lpconv did not convert the checkpoint.
 
     `weights` counts the graph's parameters by the form they are stored in. `check` is None where it was not asked for.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "onnx"
     source: SourceRecord
     output: str

@@ -1,9 +1,8 @@
 """What `lpconv finetune` found."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from lpconv.results.documents import SCHEMA_VERSION, Role, TensorRole
+from lpconv.results.documents import Result, Role, RunResult, TensorRole
 from lpconv.results.verify import GateRecord
 
 
@@ -136,7 +135,7 @@ class RecipeMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(Result):
     """Estimate of the memory that training a model needs, from its config alone.
 
     `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` for each recipe the smallest number of
@@ -144,7 +143,6 @@ class MemoryPlan:
     ranks; each has at least one sequence of `seq_len` tokens. `recipe` is the one that was asked for.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "memory_plan"
     name: str
     recipe: str
@@ -251,7 +249,7 @@ class GapRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneResult:
+class FinetuneResult(RunResult):
     """Result of a fine-tuning: the low-precision run and its twin over all seeds, and the comparison of the two.
 
     `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
@@ -260,26 +258,19 @@ class FinetuneResult:
     source's: base model and licence.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "finetune"
     name: str
-    output: str
     recipe: str
     twin: str | None
     task: str
     facts: dict[str, str]
     runs: tuple[RunRecord, ...]
     gaps: tuple[GapRecord, ...]
-    seconds: float
     spent: dict[str, float] = field(default_factory=dict)
     saved_as: str
     held_out: tuple[HeldOutRecord, ...] = ()
     gates: tuple[GateRecord, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    command: str | None = None
     card: dict[str, str] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
 
     def learned(self, role: str) -> bool | None:
         """Whether the runs of a role learned anything that the held-out examples show; None where nobody can say.

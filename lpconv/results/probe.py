@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lpconv.results.documents import SCHEMA_VERSION, TensorRole
+from lpconv.results.documents import Result, TensorRole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class LossScaleRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeReport:
+class ProbeReport(Result):
     """Effects of a few formats on the tensors of a probe. `findings` describes each format's worst tensors in words.
 
     `at_risk` names the operands that fp8 holds badly even at scales of their own, and ends with what to do about them.
@@ -74,7 +74,6 @@ class ProbeReport:
     label. `overhead` is the time of recording as a share of the rest.
     """
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "probe-report"
     name: str
     facts: dict[str, str]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lpconv.results.documents import SCHEMA_VERSION
+from lpconv.results.documents import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,9 @@ class VerifyResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verification(VerifyResult):
+class Verification(Result, VerifyResult):
     """Result of `lpconv verify` on the output or checkpoint `path`, compared with `against` if given."""
 
-    schema_version: int = SCHEMA_VERSION
     kind: str = "verify"
     path: str
     against: str | None = None
