@@ -34,7 +34,7 @@ JobOptions = ConvertOptions | FinetuneOptions | BenchOptions | ProbeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class JobKind:
     """One kind of job.
 
     `options` converts the settings of a manifest to options, or raises UsageError; `words` summarises them in a line. A
@@ -80,8 +80,8 @@ def _bench_words(options: BenchOptions) -> str:
     return " ".join((*options.formats, *options.methods, *options.modes))
 
 
-KINDS: dict[str, Kind] = {
-    "convert": Kind(
+KINDS: dict[str, JobKind] = {
+    "convert": JobKind(
         fields=_manifest_fields(ConvertOptions),
         options=_convert_options,
         words=lambda options: f"{options.method} {options.format}",
@@ -89,21 +89,21 @@ KINDS: dict[str, Kind] = {
         accepts=lambda proof: True,  # an output that fails its gates is not published
         is_exact=True,
     ),
-    "finetune": Kind(
+    "finetune": JobKind(
         fields=_manifest_fields(FinetuneOptions),
         options=_finetune_options,
         words=_finetune_words,
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
     ),
-    "bench": Kind(
+    "bench": JobKind(
         fields=_manifest_fields(BenchOptions),
         options=_bench_options,
         words=_bench_words,
         proof=BENCH_FILE,
         accepts=lambda proof: not (result := read_bench(proof)).interrupted and problem(result) is None,
     ),
-    "probe": Kind(
+    "probe": JobKind(
         fields=_manifest_fields(ProbeOptions),
         options=_probe_options,
         words=lambda options: f"{options.steps} steps",
