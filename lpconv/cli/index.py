@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.cli.command import print_result
-from lpconv.cli.runs import ANY_RUN, Kind, name_of, runs_in
+from lpconv.cli.runs import ANY_RUN, RunKind, name_of, runs_in
 from lpconv.errors import InputError
 from lpconv.report.compare import RunEntry, index_document, run_names
 from lpconv.report.document import Document, Table
@@ -38,14 +38,14 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
 
 
-def _line(kind: Kind, result: Any) -> tuple[str, str]:
+def _line(kind: RunKind, result: Any) -> tuple[str, str]:
     if isinstance(result, InputError):
         return "", f"cannot be shown: {result.message}"
     document = kind.document(result)
     return document.subtitle, document.verdict.text if document.verdict else ""
 
 
-def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
+def _entry(kind: RunKind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
     page = path.parent / kind.page_file
     has_folder = kind.file is not None
     return RunEntry(
@@ -58,7 +58,7 @@ def _entry(kind: Kind, path: Path, line: tuple[str, str], folder: Path, home: Pa
     )
 
 
-def _write_comparisons(found: Sequence[tuple[Kind, Path, Any]], stem: Path) -> dict[str, str]:
+def _write_comparisons(found: Sequence[tuple[RunKind, Path, Any]], stem: Path) -> dict[str, str]:
     """Write a page `STEM-KIND.html` for each kind with several runs; returns file names by kind."""
     written = {}
     for kind in {k.name: k for k, _, _ in found}.values():

@@ -34,7 +34,7 @@ _DEPTH = 3  # nesting of folders that are searched for runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class RunKind:
     """One kind of run.
 
     Files of the kind have `kind` as their JSON key of that name (None: any). They are called `file` within a folder, or
@@ -58,14 +58,14 @@ class Kind:
         return path if _is_json(path) and _document(path).get("kind") == self.kind else None
 
 
-def kind_of(run: str) -> Kind | None:
+def kind_of(run: str) -> RunKind | None:
     """The kind of the run in a folder or file; None if it holds no run."""
     return next((kind for kind in _KINDS if kind.find(run) is not None), None)
 
 
-def one_kind(runs: Sequence[str]) -> tuple[Kind, list[Path]]:
+def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
     """The kind and the files of some runs. Raises InputError for a path without a run, UsageError for mixed kinds."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, RunKind] = {}
     paths = []
     for run in runs:
         kind = kind_of(run)
@@ -90,7 +90,7 @@ def name_of(path: Path) -> str:
     return path.resolve().parent.name if path.name in (REPORT, PROBE_FILE, ADVICE_FILE) else path.stem
 
 
-def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any]]:
+def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[RunKind, Path, Any]]:
     """The runs below a folder, sorted by name: (kind, file, result, or the error raised by reading it).
 
     Folders inside a run are not searched.
@@ -103,9 +103,9 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Kind, Path, Any
             yield from (run for run in _read_run(path) if run[0].file is None)
 
 
-def _read_run(path: Path) -> Iterator[tuple[Kind, Path, Any]]:
+def _read_run(path: Path) -> Iterator[tuple[RunKind, Path, Any]]:
     """Yield the run at a path, if there is one."""
-    kind: Kind = _KINDS[-1]
+    kind: RunKind = _KINDS[-1]
     try:
         kind = kind_of(str(path)) or kind
         file = kind.find(str(path))
@@ -170,7 +170,7 @@ _NO_RUNS = {
 }
 # Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (
-    Kind(
+    RunKind(
         name="Advice",
         kind="advice",
         file=ADVICE_FILE,
@@ -178,7 +178,7 @@ _KINDS = (
         document=advice_document,
         page_file=PAGE,
     ),
-    Kind(
+    RunKind(
         name="Benches",
         kind="bench",
         file=None,
@@ -186,14 +186,14 @@ _KINDS = (
         document=bench_document,
         compare=compare_benches,
     ),
-    Kind(
+    RunKind(
         name=PROBES,
         kind="probe",
         file=PROBE_FILE,
         read=ask_probe,
         document=probe_document,
     ),
-    Kind(
+    RunKind(
         name="Fine-tunings",
         kind="finetune",
         file=REPORT,
@@ -201,14 +201,14 @@ _KINDS = (
         document=finetune_document,
         compare=compare_finetunes,
     ),
-    Kind(
+    RunKind(
         name="Verifications",
         kind="verify",
         file=None,
         read=lambda path: from_json(Verification, _document(path)),
         document=verify_document,
     ),
-    Kind(
+    RunKind(
         name=CONVERSIONS,
         kind=None,
         file=REPORT,
