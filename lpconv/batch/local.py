@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from lpconv.batch.task import GRACE_S, Answer, Needs, Task, run_task
+from lpconv.batch.task import GRACE_S, Answer, JobTask, Needs, run_task
 from lpconv.machine import available_memory
 
 
@@ -34,7 +34,7 @@ class LocalExecutor:
             left = Needs(cpus=len(self._cores), gpus=len(self._gpus), memory=self._memory)
             return self._places > 0 and needs.fits(left)
 
-    def submit(self, task: Task) -> Future[Answer]:
+    def submit(self, task: JobTask) -> Future[Answer]:
         with self._lock:
             needs = task.needs
             self._places -= 1
@@ -59,7 +59,7 @@ class LocalExecutor:
         for process in self._processes:
             process.kill()
 
-    def _run(self, task: Task, cores: list[int], gpus: list[str]) -> Answer:
+    def _run(self, task: JobTask, cores: list[int], gpus: list[str]) -> Answer:
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
             return run_task(task, self._say, cores=cores, environment=environment, begun=self._begun)

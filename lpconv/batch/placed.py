@@ -22,7 +22,7 @@ from lpconv.batch.records import (
     said_result,
     stops,
 )
-from lpconv.batch.task import Answer, Executor, MachineLostError, Needs, Task
+from lpconv.batch.task import Answer, Executor, JobTask, MachineLostError, Needs
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Progress
 from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
@@ -59,7 +59,7 @@ class _Step:
     """A waiting or running task of a job, and the number of machines lost during it."""
 
     job: BatchJob
-    task: Task
+    task: JobTask
     lost: int = 0
 
 
@@ -156,7 +156,7 @@ class Placement:
         flags = [flag for flag, is_set in given.items() if is_set]
         arguments = (str(self._manifest), "--only", job.id, "--json", *flags, *more)
         return _Step(
-            job=job, task=Task(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
+            job=job, task=JobTask(name=job.id + suffix, arguments=arguments, needs=_needs_of(job, self._executor))
         )
 
     def _place(self, step: _Step) -> bool:

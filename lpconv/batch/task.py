@@ -52,7 +52,7 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class JobTask:
     """The command `lpconv batch` with `arguments`. `name` is the prefix of its output lines."""
 
     name: str
@@ -83,7 +83,7 @@ class Executor(Protocol):
     def has_room(self, needs: Needs) -> bool:
         """Whether a task can be submitted now, rather than after others have ended."""
 
-    def submit(self, task: Task) -> Future[Answer]:
+    def submit(self, task: JobTask) -> Future[Answer]:
         """Start a task. Its future raises MachineLostError if the task must be repeated."""
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class Executor(Protocol):
 
 
 def run_task(
-    task: Task,
+    task: JobTask,
     say: Callable[[str], None],
     *,
     cores: Collection[int] = (),

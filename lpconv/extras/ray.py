@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
+from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.version import __version__
 
@@ -50,7 +50,7 @@ class RayExecutor:
     def has_room(self, needs: Needs) -> bool:
         return self._parallel is None or sum(not f.done() for f in self._refs) < self._parallel
 
-    def submit(self, task: Task) -> Future[Answer]:
+    def submit(self, task: JobTask) -> Future[Answer]:
         options = {"num_cpus": task.needs.cpus, "num_gpus": task.needs.gpus, "max_retries": 0, "name": task.name}
         if task.needs.memory:
             options["memory"] = task.needs.memory
@@ -144,6 +144,6 @@ def _describe_worker(manifest: Path) -> tuple[str, str, str | None]:
     return os.uname().nodename, __version__, digest
 
 
-def _run(task: Task, quiet: bool) -> Answer:
+def _run(task: JobTask, quiet: bool) -> Answer:
     """On a worker: run a task. Ray forwards its lines to the waiting process."""
     return run_task(task, lambda line: None if quiet else print(line, file=sys.stderr, flush=True))

@@ -26,15 +26,15 @@ from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, run_batch
 from lpconv.batch.runners import RUNNERS
-from lpconv.batch.task import Answer, MachineLostError, Needs, Task, run_task
+from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.results.batch import BatchResult
 
-Stub = Callable[[Task], Answer]
+Stub = Callable[[JobTask], Answer]
 
 
-def typed(task: Task) -> Answer:
+def typed(task: JobTask) -> Answer:
     """What somebody gets who types the command of a task."""
     done = CliRunner().invoke(app, ["batch", *task.arguments, "-q"])
     return Answer(code=done.exit_code, document=json.loads(done.stdout), seconds=1.0)
@@ -56,7 +56,7 @@ class Executor:
         self.under_way = [pending for pending in self.under_way if not pending.done()]
         return len(self.under_way) < self.places
 
-    def submit(self, task: Task) -> Future[Answer]:
+    def submit(self, task: JobTask) -> Future[Answer]:
         self.log.append(task.name)
         self.under_way.append(_Pending(functools.partial(self.run, task)))
         self.most = max(self.most, len(self.under_way))
@@ -167,7 +167,7 @@ def said(job_id: str) -> dict[str, Any]:
     return {"schema_version": 1, "jobs": [job]}
 
 
-def done(task: Task) -> Answer:
+def done(task: JobTask) -> Answer:
     return Answer(code=0, document=said(task.name) if "--shard" not in task.arguments else {"kind": "part"})
 
 
@@ -181,7 +181,7 @@ def test_no_more_run_than_there_is_room_for(folder: Path) -> None:
 def test_a_task_whose_machine_dies_goes_on_elsewhere(folder: Path) -> None:
     seen: list[tuple[str, ...]] = []
 
-    def dying(task: Task) -> Answer:
+    def dying(task: JobTask) -> Answer:
         seen.append(task.arguments)
         if len(seen) < 3:
             raise MachineLostError("the machine died")
@@ -200,7 +200,7 @@ def test_a_task_that_kills_machines_is_given_up(folder: Path) -> None:
 
 
 def test_a_failed_part_fails_its_job_once(folder: Path) -> None:
-    def second_fails(task: Task) -> Answer:
+    def second_fails(task: JobTask) -> Answer:
         return Answer(code=-9, last="Killed") if task.name == "a 2/3" else done(task)
 
     executor = Executor(second_fails, places=1)
@@ -228,7 +228,7 @@ def test_what_no_machine_has_is_refused_before_anything_starts(folder: Path) -> 
 def test_what_jobs_take(folder: Path) -> None:
     taken: dict[str, Needs] = {}
 
-    def note(task: Task) -> Answer:
+    def note(task: JobTask) -> Answer:
         taken[task.name] = task.needs
         return done(task)
 
@@ -245,7 +245,7 @@ def test_what_jobs_take(folder: Path) -> None:
 
 def test_an_interruption_stops_what_runs(folder: Path) -> None:
     class Interrupted(Executor):
-        def submit(self, task: Task) -> Future[Answer]:
+        def submit(self, task: JobTask) -> Future[Answer]:
             if len(self.log) == 1:
                 raise KeyboardInterrupt
             return super().submit(task)
@@ -258,7 +258,7 @@ def test_an_interruption_stops_what_runs(folder: Path) -> None:
 
 def test_an_interruption_before_any_failure_says_one_document(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Executor):
-        def submit(self, task: Task) -> Future[Answer]:
+        def submit(self, task: JobTask) -> Future[Answer]:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("lpconv.cli.batch._executor", lambda *_, **__: Interrupted())
@@ -307,7 +307,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-TASK = Task(name="a", arguments=("jobs.json",), needs=Needs())
+TASK = JobTask(name="a", arguments=("jobs.json",), needs=Needs())
 
 
 def test_a_task_says_what_its_process_says(program: Path) -> None:
@@ -324,8 +324,8 @@ def test_a_task_says_what_its_process_says(program: Path) -> None:
 
 WAITING = """
 import sys
-from lpconv.batch.task import Needs, Task, run_task
-task = Task(name="a", arguments=(), needs=Needs())
+from lpconv.batch.task import Needs, JobTask, run_task
+task = JobTask(name="a", arguments=(), needs=Needs())
 run_task(task, lambda line: print(line, flush=True), cores=[int(sys.argv[1])], environment={"PYTHONPATH": sys.argv[2]})
 """
 
@@ -371,7 +371,7 @@ def test_this_machine_shares_its_cores_and_memory_out(program: Path) -> None:
     machine = executor.machines[0]
     assert executor.share == Needs(cpus=max(1, machine.cpus // 2), memory=machine.memory // 2)
     whole = Needs(cpus=machine.cpus, memory=machine.memory)
-    first = executor.submit(Task(name="a", arguments=(), needs=whole))
+    first = executor.submit(JobTask(name="a", arguments=(), needs=whole))
     assert not executor.has_room(Needs(cpus=1))
     assert first.result().code == 0
     assert executor.has_room(whole)
