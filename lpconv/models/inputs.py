@@ -25,7 +25,7 @@ _TRACED = {"sequence": 13, "decoder_sequence": 11}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
+class _InputKind:
     """How to make the inputs of a kind of model, and the names of its dynamic axes by position; if none, no tracing."""
 
     make: Callable[[Any, torch.Generator], dict[str, Tensor]]
@@ -109,10 +109,10 @@ def _sound(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 _KINDS = {
-    "input_ids": _Kind(make=_token_ids, axes={0: "batch", 1: "sequence"}),
-    "pixel_values": _Kind(make=_pixels, axes={0: "batch"}),
-    "input_features": _Kind(make=_spectrogram, axes={0: "batch"}),
-    "input_values": _Kind(make=_sound, axes={}),
+    "input_ids": _InputKind(make=_token_ids, axes={0: "batch", 1: "sequence"}),
+    "pixel_values": _InputKind(make=_pixels, axes={0: "batch"}),
+    "input_features": _InputKind(make=_spectrogram, axes={0: "batch"}),
+    "input_values": _InputKind(make=_sound, axes={}),
 }
 _DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
 
