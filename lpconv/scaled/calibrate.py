@@ -62,8 +62,8 @@ def calibrate(
     batch_list = list(batches)
     if not batch_list:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
-    measured: dict[tuple[str, str], list[_Sizes]] = {}
-    _run(model, batch_list, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_Sizes.of(x)))
+    measured: dict[tuple[str, str], list[_Magnitudes]] = {}
+    _run(model, batch_list, loss, lambda name, side, x: measured.setdefault((name, side), []).append(_Magnitudes.of(x)))
     targets = {(name, side): _scale_of(sizes, side) for (name, side), sizes in measured.items() if side != "input"}
     factors: dict[tuple[str, str], float] = {}
 
@@ -148,23 +148,23 @@ def _run(
         model.zero_grad()
 
 
-class _Sizes(NamedTuple):
+class _Magnitudes(NamedTuple):
     """Root mean square and largest magnitude of a tensor's value."""
 
     rms: float
     amax: float
 
     @classmethod
-    def of(cls, x: ScaledTensor) -> "_Sizes":
+    def of(cls, x: ScaledTensor) -> "_Magnitudes":
         return cls(*(float(size(x.data_part)) * _static(x.scale) for size in (rms, amax)))
 
 
-def _holding(sizes: list[_Sizes]) -> float:
+def _holding(sizes: list[_Magnitudes]) -> float:
     """The power-of-two scale at which the largest magnitude fits e4m3fn, with headroom."""
     return float(pow2_ceil(_HEADROOM * max(s.amax for s in sizes) / _LARGEST))
 
 
-def _scale_of(sizes: list[_Sizes], side: str) -> float:
+def _scale_of(sizes: list[_Magnitudes], side: str) -> float:
     """The power of two below the RMS over batches, or the one that fits an output's outliers if that is larger.
 
     1 if all measured values are zero.

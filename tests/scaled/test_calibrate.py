@@ -24,7 +24,7 @@ from lpconv.scaled import (
     to_disk,
     write_factors,
 )
-from lpconv.scaled.calibrate import _scale_of, _Sizes
+from lpconv.scaled.calibrate import _Magnitudes, _scale_of
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "llama"])
@@ -161,7 +161,7 @@ def test_a_calibrated_operand_keeps_an_outlier_that_a_static_scale_would_clip(tm
 
 def test_an_output_with_outliers_gets_room_for_them_and_a_gradient_does_not() -> None:
     """Queries, keys and values are operands as they are, without a scale of their own under "static"."""
-    outlier = [_Sizes(rms=1.5, amax=4000.0), _Sizes(rms=1.0, amax=2.0)]
+    outlier = [_Magnitudes(rms=1.5, amax=4000.0), _Magnitudes(rms=1.0, amax=2.0)]
     assert _scale_of(outlier, "forward") == 32.0
     assert 4000 / _scale_of(outlier, "forward") < 448 / 2
-    assert _scale_of(outlier, "backward") == _scale_of([_Sizes(rms=1.2, amax=3.0)], "forward") == 1.0
+    assert _scale_of(outlier, "backward") == _scale_of([_Magnitudes(rms=1.2, amax=3.0)], "forward") == 1.0
