@@ -107,7 +107,7 @@ def _settings(model: str, revision: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizes:
+class _ModelSizes:
     """Of a model, in numbers: the largest block, what lies outside of blocks, the head's matrix, the table of ids (0
     where the head has the same one), the largest parameter of a block and its longest side. `in_blocks` are the
     parameters of all blocks."""
@@ -121,12 +121,12 @@ class _Sizes:
     in_blocks: tuple[nn.Parameter, ...]
 
 
-def _sizes(empty: Any) -> _Sizes:
+def _sizes(empty: Any) -> _ModelSizes:
     blocks = [b for b in blocks_of(empty) if b is not empty]
     in_blocks = {id(p): p for block in blocks for p in block.parameters()}
     matrices = [p for p in in_blocks.values() if p.ndim > 1]
     head, table = (getattr(m, "weight", None) for m in (empty.get_output_embeddings(), empty.get_input_embeddings()))
-    return _Sizes(
+    return _ModelSizes(
         block=max((sum(p.numel() for p in b.parameters()) for b in blocks), default=0),
         rest=sum(p.numel() for p in empty.parameters() if id(p) not in in_blocks),
         head=0 if head is None else head.numel(),
@@ -214,7 +214,7 @@ def _wide_bytes(arithmetic: Arithmetic) -> int:
     return 3 * 4 + 2 * 2 if _is_narrow(arithmetic) else 2 * _crossing_bytes(arithmetic)
 
 
-def _table_bytes(arithmetic: Arithmetic, sizes: _Sizes) -> int:
+def _table_bytes(arithmetic: Arithmetic, sizes: _ModelSizes) -> int:
     """Of the gradients of tables, when that of the ids' is made: it is added up in fp32 where it is scaled.
 
     One table that does both has two at a time, and then their sum, for which scales that follow the data widen them.
