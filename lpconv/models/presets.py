@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
+class ModelPreset:
     """A transformers config class, its model class, and the settings that differ from the config's defaults."""
 
     name: str
@@ -24,16 +24,16 @@ class Preset:
         return getattr(transformers, self.config_class)(**self.settings, architectures=[self.model_class])
 
 
-def _bert(name: str, hidden: int, layers: int) -> Preset:
-    return Preset(
+def _bert(name: str, hidden: int, layers: int) -> ModelPreset:
+    return ModelPreset(
         name=name, config_class="BertConfig", model_class="BertForMaskedLM",
         settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
                   "intermediate_size": 4 * hidden, "vocab_size": 30522},
     )  # fmt: skip
 
 
-def _roberta(name: str, hidden: int, layers: int) -> Preset:
-    return Preset(
+def _roberta(name: str, hidden: int, layers: int) -> ModelPreset:
+    return ModelPreset(
         name=name, config_class="RobertaConfig", model_class="RobertaForMaskedLM",
         settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
                   "intermediate_size": 4 * hidden, "vocab_size": 50265, "max_position_embeddings": 514,
@@ -41,23 +41,23 @@ def _roberta(name: str, hidden: int, layers: int) -> Preset:
     )  # fmt: skip
 
 
-def _gpt2(name: str, hidden: int, layers: int, heads: int) -> Preset:
-    return Preset(
+def _gpt2(name: str, hidden: int, layers: int, heads: int) -> ModelPreset:
+    return ModelPreset(
         name=name, config_class="GPT2Config", model_class="GPT2LMHeadModel",
         settings={"n_embd": hidden, "n_layer": layers, "n_head": heads},
     )  # fmt: skip
 
 
-def _opt(name: str, hidden: int, layers: int, heads: int) -> Preset:
-    return Preset(
+def _opt(name: str, hidden: int, layers: int, heads: int) -> ModelPreset:
+    return ModelPreset(
         name=name, config_class="OPTConfig", model_class="OPTForCausalLM",
         settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
                   "ffn_dim": 4 * hidden, "vocab_size": 50272, "word_embed_proj_dim": hidden},
     )  # fmt: skip
 
 
-def _pythia(name: str, hidden: int, layers: int, heads: int, vocab: int = 50304) -> Preset:
-    return Preset(
+def _pythia(name: str, hidden: int, layers: int, heads: int, vocab: int = 50304) -> ModelPreset:
+    return ModelPreset(
         name=name, config_class="GPTNeoXConfig", model_class="GPTNeoXForCausalLM",
         settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
                   "intermediate_size": 4 * hidden, "vocab_size": vocab},
@@ -67,8 +67,8 @@ def _pythia(name: str, hidden: int, layers: int, heads: int, vocab: int = 50304)
 def _llama(
     name: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, *, tied: bool,
     family: str = "Llama", positions: int = 8192,
-) -> Preset:  # fmt: skip
-    return Preset(
+) -> ModelPreset:  # fmt: skip
+    return ModelPreset(
         name=name, config_class=f"{family}Config", model_class=f"{family}ForCausalLM",
         settings={"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
                   "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": hidden // heads,
@@ -76,7 +76,7 @@ def _llama(
     )  # fmt: skip
 
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, ModelPreset] = {
     p.name: p
     for p in (
         _bert("bert-base", 768, 12),
