@@ -209,7 +209,7 @@ class Compressed(_Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTiles(_Layout, Tiles):
-    """What `Preset` says, as lpconv writes it.
+    """What `CompressedPreset` says, as lpconv writes it.
 
     Plain transformers stacks experts, and leaves NVFP4's one scale for all out (huggingface/transformers#48371). So
     with scales that every reader takes as they are, powers of two, the one of an expert (`is_expert`) is 1.

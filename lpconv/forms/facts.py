@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.formats.grains import Grain
-from lpconv.storage.compressed import Presets, presets_in, quantized_by
+from lpconv.storage.compressed import CompressedPresets, presets_in, quantized_by
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 from lpconv.summed import Summed, joined
 
@@ -107,7 +107,7 @@ class Headers:
         )
 
     @functools.cached_property
-    def presets(self) -> Presets | None:
+    def presets(self) -> CompressedPresets | None:
         """The layouts of compressed-tensors in which lpconv wrote the weights, None where it did not."""
         return presets_in(self.quantization)
 

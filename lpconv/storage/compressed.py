@@ -52,7 +52,7 @@ class LinearModules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
+class CompressedPreset:
     """A layout by its name in the package: codes of format `number`, a scale per tile of `grain` (None: one scale).
 
     `format` is the package's name for the layout of the files. `weights` are the settings of weights in the config;
@@ -89,7 +89,7 @@ _NVFP4 = _args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_
 # vLLM multiplies in low precision only if the config quantises inputs; otherwise it decodes the weights. Most presets
 # have dynamic input scales, which are not in the file; the others are calibrated.
 _PRESETS = tuple(
-    Preset(name=name, format=layout, number=number, grain=GRAINS.get(grain), weights=weights, inputs=inputs)
+    CompressedPreset(name=name, format=layout, number=number, grain=GRAINS.get(grain), weights=weights, inputs=inputs)
     for name, layout, number, grain, weights, inputs in (
         ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"), None),
         ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"),
@@ -118,7 +118,7 @@ def input_scale_of(inputs: Mapping[str, Any] | None) -> str | None:
 _INTEGERS = {"int4": 4, "int8": 8}
 
 
-def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> Preset | None:
+def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> CompressedPreset | None:
     """The preset for a format and granularity, or None; with `calibrated` the one with input scales.
 
     A granularity that does not support the format counts as one scale per tensor.
@@ -130,10 +130,10 @@ def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> 
     return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == key), None)
 
 
-def _integers(number: str, grain: Grain) -> Preset:
+def _integers(number: str, grain: Grain) -> CompressedPreset:
     """The preset of packed integers with a scale per group."""
     bits = _INTEGERS[number]
-    return Preset(
+    return CompressedPreset(
         name=f"W{bits}A16",
         format="pack-quantized",
         number=number,
@@ -143,7 +143,7 @@ def _integers(number: str, grain: Grain) -> Preset:
 
 
 def quantization_config(
-    ignored: Iterable[str], preset: Preset, others: Mapping[str, Preset] | None = None
+    ignored: Iterable[str], preset: CompressedPreset, others: Mapping[str, CompressedPreset] | None = None
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
@@ -166,25 +166,25 @@ def quantization_config(
     }
 
 
-def _group(preset: Preset, targets: list[str]) -> dict[str, Any]:
+def _group(preset: CompressedPreset, targets: list[str]) -> dict[str, Any]:
     inputs = None if preset.inputs is None else dict(preset.inputs)
     return {"targets": targets, "weights": dict(preset.weights), "input_activations": inputs,
             "output_activations": None}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presets:
+class CompressedPresets:
     """The presets of a checkpoint: `usual`, and `others` by module name."""
 
-    usual: Preset
-    others: Mapping[str, Preset]
+    usual: CompressedPreset
+    others: Mapping[str, CompressedPreset]
 
-    def of(self, module: str) -> Preset:
+    def of(self, module: str) -> CompressedPreset:
         """The preset of a quantised module."""
         return self.others.get(module, self.usual)
 
 
-def presets_in(config: Mapping[str, Any]) -> Presets | None:
+def presets_in(config: Mapping[str, Any]) -> CompressedPresets | None:
     """The presets of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
     ignored, groups = config.get("ignore"), config.get("config_groups")
     if not isinstance(ignored, list) or not isinstance(groups, dict) or not groups:
@@ -199,10 +199,12 @@ def presets_in(config: Mapping[str, Any]) -> Presets | None:
         for name in group["targets"]
         if preset is not None
     }
-    return Presets(usual=usual, others=others) if config == quantization_config(ignored, usual, others) else None
+    return (
+        CompressedPresets(usual=usual, others=others) if config == quantization_config(ignored, usual, others) else None
+    )
 
 
-def _preset_in(group: Any) -> Preset | None:
+def _preset_in(group: Any) -> CompressedPreset | None:
     """The preset of one group of the config, or None."""
     names = ("weights", "input_activations", "targets")
     weights, inputs, targets = map(group.get, names) if isinstance(group, dict) else (None, None, None)
