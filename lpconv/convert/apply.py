@@ -27,7 +27,7 @@ from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.plan.tensor_records import tensor_record
-from lpconv.plan.workers import Block, Workers, blocks_of
+from lpconv.plan.workers import TensorBlock, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
@@ -155,7 +155,7 @@ class Engine:
         return [self._record(t, sums[t.name], measured) for t in tensors]
 
     def _encode_block(
-        self, block: Block, *, files: Sequence[_Output], measured: dict[str, Measured]
+        self, block: TensorBlock, *, files: Sequence[_Output], measured: dict[str, Measured]
     ) -> tuple[Workspace, Looked | None, Encoded]:
         """Read, encode and write a block. The workspace holds what was encoded, and is given back by who hashes it."""
         work, form = self._workers.take(), block.tensor.form

@@ -15,7 +15,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.policy import settings_for
 from lpconv.plan.tensor_records import planned_record, tensor_record
-from lpconv.plan.workers import Block, SingleThreadedTorch, Workers, blocks_of
+from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 from lpconv.storage.source import read_range, read_tensor
@@ -49,7 +49,7 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     found = workers.measured(t)
     values = torch.empty(t.info.num_elements)
 
-    def convert(block: Block) -> Encoded:
+    def convert(block: TensorBlock) -> Encoded:
         with workers.borrowed() as work:
             encoded = t.form.encode(workers.read(block, work), block.start, found, work)
             values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, found.side)

@@ -46,7 +46,7 @@ class SingleThreadedTorch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TensorBlock:
     """Elements `start` to `stop` of a tensor."""
 
     tensor: PlannedTensor
@@ -58,11 +58,11 @@ class Block:
         return (self.stop - self.start) * DTYPE_BITS[self.tensor.info.dtype] // 8
 
 
-def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[Block]:
+def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[TensorBlock]:
     """The blocks of some tensors in order, in the sizes that their forms need."""
     for t in tensors:
         for start, stop in block_ranges(t.info.num_elements, t.form.cols):
-            yield Block(tensor=t, start=start, stop=stop)
+            yield TensorBlock(tensor=t, start=start, stop=stop)
 
 
 class Workers:
@@ -101,17 +101,19 @@ class Workers:
         finally:
             self.give(work)
 
-    def read(self, block: Block, work: Workspace) -> Tensor:
+    def read(self, block: TensorBlock, work: Workspace) -> Tensor:
         """The elements of a block in the source's dtype, 1-D, stored in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
-    def over(self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]) -> Generator[tuple[Block, T]]:
+    def over(
+        self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]
+    ) -> Generator[tuple[TensorBlock, T]]:
         """Apply `job` to (elements, start, workspace) of each block of a tensor; results in order.
 
         The elements are stored in the workspace.
         """
 
-        def read_and_do(block: Block) -> T:
+        def read_and_do(block: TensorBlock) -> T:
             with self.borrowed() as work:
                 return job(self.read(block, work), block.start, work)
 
@@ -143,12 +145,14 @@ class Workers:
     def _reading(self, tensor: PlannedTensor) -> Over:
         return lambda job, /: (found for _, found in self.over(tensor, job))
 
-    def in_order(self, blocks: Iterable[Block], job: Callable[[Block], T]) -> Generator[tuple[Block, T]]:
+    def in_order(
+        self, blocks: Iterable[TensorBlock], job: Callable[[TensorBlock], T]
+    ) -> Generator[tuple[TensorBlock, T]]:
         """Results of `job` in the order of `blocks`, with at most as many in flight as there are workspaces.
 
         The calling thread processes small blocks itself when their turn comes: handing them over would take longer.
         """
-        pending: deque[tuple[Block, Future[T] | None]] = deque()
+        pending: deque[tuple[TensorBlock, Future[T] | None]] = deque()
         iterator = iter(blocks)
 
         def begin(count: int) -> None:

@@ -28,7 +28,7 @@ from lpconv.forms.form import Form
 from lpconv.forms.stored import Side
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.tensor_records import planned_record, tensor_record
-from lpconv.plan.workers import Block, Workers, blocks_of
+from lpconv.plan.workers import TensorBlock, Workers, blocks_of
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.summed import Summed, joined
@@ -158,7 +158,7 @@ def _compare_whole(
     """
     side = _stored_side(t, output)
 
-    def look(block: Block) -> tuple[Looked | None, _Compared]:
+    def look(block: TensorBlock) -> tuple[Looked | None, _Compared]:
         with workers.borrowed() as work:
             x = workers.read(block, work)
             seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
@@ -173,7 +173,7 @@ def _compare_whole(
     implied = workers.concluded(t, looked) if t.form.needs_first_pass else Measured()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
-    def compare(block: Block) -> _Compared:
+    def compare(block: TensorBlock) -> _Compared:
         with workers.borrowed() as work:
             x = workers.read(block, work)
             return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
@@ -198,7 +198,7 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
     for start, stop in _sample_ranges(t.info.num_elements):
         first, last = t.form.widened(start, stop)
         with workers.borrowed() as work:
-            block = Block(tensor=t, start=first, stop=last)
+            block = TensorBlock(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
             found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
             compared = _compare(block, x, output, found, None, work)
@@ -225,7 +225,7 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: Block, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
+    block: TensorBlock, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
 ) -> _Compared:
     """Compare a stored block with `x`, the source's block.
 
