@@ -5,6 +5,7 @@ are measured: the model with that tensor alone converted) are raised to a wider 
 choice is a list of rules, which `convert` takes as `--rule`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ def parts_of(
 
 
 def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], wanted: Sequence[Tensor]) -> float:
-    """Of the outputs while one parameter has the other model's values."""
+    """Divergence of the outputs while one parameter has the other model's values."""
     kept, own.data = own.data, other.data
     try:
         with torch.inference_mode():
@@ -127,10 +128,7 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
 
 def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
     """The tensor that a parameter came from: transformers may put a prefix on its name, or take one off."""
-    for r in records:
-        if r.action == "convert" and _same_name(parameter, r.name):
-            return r
-    return None
+    return next((r for r in records if r.action == "convert" and _same_name(parameter, r.name)), None)
 
 
 def _same_name(a: str, b: str) -> bool:
@@ -138,9 +136,7 @@ def _same_name(a: str, b: str) -> bool:
 
 
 def _part(record: TensorRecord, divergence: float) -> LayerPart:
-    elements = 1
-    for size in record.shape:
-        elements *= size
+    elements = math.prod(record.shape)
     return LayerPart(
         tensor=record.name,
         format=record.format or "",

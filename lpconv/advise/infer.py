@@ -12,20 +12,20 @@ rules out nothing.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from lpconv.advise.candidates import Settings, conversions
 from lpconv.advise.choice import estimate_mean, judged
-from lpconv.advise.forecast import Forecast, is_narrow
-from lpconv.advise.options import AdviseOptions, Budget
+from lpconv.advise.forecast import opened_in
+from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, finding
 from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
-from lpconv.results import AdviceRow, GapEstimate, PeakRecord
+from lpconv.results import AdviceRow, GapEstimate
 from lpconv.verify.logits import compare, outputs_of
 
 _SAMPLE = 2**13  # elements of a tensor
@@ -41,23 +41,12 @@ _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quali
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What conversions are tried on: a model, the budget, and what a model opened wide or narrow takes to run."""
+    """What conversions are tried on: a model, the budget, and forecasts by the format that a model is opened in."""
 
     subject: Subject
     budget: Budget
-    forecasts: dict[bool, Forecast]
+    forecasts: dict[str, dict[str, Any]]
     progress: Progress
-
-    @classmethod
-    def of(cls, subject: Subject, options: AdviseOptions, peaks: PeakRecord, progress: Progress) -> Self:
-        """The trial that `options` ask for, on a machine with these peaks."""
-        forecasts = {
-            narrow: Forecast.of(
-                subject.model, peaks, seq_len=subject.prepared.seq_len, batch_size=options.batch_size, narrow=narrow
-            )
-            for narrow in (True, False)
-        }
-        return cls(subject=subject, budget=options.budget, forecasts=forecasts, progress=progress)
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
@@ -120,7 +109,7 @@ def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
     except LpconvError as e:
         return replace(row, status="failed", why=finding(e))
-    return replace(row, **vars(trial.forecasts[is_narrow(settings)]))
+    return replace(row, **trial.forecasts[opened_in(settings)])
 
 
 def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:

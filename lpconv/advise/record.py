@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from lpconv.advise.candidates import convert_options
 from lpconv.advise.options import ADVICE_FILE, AdviseOptions
 from lpconv.errors import InputError
 from lpconv.options import words_for
-from lpconv.plan.settings import command_line
+from lpconv.plan.options import ConvertOptions
 from lpconv.report.advise import advice_document
 from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
@@ -96,33 +95,30 @@ def _rounded_up(value: float) -> str:
 
 def command_for(model: str, row: AdviceRow, options: AdviseOptions) -> str:
     """The command that carries a row out, gates included."""
-    if row.purpose == "infer":
-        asked = convert_options(row.settings, gates=tuple(gates_of(row)), revision=options.revision)
-        return command_line(model, asked)
-    values = {**row.settings, **training_settings(options), "revision": options.revision, "gates": gates_of(row)}
-    return shlex.join(["lpconv", "finetune", model, *words_for(FinetuneOptions, values)])
+    record: type[Any] = ConvertOptions if row.purpose == "infer" else FinetuneOptions
+    command = "convert" if row.purpose == "infer" else "finetune"
+    return shlex.join(["lpconv", command, model, *words_for(record, _settings(row, options))])
 
 
 def manifest_text(model: str, rows: Sequence[AdviceRow], options: AdviseOptions) -> str:
     """The manifest of the rows that are recommended, one job each."""
-    jobs = [_job(model, row, options) for row in rows]
-    document = {"version": 1, "jobs": jobs}
+    document = {"version": 1, "jobs": [_job(model, row, options) for row in rows]}
     return _HEAD + yaml.safe_dump(document, sort_keys=False, width=10_000, allow_unicode=True)
 
 
 def _job(model: str, row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
+    kind = {} if row.purpose == "infer" else {"kind": "finetune"}
     name = os.path.abspath(model) if os.path.isdir(model) else model
-    revision = {} if options.revision is None else {"revision": options.revision}
-    if row.purpose == "infer":
-        return {"id": "infer", "model": name, **revision, **row.settings, "gates": gates_of(row)}
-    training = training_settings(options)
-    if options.data is not None and os.path.exists(options.data):
-        training["data"] = os.path.abspath(options.data)
-    return {"id": "train", "kind": "finetune", "model": name, **revision, **row.settings, **training,
-            "gates": gates_of(row)}  # fmt: skip
+    settings = _settings(row, options)
+    if os.path.exists(settings.get("data", "")):
+        settings["data"] = os.path.abspath(settings["data"])
+    return {"id": row.purpose, **kind, "model": name, **settings}
 
 
-def training_settings(options: AdviseOptions) -> dict[str, Any]:
-    """Options of `finetune` that repeat the training of an advice, as far as they are not the default."""
-    settings = {name: getattr(options, name) for name in ("steps", "batch_size", "lr", "data", "seq_len", "task")}
-    return {name: value for name, value in settings.items() if value not in (None, "auto")}
+def _settings(row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
+    """Options of `convert` or `finetune` that carry a row out, as far as they are not the default."""
+    asked = {"revision": options.revision, **row.settings}
+    if row.purpose == "train":
+        asked |= {name: getattr(options, name) for name in ("steps", "batch_size", "lr", "data", "seq_len", "task")}
+    asked["gates"] = gates_of(row)
+    return {name: value for name, value in asked.items() if value is not None and (name, value) != ("task", "auto")}

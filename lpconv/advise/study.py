@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
 from lpconv.advise.choice import best, rank_rows
+from lpconv.advise.forecast import forecast
 from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
@@ -45,7 +46,9 @@ def study(
     deadline = Deadline(60 * options.budget.minutes)
     subject = open_subject(checkpoint, options, progress)
     with quiet_transformers():
-        trial = Trial.of(subject, options, measure_peaks("cpu"), progress)
+        peaks = measure_peaks("cpu")
+    forecasts = {kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")}
+    trial = Trial(subject=subject, budget=options.budget, forecasts=forecasts, progress=progress)
     base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
     result = _begun(subject, output, options, command, _probed(subject, options, progress))
     for purpose in options.purposes:
