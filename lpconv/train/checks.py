@@ -1,7 +1,5 @@
 """What a run is refused for before its work begins, beyond what its options say by themselves."""
 
-from collections.abc import Sequence
-
 import torch
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
@@ -14,31 +12,30 @@ from lpconv.train.recipes import Arithmetic
 
 def check_run(options: FinetuneOptions) -> None:
     """Raises UsageError for options that do not go together here, UnsupportedError for what cannot be done here."""
-    _check_lca(options)
-    if options.compile:
-        _check_compile(options.arithmetic)
-    _check_loggers(options.log_to)
-    _check_processes(options)
-
-
-def _check_loggers(names: Sequence[str]) -> None:
-    """Raises UsageError for a name that transformers does not know, UnsupportedError where its package is missing."""
-    for name in names:
+    arithmetic = options.arithmetic
+    if options.lca and arithmetic.is_scaled and arithmetic.variant is not None:
+        raise UnsupportedError(
+            f"--lca with recipe `{arithmetic.name}`: optimizer `{arithmetic.optimizer}` steps on the data of scaled "
+            "weights, not on the model's parameters",
+            hint="leave --lca out, or choose --optimizer adamw",
+        )
+    reason = _why_not_compiled(arithmetic)
+    if options.compile and reason is not None:
+        raise UnsupportedError(
+            f"--compile with recipe `{arithmetic.name}`: {reason}", hint="leave --compile out, or choose another recipe"
+        )
+    if options.is_sharded:
+        _check_sharded(options)
+    if num_processes() > 1:
+        _check_shared(options)
+    for name in options.log_to:
         find("place to log to", name, INTEGRATION_TO_CALLBACK)
         if name not in get_available_reporting_integrations():
             raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
 
 
-def _check_compile(arithmetic: Arithmetic) -> None:
-    """Raises UnsupportedError for what torch.compile would pass over in silence, or cannot follow."""
-    reason = _why_not(arithmetic)
-    if reason is not None:
-        raise UnsupportedError(
-            f"--compile with recipe `{arithmetic.name}`: {reason}", hint="leave --compile out, or choose another recipe"
-        )
-
-
-def _why_not(arithmetic: Arithmetic) -> str | None:
+def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
+    """Why torch.compile would pass over a recipe in silence, or cannot follow it."""
     if arithmetic.loss_scale == "adaptive":
         return "its scales are chosen from values that compiled code does not see"
     if arithmetic.precision == "fp16" and not torch.cuda.is_available():
@@ -46,27 +43,8 @@ def _why_not(arithmetic: Arithmetic) -> str | None:
     return None
 
 
-def _check_lca(options: FinetuneOptions) -> None:
-    reason = _why_not_allotted(options.arithmetic)
-    if options.lca and reason is not None:
-        raise UnsupportedError(
-            f"--lca with recipe `{options.arithmetic.name}`: {reason}",
-            hint="leave --lca out, or choose --optimizer adamw",
-        )
-
-
-def _why_not_allotted(arithmetic: Arithmetic) -> str | None:
-    """Why the steps of a run cannot be followed; None where they can."""
-    if arithmetic.is_scaled and arithmetic.variant is not None:
-        return f"optimizer `{arithmetic.optimizer}` steps on the data of scaled weights, not on the model's parameters"
-    return None
-
-
-def _check_processes(options: FinetuneOptions) -> None:
-    if options.is_sharded:
-        _check_sharded(options)
-    if num_processes() == 1:
-        return
+def _check_shared(options: FinetuneOptions) -> None:
+    """Refuse options that several processes cannot carry out together."""
     if options.lca:
         raise UnsupportedError(
             f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
@@ -80,6 +58,7 @@ def _check_processes(options: FinetuneOptions) -> None:
 
 
 def _check_sharded(options: FinetuneOptions) -> None:
+    """Refuse options that a model in parts cannot carry out."""
     if num_processes() == 1:
         raise UsageError(
             "--parallel fsdp2 of one process", hint="start it with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`"

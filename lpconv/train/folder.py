@@ -32,9 +32,16 @@ MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
 RUNS, PUBLISHED = "runs", "published"
 
 
-def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
-    """Raises OutputExistsError for a folder that is there, unless `force` replaces one of ours or `resume` goes on
-    with the same options, and no other run is at it. Raises ResourceError for one that cannot be written."""
+def asked_for(model: str, options: FinetuneOptions) -> dict[str, Any]:
+    """The model and the options that a resumed run must have in common with the one before."""
+    free = fields_that_may_change(FinetuneOptions)
+    fields = (f.name for f in dataclasses.fields(options) if f.name not in free)
+    return {"model": model, **{name: to_json(getattr(options, name)) for name in fields}}
+
+
+def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: bool) -> None:
+    """Raises OutputExistsError for a folder that exists, unless `force` replaces one of ours or `resume` continues a
+    run that was `asked_for` alike, and no other run uses it. Raises ResourceError for one that cannot be written."""
     check_writable(output)
     if is_held(output):
         raise held_by_another(output)
@@ -42,25 +49,25 @@ def check_folder(output: Path, model: str, options: FinetuneOptions) -> None:
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
-    if options.resume:
-        check_same_run(output, _identity(model, options), read_json(output / MARKER))
-    elif not options.force:
+    if resume:
+        check_same_run(output, asked, read_json(output / MARKER))
+    elif not force:
         raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
 
 
 @contextlib.contextmanager
-def held_folder(output: Path, model: str, options: FinetuneOptions) -> Iterator[None]:
-    """The folder, made or gone on in, and kept from other runs while the block works. Raises as `check_folder` does."""
-    check_folder(output, model, options)
+def held_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: bool) -> Iterator[None]:
+    """Create or resume the folder, and lock it for the duration of the block. Raises as `check_folder` does."""
+    check_folder(output, asked, resume=resume, force=force)
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
         folder = os.open(output, os.O_RDONLY)
     try:
         if not hold(folder):
             raise held_by_another(output)
-        if options.force and not options.resume:
+        if force and not resume:
             _clear(output)
-        write_small(output / MARKER, ordered_json_text(_identity(model, options)))
+        write_small(output / MARKER, ordered_json_text(asked))
         yield
     finally:
         os.close(folder)
@@ -74,12 +81,6 @@ def _clear(output: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-def _identity(model: str, options: FinetuneOptions) -> dict[str, Any]:
-    free = fields_that_may_change(FinetuneOptions)
-    fields = (f.name for f in dataclasses.fields(options) if f.name not in free)
-    return {"model": model, **{name: to_json(getattr(options, name)) for name in fields}}
 
 
 def run_folder(output: Path, role: str, seed: int) -> Path:

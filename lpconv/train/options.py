@@ -31,6 +31,7 @@ from lpconv.train.recipes import (
     TRAINING_OPTIMIZERS,
     Arithmetic,
     arithmetic,
+    saved_as,
 )
 
 TASKS = ("auto", "mlm", "clm", "classification", "seq2seq")
@@ -245,6 +246,21 @@ class FinetuneOptions:
     def is_sharded(self) -> bool:
         """Whether each process keeps a part of the model."""
         return self.parallel == "fsdp2"
+
+    @property
+    def twin_arithmetic(self) -> Arithmetic | None:
+        """The arithmetic of the twin; native like the run's, since the same rate is another step elsewhere."""
+        if self.twin == "none":
+            return None
+        if self.arithmetic.is_native:
+            return dataclasses.replace(RECIPES["native"].arithmetic, precision=self.twin)
+        return RECIPES["fp32" if self.twin == "fp32" else "amp-bf16"].arithmetic
+
+    @property
+    def saved_form(self) -> tuple[str, str]:
+        """The method and format that the model is published in; "plain" keeps everything that training kept."""
+        method, format = saved_as(self.arithmetic)
+        return (method, format) if self.save == "converted" or method == "plain" else ("plain", "fp32")
 
     def every(self, what: str) -> int:
         """The interval of "eval" or "track" in steps; 0 is never. Nobody sees the whole of a sharded tensor."""

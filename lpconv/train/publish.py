@@ -23,18 +23,10 @@ from lpconv.storage.staging import MARKER
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
 from lpconv.train.job import TrainingJob, Work
 from lpconv.train.one import Finished, figures_in_fp32
-from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all
-from lpconv.train.recipes import saved_as
 
 # Of the source's side files, those that are about its own training.
 _NOT_COPIED = {"metrics.json"}
-
-
-def form_of(options: FinetuneOptions) -> tuple[str, str]:
-    """The method and format that the model is published in; "plain" keeps everything that training kept."""
-    method, format = saved_as(options.arithmetic)
-    return (method, format) if options.save == "converted" or method == "plain" else ("plain", "fp32")
 
 
 def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished) -> tuple[Series, ...]:
@@ -63,7 +55,7 @@ def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished
 
 
 def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
-    method, format = form_of(job.options)
+    method, format = job.options.saved_form
     trained = published.with_name("trained")
     shutil.rmtree(trained, ignore_errors=True)
     shutil.rmtree(published, ignore_errors=True)

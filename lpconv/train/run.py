@@ -10,7 +10,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
 from lpconv.storage.checkpoint import Openable, name_of
 from lpconv.train.data import check_data, is_text
-from lpconv.train.folder import check_folder
+from lpconv.train.folder import asked_for, check_folder
 from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import parse_gates
 
@@ -33,7 +33,7 @@ def finetune(
     gates = parse_gates(options)
     check_data(options)
     if is_first_process():  # of several, it alone writes, and may have begun the folder already
-        check_folder(output, name_of(model), options)
+        check_folder(output, asked_for(name_of(model), options), resume=options.resume, force=options.force)
         if options.resume and not os.path.lexists(output):
             progress.message(f"there is no `{output}` to go on with: the run starts anew")
     checkpoint = open_readable(model, revision=options.revision)

@@ -26,14 +26,23 @@ from lpconv.train.checks import check_run
 from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.exact import as_published
-from lpconv.train.folder import PAGE, REPORT, held_folder, read_finished, remove_leftovers, run_folder, write_finished
+from lpconv.train.folder import (
+    PAGE,
+    REPORT,
+    asked_for,
+    held_folder,
+    read_finished,
+    remove_leftovers,
+    run_folder,
+    write_finished,
+)
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
-from lpconv.train.publish import form_of, in_place, publish_model
-from lpconv.train.recipes import RECIPES, Arithmetic
+from lpconv.train.publish import in_place, publish_model
+from lpconv.train.recipes import Arithmetic
 from lpconv.train.watch import watches_run, watches_twin
 
 
@@ -49,12 +58,12 @@ def study(
     """Fine-tune the model of a checkpoint and its twin, and fill the folder `output`; raises as `finetune` does."""
     started = time.perf_counter()
     check_run(options)
-    clock, model = Clock(), checkpoint.origin.name
+    clock = Clock()
     checkpoint.check_promised()
     with clock.spending("reading data"):
         job = training_job(checkpoint, options)
-    is_main = is_main_process()
-    with held_folder(output, model, options) if is_main else nullcontext():
+    is_main, asked = is_main_process(), asked_for(checkpoint.origin.name, options)
+    with held_folder(output, asked, resume=options.resume, force=options.force) if is_main else nullcontext():
         wait_for_all()
         with clock.spending("measuring inputs"):
             job, chosen = with_critical(job)
@@ -62,17 +71,17 @@ def study(
         wait_for_all()
         guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
         result = FinetuneResult(
-            name=model,
+            name=checkpoint.origin.name,
             output=str(output),
             recipe=options.arithmetic.name,
-            twin=None if options.twin == "none" else _twin_of(options).name,
+            twin=options.twin_arithmetic.name if options.twin_arithmetic else None,
             task=job.task.name,
             facts=_facts(job) | critical_facts(job.options.critical, chosen),
             runs=runs,
             gaps=gaps(runs),
             seconds=time.perf_counter() - started,
             spent=clock.seconds,
-            saved_as=" ".join(form_of(options)),
+            saved_as=" ".join(options.saved_form),
             held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
             options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
             versions=versions(),
@@ -94,13 +103,6 @@ def _write(output: Path, result: FinetuneResult) -> None:
     with in_place(output):
         write_small(output / PAGE, html(finetune_document(result)))
         write_small(output / REPORT, json_text(result))
-
-
-def _twin_of(options: FinetuneOptions) -> Arithmetic:
-    """The arithmetic of the twin: of a native run native too, since the same rate is another step elsewhere."""
-    if options.arithmetic.is_native:
-        return dataclasses.replace(RECIPES["native"].arithmetic, precision=options.twin)
-    return RECIPES["fp32" if options.twin == "fp32" else "amp-bf16"].arithmetic
 
 
 def _train_all(
@@ -159,8 +161,8 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
 
     # The run's own values carry the loss scale already.
     works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
-    if options.twin != "none":
-        works.append(work("twin", _twin_of(options), watches_twin(arithmetic), scale_at))
+    if options.twin_arithmetic is not None:
+        works.append(work("twin", options.twin_arithmetic, watches_twin(arithmetic), scale_at))
     return works
 
 

@@ -20,7 +20,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import FinetuneResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.folder import MARKER, held_folder
+from lpconv.train.folder import MARKER, asked_for, held_folder
 from lpconv.train.job import first_batches, training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
@@ -242,7 +242,7 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     asked = options("fp32", steps=2)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / f"{MARKER}.part").write_text("{")  # as a kill at the first write leaves it
-    with held_folder(tmp_path / "run", "demo", asked):
+    with held_folder(tmp_path / "run", asked_for("demo", asked), resume=False, force=False):
         for again in ({"force": True}, {"resume": True}, {}):
             with pytest.raises(OutputExistsError, match="another run is writing"):
                 finetune("demo", tmp_path / "run", dataclasses.replace(asked, **again))
