@@ -208,7 +208,7 @@ def _is_confirmed(assumed: Measured, found: Measured) -> bool:
     return (
         found.stats.is_finite
         and not found.is_other
-        and all(torch.equal(data, found.side[n]) for n, data in assumed.side.items())
+        and all(data is found.side[n] or torch.equal(data, found.side[n]) for n, data in assumed.side.items())
     )
 
 

@@ -24,7 +24,14 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lpconv.convert.calibrate import calibration_windows, windows_together
-from lpconv.convert.gptq import InverseFactor, inverse_factor, output_error, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import (
+    DAMPING,
+    InverseFactor,
+    inverse_factor,
+    output_error,
+    round_to_nearest,
+    round_with_feedback,
+)
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
@@ -41,6 +48,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
+from lpconv.plan.options import FEEDBACK_BITS
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
@@ -146,6 +154,8 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
                 weights.rounded.clear()
     finally:
         workers.close()
+    if not any(layer.records for layer in layers):
+        raise UnsupportedError("no linear layer of the model has a weight of its own to round", hint=_HINT)
     return layers
 
 
@@ -240,8 +250,10 @@ class _Rounding:
         form, element = t.form, t.form.format
         assert isinstance(form, Scaled)
         assert element is not None
+        diagonal = moment.hessian_CC.diagonal()
+        weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # matters where scales are searched
         with SingleThreadedTorch():
-            found = self._workers.measured(t)
+            found = self._workers.measured(dataclasses.replace(t, form=weighted))
         if not found.stats.is_finite:
             return None
         weight_RC = read_tensor(self._job.source, t.name).float()
@@ -276,7 +288,7 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
     return (
         t.action == "convert"
         and isinstance(t.form, Scaled)
-        and t.form.format.storage_bits <= 8
+        and t.form.format.storage_bits <= FEEDBACK_BITS
         and len(t.info.shape) == 2
     )
 

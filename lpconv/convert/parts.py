@@ -161,7 +161,7 @@ def _check_files(
 
 def adopt_parts(job: Job, parts: Sequence[PartResult], staging: Staging) -> None:
     """Give the files of all parts to a working folder, and enter them into its journal as complete."""
-    known = {line["shard"] for line in staging.done}
+    known = {line.get("shard") for line in staging.done}
     for result in parts:
         folder = Part(number=result.part, count=result.parts).folder(job.output)
         for shard in result.shards:

@@ -10,6 +10,7 @@ from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.decoded import DecodedSource
 from lpconv.plan.job import Job
+from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
@@ -67,9 +68,18 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
     warnings += _joined_warnings(plan)
+    warnings += _nearest_warnings(plan)
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
     return tuple(warnings)
+
+
+def _nearest_warnings(plan: Plan) -> Iterator[str]:
+    """Weights that error feedback left to be rounded to nearest."""
+    narrow = [t.form for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
+    left = [form.name for form in narrow if form.rounding is None]
+    if plan.options.rounding != NEAREST and left and len(left) < len(narrow):
+        yield f"{code_list(left)}: rounded to nearest, because no input from the calibration text reaches them"
 
 
 def _joined_warnings(plan: Plan) -> Iterator[str]:

@@ -13,14 +13,13 @@ from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, options_of, words_for
-from lpconv.plan.options import GPTQ, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, GPTQ, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
 from lpconv.plan.patterns import FormatRule, check_pattern
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
-_FEEDBACK_BITS = 8  # up to which numbers lose enough to be made up for
 _SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
 
 
@@ -116,7 +115,7 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
             flag = "--" + wrong.replace("_", "-")
             raise UsageError(f"{flag} belongs to --rounding gptq", hint=f"add --rounding gptq, or leave {flag} out")
         return options
-    if not method.has_granularity or fmt.storage_bits > _FEEDBACK_BITS:
+    if not method.has_granularity or fmt.storage_bits > FEEDBACK_BITS:
         what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
         raise UsageError(
             f"{what} is rounded to nearest, without error feedback",

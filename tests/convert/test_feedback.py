@@ -1,0 +1,314 @@
+"""`convert --rounding gptq`: what it writes, that it resumes, that wrong codes are found, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import files_of, published, rehash
+from convert_models import albert, tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import lpconv
+from lpconv.convert import feedback, run as run_module
+from lpconv.convert.calibrate import calibration_windows
+from lpconv.convert.gptq import inverse_factor, round_with_feedback
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.reader import StoredTensors
+from lpconv.forms.scaled import Scaled
+from lpconv.plan.job import open_model, prepare
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.patterns import parse_rule
+from lpconv.plan.settings import fill_options
+from lpconv.progress import Silent
+from lpconv.results import ConvertResult, VerifyResult
+from lpconv.verify.run import verify_output
+
+FILE = "model.safetensors"
+COMPRESSED = {"layout": "compressed-tensors"}
+KINDS: dict[str, dict[str, Any]] = {
+    "int4 group:32": {"format": "int4", "granularity": "group:32"},
+    "int8 group:32, compressed": {"format": "int8", "granularity": "group:32", **COMPRESSED},
+    "mxfp4, compressed": {"format": "e2m1", "granularity": "mx", **COMPRESSED},
+    "nvfp4, compressed": {"format": "e2m1", "granularity": "nvfp4", **COMPRESSED},
+    "nvfp4 and inputs": {"scheme": "NVFP4"},
+    "e4m3fn row": {"format": "e4m3fn", "granularity": "row"},
+    "e4m3fn 128x128": {"format": "e4m3fn", "granularity": "128x128"},
+    "e4m3fn": {"format": "e4m3fn"},
+    "e5m2 mx": {"format": "e5m2", "granularity": "mx"},
+    "mixed": {"format": "int4", "granularity": "group:32", "rules": (parse_rule("*.k_proj.*=e4m3fn"),)},
+}
+INT4 = KINDS["int4 group:32"]
+
+
+def llama(folder: Path, **changed: Any) -> Path:
+    """A random Llama of two layers that reads text as the demo does."""
+    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
+    settings = {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": words, "max_position_embeddings": 32, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | changed)).save_pretrained(folder)
+    return with_tokenizer(folder)
+
+
+def with_tokenizer(folder: Path) -> Path:
+    for file in demo_checkpoint().glob("token*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("feedback") / "plain")
+
+
+def rounded(model: Path, output: Path, **asked: Any) -> ConvertResult:
+    given = {
+        "rounding": "gptq", "calibrate": "demo", "calibration_tokens": 512, "verify": "weights", "workers": 1, **asked,
+    }  # fmt: skip
+    return convert(str(model), output, ConvertOptions(**given))
+
+
+def verified(output: Path, source: Path) -> VerifyResult:
+    return verify_output(output, VerifyOptions(against=str(source), level="weights"), progress=Silent())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_of_layers_change_less_and_the_output_verifies(plain: Path, tmp_path: Path, kind: str) -> None:
+    result = rounded(plain, tmp_path / "output", **KINDS[kind])
+    found = {t.name: t.rounding for t in result.tensors if t.rounding is not None}
+    assert found.keys() == {t.name for t in result.tensors if ".layers." in t.name and t.action == "convert"}
+    assert len(found) == 14
+    assert all(r.output_error < r.nearest_error for r in found.values())
+    assert all(r.num_inputs == 512 for r in found.values())
+    assert result.calibration is not None
+    assert result.calibration.num_tokens == 512
+    assert bool(result.calibration.absmax) == (kind == "nvfp4 and inputs")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["output"]
+    assert not list((tmp_path / "output").glob("journal*"))
+    check = verified(tmp_path / "output", plain)
+    assert check.passed, check.problems
+    assert check.weights is not None
+    assert check.weights.num_elements_checked == check.weights.num_elements
+
+
+def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(plain: Path, tmp_path: Path) -> None:
+    """The codes of the second layer's first weight, found again by plain transformers with the first layer rounded."""
+    rounded(plain, tmp_path / "output", **INT4)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with StoredTensors.open(tmp_path / "output") as stored:
+        got, form, side = stored.tensor(name), stored.forms[name], stored.side(name)
+    weight = load_file(plain / FILE)[name]
+    assert isinstance(form, Scaled)
+    scales = form.scale_of_each(side, 0, weight.numel()).view(weight.shape)
+
+    def share_of_other_codes(path: Path) -> float:
+        x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows_of(plain))
+        wanted = round_with_feedback(weight, inverse_factor(x.T @ x), scales, FORMATS["int4"])
+        return float((got != wanted).float().mean())
+
+    assert share_of_other_codes(tmp_path / "output") < 0.02  # sums are taken in another order
+    assert share_of_other_codes(plain) > 0.1
+
+
+def windows_of(model: Path) -> Tensor:
+    """The windows of the sample text that `rounded` reads."""
+    options = ConvertOptions(method="unit", rounding="gptq", calibrate="demo", calibration_tokens=512, **INT4)
+    options = fill_options(options)
+    job = prepare(open_model(model, "output", options), "output", options)
+    job.source.close()
+    return calibration_windows(job)[1].windows
+
+
+def inputs_of(model: Any, name: str, windows: Tensor) -> Tensor:
+    """What a linear layer meets when the model reads some windows, [tokens, columns]."""
+    seen: list[Tensor] = []
+    module = model.get_submodule(name.removesuffix(".weight"))
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(input_ids=windows)
+    return torch.cat(seen)
+
+
+def test_the_same_bytes_again_and_other_ones_by_another_seed(plain: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", None), ("c", 1)):
+        rounded(plain, tmp_path / name, calibration_seed=seed, **INT4)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert (tmp_path / "a" / FILE).read_bytes() != (tmp_path / "c" / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_run_that_ends_is_resumed_layer_by_layer(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    rounded(plain, tmp_path / "whole", **INT4)
+    append, lines = run_module.Staging.append, list[dict[str, Any]]()
+
+    def dying(self: Any, line: dict[str, Any]) -> None:
+        append(self, line)
+        lines.extend([line] if "rounded_layer" in line else [])
+        if len(lines) == layers:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.Staging, "append", dying)
+        with pytest.raises(KeyboardInterrupt):
+            rounded(plain, tmp_path / "output", **INT4)
+    again = list[int]()
+    round_layer = feedback._Rounding.round_layer
+
+    def counted(self: Any, index: int) -> Any:
+        again.append(index)
+        return round_layer(self, index)
+
+    monkeypatch.setattr(feedback._Rounding, "round_layer", counted)
+    rounded(plain, tmp_path / "output", resume=True, **INT4)
+    assert again == [*range(layers, 2)]
+    assert files_of(tmp_path / "output") == files_of(tmp_path / "whole")
+
+
+def test_a_damaged_layer_is_rounded_again(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded(plain, tmp_path / "whole", **INT4)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_carry_out", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            rounded(plain, tmp_path / "output", **INT4)
+    (layer,) = (tmp_path / "output.partial").glob("journal.rounded/00001*")
+    layer.write_bytes(layer.read_bytes()[:-1] + b"\7")
+    rounded(plain, tmp_path / "output", resume=True, **INT4)
+    assert files_of(tmp_path / "output") == files_of(tmp_path / "whole")
+
+
+def swap_codes(tensors: dict[str, Tensor], name: str) -> None:
+    """Exchange two numbers of a row that have one scale."""
+    row = tensors[name].view(torch.uint8).view(-1)
+    other = next(i for i in range(1, 16) if row[i] != row[0])
+    row[0], row[other] = row[other].clone(), row[0].clone()
+
+
+def swap_scales(tensors: dict[str, Tensor], name: str) -> None:
+    scales = tensors[name + "_scale"].view(-1)
+    scales[0], scales[1] = scales[1].clone(), scales[0].clone()
+
+
+@pytest.mark.parametrize("damage", [swap_codes, swap_scales])
+def test_wrong_codes_and_scales_are_found_before_publishing(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any
+) -> None:
+    write_metadata = run_module.write_metadata
+
+    def damaging(directory: Path, *rest: Any) -> None:
+        write_metadata(directory, *rest)
+        tensors = load_file(directory / FILE)
+        damage(tensors, "model.layers.1.mlp.up_proj.weight")
+        save_file(tensors, directory / FILE, metadata=metadata)
+
+    metadata = {"lpconv": lpconv.__version__, "method": "unit"}
+    monkeypatch.setattr(run_module, "write_metadata", damaging)
+    with pytest.raises(VerificationError, match="up_proj"):
+        rounded(plain, tmp_path / "output", **INT4)
+    assert not published(tmp_path / "output")
+
+
+@pytest.mark.parametrize("damage", [swap_codes, swap_scales])
+def test_wrong_codes_and_scales_are_found_after_publishing(plain: Path, tmp_path: Path, damage: Any) -> None:
+    output = tmp_path / "output"
+    rounded(plain, output, **INT4)
+    tensors = load_file(output / FILE)
+    damage(tensors, "model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, output / FILE, metadata={"format": "pt"})
+    rehash(output)
+    check = verified(output, plain)
+    assert not check.passed
+    assert check.weights is not None
+    assert check.weights.mismatched == ("model.layers.1.mlp.up_proj.weight",)
+
+
+def test_codes_further_from_the_source_than_recorded_are_found(plain: Path, tmp_path: Path) -> None:
+    """Whatever hashes say: in another source, of the same shapes."""
+    rounded(plain, tmp_path / "output", **INT4)
+    other = shutil.copytree(plain, tmp_path / "other")
+    tensors = load_file(other / FILE)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] += 1.0
+    save_file(tensors, other / FILE, metadata={"format": "pt"})
+    assert verified(tmp_path / "output", other).weights is not None
+    assert "`model.layers.0.mlp.up_proj.weight`" in verified(tmp_path / "output", other).failure
+
+
+def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
+    """And one that none reaches is rounded to nearest, which the result says."""
+    model = tiny("mixtral", tmp_path / "plain")
+    with_tokenizer(model)
+    tensors = load_file(model / FILE)
+    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(words, 32, generator=torch.Generator().manual_seed(1))
+    tensors["model.layers.1.post_attention_layernorm.weight"].fill_(0.0)  # all tokens choose the first two experts
+    save_file(tensors, model / FILE, metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": words}))
+    result = rounded(model, tmp_path / "output", format="int4", granularity="group:16")
+    experts = {t.name: t.rounding for t in result.tensors if ".experts." in t.name}
+    first = [r for n, r in experts.items() if ".layers.0." in n]
+    assert len(first) == 9
+    inputs = {n: r.num_inputs for n, r in experts.items() if r is not None and ".layers.0." in n}
+    assert sum(n for name, n in inputs.items() if ".w1." in name) == 2 * 512  # two experts a token
+    left = [n for n, r in experts.items() if r is None]
+    assert left == [n for n in experts if ".layers.1." in n and ".experts.2." in n]
+    assert any("`" + left[0] + "`" in w and "nearest" in w for w in result.warnings)
+    assert verified(tmp_path / "output", model).passed
+
+
+def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
+    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=words,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "plain")
+    with_tokenizer(tmp_path / "plain")
+    result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
+    assert sum(t.rounding is not None for t in result.tensors) == 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "collage"}, "method `collage`"),
+        ({"method": "multipoint"}, "method `multipoint`"),
+        ({"format": "fp16"}, "format `fp16`"),
+        ({**INT4, "calibrate": None}, "needs a text"),
+        ({**INT4, "rounding": "nearest", "calibrate": None}, "--calibration-tokens belongs to"),
+        ({**INT4, "rounding": "nearest", "calibration_tokens": None, "calibration_seed": 1}, "--calibration-seed"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(plain: Path, tmp_path: Path, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        rounded(plain, tmp_path / "output", **asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_run_more_than_once_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Albert") as caught:
+        rounded(albert(), tmp_path / "output", format="e4m3fn")
+    assert "--rounding nearest" in str(caught.value.hint)
+    assert not published(tmp_path / "output")
+
+
+def test_inputs_that_are_not_finite_are_named(plain: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(plain, tmp_path / "broken")
+    tensors = load_file(broken / FILE)
+    tensors["model.layers.1.input_layernorm.weight"][3] = torch.inf
+    save_file(tensors, broken / FILE, metadata={"format": "pt"})
+    with pytest.raises(LpconvError, match=r"layers\.1\.self_attn"):
+        rounded(broken, tmp_path / "output", **INT4)
