@@ -185,12 +185,12 @@ def try_products(device: DeviceRecord) -> tuple[ProductSupport, ...]:
     if device.problem:
         return ()
     fp8 = device.kind != "cpu" and _is_native("e4m3fn", device)
-    found = []
+    products = []
     for layout, left, rows in _PRODUCTS:
         note = _try_product(left, rows, device.label) if fp8 else "decoded exactly to bf16"
         level = EMULATED if not fp8 else ERROR if note else NATIVE
-        found.append(ProductSupport(layout=layout, device=device.label, level=level, note=note))
-    return tuple(found)
+        products.append(ProductSupport(layout=layout, device=device.label, level=level, note=note))
+    return tuple(products)
 
 
 def _try_product(left: str, rows: int, device: str) -> str:
@@ -205,11 +205,11 @@ def _try_product(left: str, rows: int, device: str) -> str:
     scale_a, scale_b = (2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator) for _ in range(2))
     exact = (a.double() * scale_a) @ (b.double() * scale_b).t()
     try:
-        there, scale_b = b.to(device).t(), scale_b.to(device).t()
-        found = matmul(a.to(device), there, scale_a=scale_a.to(device), scale_b=scale_b).cpu()
+        right, scale_b = b.to(device).t(), scale_b.to(device).t()
+        product = matmul(a.to(device), right, scale_a=scale_a.to(device), scale_b=scale_b).cpu()
     except Exception as e:  # a missing kernel, an unmet requirement or a driver error: each is reported
         return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-    error = float((found.double() - exact).norm() / exact.norm())
+    error = float((product.double() - exact).norm() / exact.norm())
     return "" if error < _BF16_ERROR else f"wrong numbers: relative error {error:.2g}"
 
 

@@ -104,8 +104,8 @@ def _gap_metric(name: str, figure: Callable[[GapRecord], float | None]) -> Calla
     """A metric of the gap between run and twin."""
 
     def value(result: FinetuneResult) -> float | None:
-        found = next((g for g in result.gaps if g.metric == name), None)
-        return None if found is None else figure(found)
+        gap = next((g for g in result.gaps if g.metric == name), None)
+        return None if gap is None else figure(gap)
 
     return value
 

@@ -74,10 +74,10 @@ def head(model: nn.Module) -> nn.Module | None:
     None for a base model without a head, and for models not from transformers.
     """
     get = getattr(model, "get_output_embeddings", None)
-    found: nn.Module | None = get() if callable(get) else None
+    output: nn.Module | None = get() if callable(get) else None
     base = getattr(model, "base_model", None)
-    if found is not None or base is None or base is model:
-        return found
+    if output is not None or base is None or base is model:
+        return output
     inside = set(base.modules())
     return next((x.module for x in reversed(linears(model)) if x.module not in inside), None)
 

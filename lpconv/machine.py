@@ -63,10 +63,10 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's, not imported here
     is_refused = named or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
     text = str(error).lower()
-    said = isinstance(error, (RuntimeError, ImportError, OSError, SystemError)) and any(
+    has_message = isinstance(error, (RuntimeError, ImportError, OSError, SystemError)) and any(
         words in text for words in _MESSAGES
     )
-    if not is_refused and not said:
+    if not is_refused and not has_message:
         return None
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return ResourceError(

@@ -202,13 +202,13 @@ def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
 
 def make(record: type[T], values: Mapping[str, Any]) -> T:
     """Make a record from `values` by option name; all other fields keep their defaults."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field, group, option in _annotated_fields(record):
         if group is not None:
-            found[field.name] = group.make(make(group.record, values))
+            fields[field.name] = group.make(make(group.record, values))
         elif option is not None and (option.name or field.name) in values:
-            found[field.name] = values[option.name or field.name]
-    return record(**found)
+            fields[field.name] = values[option.name or field.name]
+    return record(**fields)
 
 
 def check(options: Any) -> None:

@@ -15,6 +15,6 @@ def own_stdout() -> TextIO:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     sys.stdout.flush()
-    kept = os.dup(sys.stdout.fileno())
+    descriptor = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return os.fdopen(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)
+    return os.fdopen(descriptor, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)

@@ -166,19 +166,19 @@ def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | 
     if lock is None:
         hint = "run the batch once without --locked, and keep the lock it writes"
         raise InputError(f"there is no lock file `{manifest.lock_path}`", hint=hint)
-    found: list[str] = []
+    differences: list[str] = []
     for job in jobs:
         entry = lock.get(job.id)
         if entry is None:
-            found.append(f"{job.id}: not in the lock")
+            differences.append(f"{job.id}: not in the lock")
             continue
-        found += [f"{job.id}: {d}" for d in _job_differences(job, entry, manifest.folder)]
-        found += [f"{job.id}: {d}" for d in _source_differences(entry, manifest.folder, since=None)]
-    if found:
+        differences += [f"{job.id}: {d}" for d in _job_differences(job, entry, manifest.folder)]
+        differences += [f"{job.id}: {d}" for d in _source_differences(entry, manifest.folder, since=None)]
+    if differences:
         raise VerificationError(
-            "the batch differs from its lock: " + "; ".join(found),
+            "the batch differs from its lock: " + "; ".join(differences),
             hint="run without --locked to write a new lock",
-            details={"differences": found},
+            details={"differences": differences},
         )
 
 

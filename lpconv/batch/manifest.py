@@ -84,12 +84,12 @@ def _defaults(raw: Any, folder: Path) -> dict[str, dict[str, Any]]:
     given = read_mapping(raw, (*SHARED_FIELDS, *KINDS[DEFAULT_KIND].fields, *others), "defaults", elsewhere=_HINTS)
     shared = {name: given[name] for name in SHARED_FIELDS if name in given}
     own = {kind: given.pop(kind, {}) for kind in others} | {DEFAULT_KIND: given}
-    found = {}
+    merged = {}
     for kind, settings in own.items():
         place = "defaults" if kind == DEFAULT_KIND else f"defaults.{kind}"
         fields = SHARED_FIELDS | dict(KINDS[kind].fields)
-        found[kind] = _read_fields(shared, fields, folder, "defaults") | _read_fields(settings, fields, folder, place)
-    return found
+        merged[kind] = _read_fields(shared, fields, folder, "defaults") | _read_fields(settings, fields, folder, place)
+    return merged
 
 
 def _read_fields(raw: Any, fields: Mapping[str, Declared], folder: Path, place: str) -> dict[str, Any]:

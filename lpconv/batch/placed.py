@@ -46,9 +46,9 @@ def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
     for job in jobs:
         needs = _needs_of(job, executor)
         if not any(needs.fits(machine) for machine in executor.machines):
-            there = "; ".join(dict.fromkeys(map(str, executor.machines)))
+            available = "; ".join(dict.fromkeys(map(str, executor.machines)))
             raise UnsupportedError(
-                f"{job.id} needs {needs}, which no machine has: {there}",
+                f"{job.id} needs {needs}, which no machine has: {available}",
                 hint="ask for less in the manifest: cpus, gpus, memory",
                 details={"job": job.id, "needs": dataclasses.asdict(needs)},
             )
@@ -181,8 +181,8 @@ class Placement:
     def _again(self, step: _Step, error: MachineLostError) -> None:
         """Submit the task of a lost machine again with --resume, up to a limit."""
         if step.lost == _MAX_LOST or self._is_over:
-            said = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
-            self._record(failed_job(step.job, said), JobFailedError(step.job.id, said))
+            lost = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
+            self._record(failed_job(step.job, lost), JobFailedError(step.job.id, lost))
             return
         self._progress.message(f"{step.task.name}: {error}; once more")
         again = dict.fromkeys((*step.task.arguments, "--resume"))  # adds --resume only once

@@ -218,8 +218,8 @@ def _is_finished(job: BatchJob) -> bool:
 def select_jobs(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]:
     """The jobs with the given ids; all if `only` is empty. Raises UsageError for an unknown id."""
     by_id = {job.id: job for job in manifest.jobs}
-    wanted = {find("job", job_id, by_id).id for job_id in only}
-    return tuple(job for job in manifest.jobs if job.id in wanted or not only)
+    selected = {find("job", job_id, by_id).id for job_id in only}
+    return tuple(job for job in manifest.jobs if job.id in selected or not only)
 
 
 def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[JobResult, BaseException | None]:

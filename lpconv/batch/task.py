@@ -155,7 +155,7 @@ def _forward_lines(stream: IO[bytes], name: str, say: Callable[[str], None], lin
 
 def _document(printed: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(printed)
+        document = json.loads(printed)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None

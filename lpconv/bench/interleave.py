@@ -76,8 +76,8 @@ def ratio_over_launches(launches: Sequence[tuple[Sequence[float], Sequence[float
 
 def _trimmed_mean(values: Sequence[float]) -> float:
     cut = len(values) // 5
-    kept = sorted(values)[cut : len(values) - cut]
-    return statistics.fmean(kept)
+    middle = sorted(values)[cut : len(values) - cut]
+    return statistics.fmean(middle)
 
 
 @dataclass(kw_only=True)
@@ -99,8 +99,8 @@ def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effor
 
     Raises VerificationError if torch.compile runs again after the warm-up, which would spoil the times.
     """
-    found = Samples(), Samples()
-    subjects = [(baseline, found[0])] + ([(variant, found[1])] if variant is not None else [])
+    pair = Samples(), Samples()
+    subjects = [(baseline, pair[0])] + ([(variant, pair[1])] if variant is not None else [])
     for subject, _ in subjects:
         subject.ask("warm_up", iterations=effort.warm_up_iterations, seconds=effort.warm_up_seconds)
     iterations = math.ceil(effort.min_iterations / effort.rounds)
@@ -112,7 +112,7 @@ def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effor
             samples.walls.append(answer["wall"])
             samples.recompiles = answer["recompiles"]
             _check_recompiles(samples)
-    return found
+    return pair
 
 
 def _check_recompiles(samples: Samples) -> None:

@@ -31,8 +31,8 @@ class BlockEvent:
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
     """Total bytes of the distinct storages behind tensors, including tensors inside wrappers."""
-    found = {s.data_ptr(): s.nbytes() for t in tensors for s in _storages(t)}
-    return sum(found.values())
+    sizes = {s.data_ptr(): s.nbytes() for t in tensors for s in _storages(t)}
+    return sum(sizes.values())
 
 
 def _storages(x: Any) -> Iterator[Any]:
@@ -73,7 +73,7 @@ def profile_step(
         finish(result)
         del result
         _synchronise(device)
-        kept = {s.data_ptr(): s.nbytes() for g in gradients() for s in _storages(g)}
+        gradient_sizes = {s.data_ptr(): s.nbytes() for g in gradients() for s in _storages(g)}
     results = profiled.profiler.kineto_results
     events = list(_walk_events(results.experimental_event_tree()))
     forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
@@ -83,7 +83,7 @@ def profile_step(
         if e.tag == _EventType.Allocation and e.extra_fields.device.type == torch.device(device).type
     ]
     allocations.sort(key=lambda a: a.time_ns)
-    return parts_at_peak(allocations, forward_end, kept, weights=weights, optimizer=optimizer)
+    return parts_at_peak(allocations, forward_end, gradient_sizes, weights=weights, optimizer=optimizer)
 
 
 def _synchronise(device: str) -> None:
@@ -128,7 +128,7 @@ def _peak_index(allocations: Sequence[BlockEvent]) -> int:
     """Index of the event with the most bytes allocated, not counting blocks from before the step."""
     alive: dict[int, int] = {}
     total = most = 0
-    found = -1
+    peak = -1
     for i, a in enumerate(allocations):
         if a.size > 0:
             alive[a.address] = a.size
@@ -136,8 +136,8 @@ def _peak_index(allocations: Sequence[BlockEvent]) -> int:
         else:
             total -= alive.pop(a.address, 0)
         if total > most:
-            most, found = total, i
-    return found
+            most, peak = total, i
+    return peak
 
 
 def _live_events(allocations: Sequence[BlockEvent]) -> set[int]:

@@ -25,14 +25,14 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 def find_model(case: Case) -> Blueprint:
     """Find the case's model: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
-    found = blueprint(case.model if is_preset else Checkpoint.open(case.model))
-    _limit_layers(found.config, case.layers)
-    most = max_length(found.config)
+    model = blueprint(case.model if is_preset else Checkpoint.open(case.model))
+    _limit_layers(model.config, case.layers)
+    most = max_length(model.config)
     if most is not None and case.seq > most:
         raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
-    found.config.use_cache = False  # only whole sequences are measured, not decoding token by token
-    found.config._attn_implementation = "sdpa"
-    return found
+    model.config.use_cache = False  # only whole sequences are measured, not decoding token by token
+    model.config._attn_implementation = "sdpa"
+    return model
 
 
 def _limit_layers(config: Any, layers: int | None) -> None:
@@ -79,13 +79,13 @@ _OTHER_ACTIVATIONS = 2.0
 
 def gemms_of(model: nn.Module) -> tuple[Gemm, ...]:
     """The linear layers of a model (on any device, including meta) grouped by shape, in module order."""
-    found: dict[tuple[int, int, bool], list[str]] = {}
-    kept = head(model)
+    names_by_shape: dict[tuple[int, int, bool], list[str]] = {}
+    output_head = head(model)
     for layer in linears(model):
         if layer.kind != "experts":
-            key = (layer.out_features, layer.in_features, layer.module is kept)
-            found.setdefault(key, []).append(layer.name)
-    return tuple(Gemm(names=tuple(names), n=n, k=k, is_head=head) for (n, k, head), names in found.items())
+            key = (layer.out_features, layer.in_features, layer.module is output_head)
+            names_by_shape.setdefault(key, []).append(layer.name)
+    return tuple(Gemm(names=tuple(names), n=n, k=k, is_head=head) for (n, k, head), names in names_by_shape.items())
 
 
 def estimate_bytes(model: nn.Module, case: Case, vocab_size: int, *, by_rows: bool = False) -> int:

@@ -60,10 +60,10 @@ def problem(result: BenchResult) -> LpconvError | None:
     Failed rows, gates and regressions come first (exit code 5), then rows that did not fit in memory (7). Skipped rows
     are an error (4) only if no other row besides the baseline was measured.
     """
-    found = _failure(result) or _too_large(result) or _nothing_left(result)
-    if found is not None:
-        found.details["result"] = to_json(result)
-    return found
+    error = _failure(result) or _too_large(result) or _nothing_left(result)
+    if error is not None:
+        error.details["result"] = to_json(result)
+    return error
 
 
 def _failure(result: BenchResult) -> LpconvError | None:
@@ -103,7 +103,7 @@ def _nothing_left(result: BenchResult) -> LpconvError | None:
 
 @contextmanager
 def keep_results(
-    path: Path | None, judged: Callable[[BenchResult], BenchResult], show_partial: Callable[[BenchResult], None]
+    path: Path | None, judge: Callable[[BenchResult], BenchResult], show_partial: Callable[[BenchResult], None]
 ) -> Iterator[Callable[[BenchResult], BenchResult]]:
     """Yields a function that judges each intermediate result, writes it to `path` if set, and returns it.
 
@@ -112,7 +112,7 @@ def keep_results(
     latest: list[BenchResult] = []
 
     def keep(result: BenchResult) -> BenchResult:
-        latest[:] = [judged(result)]
+        latest[:] = [judge(result)]
         if path is not None:
             write_small(path, json_text(latest[0]))
         return latest[0]

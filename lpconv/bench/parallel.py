@@ -45,9 +45,9 @@ def most(number: int) -> int:
     """The maximum of `number` over all processes. Waits for all of them."""
     if not dist.is_initialized():
         return number
-    found = torch.tensor(number)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found)
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:

@@ -42,7 +42,7 @@ class BenchRun:
     """The rows so far, by (baseline, case), and the tools to measure more."""
 
     options: BenchOptions
-    told: Progress
+    progress: Progress
     on_result: Callable[[BenchResult], object]
     notes: tuple[str, ...]
     monitor: GpuMonitor | None
@@ -82,7 +82,7 @@ class BenchRun:
                 group.begin(base)
                 again = f", launch {number}" if number > 1 else ""
                 work = "building" if base_case.compiled == "off" else "building and compiling"
-                self.told.message(f"{group.title}{again}: {work} {group.name}")
+                self.progress.message(f"{group.title}{again}: {work} {group.name}")
                 base.prepare(base_case, MEMORY_SHARE / 2 if variants else MEMORY_SHARE)
                 try:
                     for case in variants:
@@ -95,8 +95,8 @@ class BenchRun:
                         self._keep_error(group, case, e)
                     break
         rows = [row for (base, _), row in self.rows.items() if base == base_case]
-        found = verdict(rows, group.gemms, self.peaks)
-        self.verdicts += [found] if found else []
+        conclusion = verdict(rows, group.gemms, self.peaks)
+        self.verdicts += [conclusion] if conclusion else []
         self.on_result(self.result(interrupted=True))
 
     def _team(self) -> Team:
@@ -113,7 +113,7 @@ class BenchRun:
         with self._team() as team:
             team.prepare(case, share)
             group.wait()
-            self.told.message(f"{group.title}: {case.format} {case.method}".removesuffix(f" {PLAIN}"))
+            self.progress.message(f"{group.title}: {case.format} {case.method}".removesuffix(f" {PLAIN}"))
             try:
                 description = team.receive()
                 base_samples, samples = interleave(group.team, team, self.options.effort.of_a_launch())
@@ -159,7 +159,7 @@ class BenchRun:
     def _keep_error(self, group: "_Group", case: Case, error: LpconvError) -> None:
         """Add a row with the error, unless an earlier launch measured the case."""
         if (group.case, case) in self.rows:
-            self.told.message(f"{group.title}: {case.format} {case.method}: {error.message}")
+            self.progress.message(f"{group.title}: {case.format} {case.method}: {error.message}")
             return
         self.rows[group.case, case] = self._bare_row(case, group, error)
         self.on_result(self.result(interrupted=True))
@@ -253,8 +253,8 @@ def _status(error: LpconvError) -> str:
 
 
 def _estimate(error: LpconvError | None) -> int | None:
-    found = error.details.get("estimate_bytes") if error is not None else None
-    return found if isinstance(found, int) else None
+    estimate = error.details.get("estimate_bytes") if error is not None else None
+    return estimate if isinstance(estimate, int) else None
 
 
 def new_team(processes: int, first: Child | None = None) -> Team:

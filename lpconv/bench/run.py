@@ -60,7 +60,7 @@ def bench(
     check(options)
     if (options.device or "").startswith("cuda") and not may_have_gpu():
         raise UnsupportedError(f"there is no GPU here for --device {options.device}", hint="--device cpu")
-    told = progress or Silent()
+    progress = progress or Silent()
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model)
         check_whole(checkpoint, allow_missing=options.allow_missing)
@@ -75,10 +75,10 @@ def bench(
             )
         cases, notes = _cases(options, device)
         for note in notes:
-            told.message(note)
+            progress.message(note)
         run = BenchRun(
             options=options,
-            told=told,
+            progress=progress,
             on_result=on_result,
             notes=notes,
             monitor=_monitor(device),
@@ -116,8 +116,8 @@ def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], t
 
 def _peaks(child: Child, case: Case) -> PeakRecord:
     """Peak FLOP/s and bytes/s of one process, with the threads of a case and the other processes idle."""
-    found = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
-    return from_json(PeakRecord, found)
+    peaks = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
+    return from_json(PeakRecord, peaks)
 
 
 def _monitor(device: dict[str, Any]) -> GpuMonitor | None:
@@ -126,8 +126,8 @@ def _monitor(device: dict[str, Any]) -> GpuMonitor | None:
 
 def _groups(cases: Sequence[Case], options: BenchOptions) -> dict[Case, list[Case]]:
     """Cases grouped by their baseline, without the baseline itself."""
-    found: dict[Case, list[Case]] = {}
+    groups: dict[Case, list[Case]] = {}
     for case in cases:
         base = baseline_of(case, options.baseline, compiled=options.compiled)
-        found.setdefault(base, []).extend([case] if case != base else [])
-    return found
+        groups.setdefault(base, []).extend([case] if case != base else [])
+    return groups

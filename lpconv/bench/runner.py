@@ -229,10 +229,10 @@ def _num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def _graph_peak(seen: MemoryRecord, peak: int) -> MemoryRecord:
+def _graph_peak(record: MemoryRecord, peak: int) -> MemoryRecord:
     """The peak with CUDA graphs, which keep their memory between steps: no event shows what a step uses or saves."""
-    pool = max(0, peak - seen.parts.total)
-    parts = dataclasses.replace(seen.parts, other=seen.parts.other + pool)
+    pool = max(0, peak - record.parts.total)
+    parts = dataclasses.replace(record.parts, other=record.parts.other + pool)
     return MemoryRecord(peak_bytes=peak, saved_bytes=None, parts=parts)
 
 
@@ -256,15 +256,15 @@ def _observe(model: nn.Module, batch: dict[str, Tensor], watched: list[str]) -> 
     step_loss(model, batch).backward()  # type: ignore[no-untyped-call]
     parameters = dict(model.named_parameters())
     grads = [parameters[name].grad for name in watched]
-    found = [None if g is None else gather_whole(g) for g in grads]
-    values = [g.dequantize() if isinstance(g, ScaledTensor) else g for g in found if g is not None]
+    gathered = [None if g is None else gather_whole(g) for g in grads]
+    values = [g.dequantize() if isinstance(g, ScaledTensor) else g for g in gathered if g is not None]
     gradient = torch.cat([g.float().flatten() for g in values]).cpu()
     model.zero_grad(set_to_none=True)
     return output, gradient
 
 
-def _compare(reference: tuple[Tensor, Tensor | None], found: tuple[Tensor, Tensor | None]) -> NumericsRecord:
-    (output, gradient), (output_hat, gradient_hat) = reference, found
+def _compare(reference: tuple[Tensor, Tensor | None], result: tuple[Tensor, Tensor | None]) -> NumericsRecord:
+    (output, gradient), (output_hat, gradient_hat) = reference, result
     return NumericsRecord(
         output_error=_relative_error(output, output_hat),
         gradient_error=None if gradient is None or gradient_hat is None else _relative_error(gradient, gradient_hat),

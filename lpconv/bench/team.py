@@ -94,13 +94,13 @@ class Child:
                 hint="take a smaller --batch or --seq, or fewer --layers",
             )
         self._stderr.seek(0)
-        said = self._stderr.read().strip().splitlines()
-        if not said and code > 0:
+        lines = self._stderr.read().strip().splitlines()
+        if not lines and code > 0:
             return ResourceError(
                 f"the measuring process ended with code {code}, and what it said could not be written",
                 hint="free some space for temporary files, or name another folder for them in TMPDIR",
             )
-        return LpconvError(f"the measuring process ended with code {code}: {said[-1] if said else 'it said nothing'}")
+        return LpconvError(f"the measuring process ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
 
     def close(self) -> None:
         """End the process."""
@@ -175,7 +175,7 @@ class Team:
 
         If some report a lost peer, the lost process's own error is raised, if it is known soon.
         """
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         lost: PeerLostError | None = None
         with selectors.DefaultSelector() as selector:
             for rank, child in enumerate(self._children):
@@ -187,12 +187,12 @@ class Team:
                 for key, _ in ready:
                     selector.unregister(key.fileobj)
                     try:
-                        found[key.data] = self._children[key.data].receive()
+                        answers[key.data] = self._children[key.data].receive()
                     except PeerLostError as e:
                         lost = e
         if lost is not None:
             raise lost
-        return [found[rank] for rank in range(len(self._children))]
+        return [answers[rank] for rank in range(len(self._children))]
 
     def close(self) -> None:
         """End the processes."""

@@ -100,8 +100,8 @@ def _amdahl(base: BenchRow, low: Sequence[BenchRow], roofline: StepRoofline) -> 
         return f"{text}; were they free, the step would be {1 / (1 - share):.2f} times as fast at most (Amdahl)."
     gain, expected = plain / fast, step / (step - plain + fast)
     measured = next((r.ratio.value for r in low if r.method == roofline.method and r.ratio), None)
-    found = f"; measured {measured:.2f}" if measured is not None else ""
-    return f"{text}; {gain:.2f} times faster Linears make the step {expected:.2f} times as fast (Amdahl){found}."
+    comparison = f"; measured {measured:.2f}" if measured is not None else ""
+    return f"{text}; {gain:.2f} times faster Linears make the step {expected:.2f} times as fast (Amdahl){comparison}."
 
 
 def _padding(low: Sequence[BenchRow], gemms: Sequence[GemmRecord], m: int) -> Iterator[str]:

@@ -134,14 +134,14 @@ class Worker:
 
     def memory(self) -> dict[str, Any]:
         """Memory of one step: the fields of a MemoryRecord."""
-        found = self.runner.memory()
+        record = self.runner.memory()
         reserved = process = None
         if self.runner.case.device != "cpu":
             reserved = torch.cuda.max_memory_reserved()
             free, total = torch.cuda.mem_get_info()
             process = total - free  # of all processes; only NVML can tell them apart
         process = process or peak_rss_bytes()
-        return dataclasses.asdict(dataclasses.replace(found, reserved_bytes=reserved, process_bytes=process))
+        return dataclasses.asdict(dataclasses.replace(record, reserved_bytes=reserved, process_bytes=process))
 
     def peaks(self, device: str, threads: int | None, processes: int) -> dict[str, Any]:
         """Peak speeds of the device: the fields of a PeakRecord."""
@@ -150,15 +150,15 @@ class Worker:
 
 
 def _check_gpus(device: str, index: int, processes: int) -> None:
-    found = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     if processes > 1 and device != "cuda":
         raise UsageError(f"`{device}` is one GPU for {processes} processes", hint="pass --device cuda")
-    if processes > found:
+    if processes > num_gpus:
         raise UnsupportedError(
-            f"{processes} processes need a GPU each; torch finds {found}", hint=f"pass --processes {found}"
+            f"{processes} processes need a GPU each; torch finds {num_gpus}", hint=f"pass --processes {num_gpus}"
         )
-    if index >= found:
-        raise UnsupportedError(f"there is no `{device}`: torch finds {plural(found, 'GPU')}", hint="pass cuda:0")
+    if index >= num_gpus:
+        raise UnsupportedError(f"there is no `{device}`: torch finds {plural(num_gpus, 'GPU')}", hint="pass cuda:0")
 
 
 def _use(device: str, threads: int | None, processes: int) -> None:
@@ -180,22 +180,22 @@ def _device_name(device: str) -> str:
 def _cpu_name() -> str:
     """Name of the CPU from Linux's /proc/cpuinfo; on other systems its family."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine() or "CPU"
+        match = None
+    return match[1].strip() if match else platform.machine() or "CPU"
 
 
 def _versions() -> dict[str, str]:
-    found = {"lpconv": __version__, "python": platform.python_version()}
+    versions = {"lpconv": __version__, "python": platform.python_version()}
     for name in _VERSIONS:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions
 
 
 def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
@@ -206,8 +206,8 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     except LpconvError as e:
         return {"error": e.to_dict()}
     except torch.OutOfMemoryError as e:
-        found = ResourceError(str(e).splitlines()[0], hint="take a smaller --batch or --seq, or fewer --layers")
-        return {"error": found.to_dict()}
+        error = ResourceError(str(e).splitlines()[0], hint="take a smaller --batch or --seq, or fewer --layers")
+        return {"error": error.to_dict()}
     except Exception as e:  # errors of a model, compiler or peer belong to its row
         first = (str(e).splitlines() or [""])[0]
         return {"error": (peer_lost(e) or LpconvError(f"{type(e).__name__}: {first}")).to_dict()}

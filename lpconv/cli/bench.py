@@ -67,7 +67,7 @@ def bench(
         processes=together,
         command=typed_command(),
     )
-    judged = judge_of(options)
+    judge = judge_of(options)
     for file in filter(None, (save, html)):
         check_file(Path(file))
     from lpconv.report.bench import bench_document
@@ -75,7 +75,7 @@ def bench(
 
     with keep_results(
         Path(save) if save else None,
-        judged,
+        judge,
         lambda partial: None if json else print_result(partial, bench_document, json=False),
     ) as keep:
         with progress_for(quiet=quiet) as progress:

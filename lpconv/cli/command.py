@@ -27,8 +27,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def spread(**given: Any) -> None:
-        asked = {name: given.pop(name) for name in declared}
-        values = {name: _parse_value(declared[name], value) for name, value in asked.items() if value is not None}
+        texts = {name: given.pop(name) for name in declared}
+        values = {name: _parse_value(declared[name], value) for name, value in texts.items() if value is not None}
         command(options=make(record, values), **given)
 
     parameters: list[inspect.Parameter] = []

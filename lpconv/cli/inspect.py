@@ -48,21 +48,21 @@ def inspect(
         from lpconv.inspect.statistics import inspect_with_statistics
 
         with progress_for(quiet=quiet) as progress:
-            found = inspect_with_statistics(checkpoint, progress)
+            record = inspect_with_statistics(checkpoint, progress)
     else:
-        found = inspect_headers(checkpoint)
-    found = beside_model(found, checkpoint, thorough=stats or strict)
-    if found.layout in READ and not stats:
+        record = inspect_headers(checkpoint)
+    record = beside_model(record, checkpoint, thorough=stats or strict)
+    if record.layout in READ and not stats:
         from lpconv.inspect.scales import judged  # imports torch (seconds)
 
-        found = judged(found, checkpoint)
-    wrong = (*found.problems, *(found.warnings if strict else ()))
-    is_unread = found.not_judged is not None and (strict or found.layout in READ)
+        record = judged(record, checkpoint)
+    wrong = (*record.problems, *(record.warnings if strict else ()))
+    is_unread = record.not_judged is not None and (strict or record.layout in READ)
     if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result
-        print_result(found, lambda result: inspect_document(result, every=every), json=json)
+        print_result(record, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
-        hint = "fetch the checkpoint again, or tell who made it" if found.layout else "fetch the checkpoint again"
+        hint = "fetch the checkpoint again, or tell who made it" if record.layout else "fetch the checkpoint again"
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(found))
+        raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(record))
     if is_unread:
-        raise UnsupportedError(str(found.not_judged), hint=_NOT_READ, details=to_json(found))
+        raise UnsupportedError(str(record.not_judged), hint=_NOT_READ, details=to_json(record))

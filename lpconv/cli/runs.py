@@ -97,8 +97,8 @@ def runs_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[RunKind, Path, 
     """
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            found = list(_read_run(path))
-            yield from found if found or depth == 1 else runs_in(path, depth=depth - 1)
+            runs = list(_read_run(path))
+            yield from runs if runs or depth == 1 else runs_in(path, depth=depth - 1)
         elif path.suffix == ".json":
             yield from (run for run in _read_run(path) if run[0].file is None)
 

@@ -45,9 +45,9 @@ def verify(
     if html is not None:
         check_file(Path(html))
     with progress_for(quiet=quiet) as progress:
-        found = verify_output(directory_of(path), options, progress=progress)
+        checked = verify_output(directory_of(path), options, progress=progress)
     result = Verification(
-        **vars(found), path=path, against=options.against, command=typed_command(), version=__version__
+        **vars(checked), path=path, against=options.against, command=typed_command(), version=__version__
     )
     if html is not None:
         from lpconv.report.html import html as html_page

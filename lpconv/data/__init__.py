@@ -79,8 +79,8 @@ def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
     `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens, from the transformers
     config.
     """
-    found = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return wanted or min(SEQ_LEN, next((n for n in found if isinstance(n, int)), SEQ_LEN))
+    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    return wanted or min(SEQ_LEN, next((n for n in limits if isinstance(n, int)), SEQ_LEN))
 
 
 def demo_text(split: str) -> Path:

@@ -52,8 +52,8 @@ class Traceable:
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Compute the exported output in PyTorch."""
         with torch.inference_mode():
-            found: Tensor = self.model(**inputs)[self.output]
-        return found
+            output: Tensor = self.model(**inputs)[self.output]
+        return output
 
 
 def traceable(checkpoint: Checkpoint) -> Traceable:
@@ -82,8 +82,8 @@ class _Positional(nn.Module):
         self._names, self._output = tuple(names), output
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        found: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
-        return found
+        output: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
+        return output
 
 
 def trace(
@@ -126,7 +126,7 @@ def _silence_exporter() -> Iterator[None]:
 def _capture(
     wrapper: nn.Module, inputs: tuple[Tensor, ...], axes: Sequence[Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
-    dynamic = tuple(dict.fromkeys(found, torch.export.Dim.AUTO) for found in axes)
+    dynamic = tuple(dict.fromkeys(names, torch.export.Dim.AUTO) for names in axes)
     entered: list[str] = []
     hooks = list(_track_modules(wrapper, entered))
     try:
@@ -174,8 +174,8 @@ def _translate(
             verbose=False,
         )
     except torch.onnx.errors.OnnxExporterError as e:
-        found = _OP.search(str(e))
-        op = found[1] if found else "an operator"
+        match = _OP.search(str(e))
+        op = match[1] if match else "an operator"
         where = _module_of(program, op)
         raise UnsupportedError(
             f"`{op}` in module `{where}` has no form in ONNX opset {opset}",

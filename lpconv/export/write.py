@@ -51,18 +51,18 @@ def export(
 
 
 def _write_model(
-    directory: Path, source: SourceRecord, checkpoint: Checkpoint, options: ExportOptions, opset: int, told: Progress
+    folder: Path, source: SourceRecord, checkpoint: Checkpoint, options: ExportOptions, opset: int, progress: Progress
 ) -> ExportResult:
     """Write the graph and check it. The record lacks the output's name and the time."""
     provenance = read_marker(checkpoint.directory)
-    told.start("opening the model", 0)
+    progress.start("opening the model", 0)
     opened = traceable(checkpoint)
-    told.start("tracing the graph", 0)
+    progress.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
-    told.start("storing the weights", 0)
+    progress.start("storing the weights", 0)
     rewritten = rewrite(graph, opened.parameters, stored_weights(checkpoint))
     _describe(graph, source, checkpoint)
-    files = _save(graph, directory, external=options.external_data)
+    files = _save(graph, folder, external=options.external_data)
     cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
     result = ExportResult(
         source=source,
@@ -81,8 +81,8 @@ def _write_model(
         warnings=_warnings(opened, rewritten),
     )
     del graph, opened  # each holds a copy of the weights, and ONNX Runtime needs the memory
-    told.start("validating", 0)
-    return dataclasses.replace(result, check=_check(directory / MODEL_FILE, cases, options))
+    progress.start("validating", 0)
+    return dataclasses.replace(result, check=_check(folder / MODEL_FILE, cases, options))
 
 
 @contextlib.contextmanager
@@ -93,8 +93,8 @@ def _discard_on_failure(staging: Staging) -> Iterator[None]:
     except VerificationError as e:
         # The rejected folder carries a marker with the error, so that the next run may replace it.
         write_small(staging.directory / MARKER, ordered_json_text({"format_version": 1, "error": e.to_dict()}))
-        kept = staging.set_aside()
-        hint = f"the rejected file is in `{kept}`" + (f"; {e.hint}" if e.hint else "")
+        rejected = staging.set_aside()
+        hint = f"the rejected file is in `{rejected}`" + (f"; {e.hint}" if e.hint else "")
         raise VerificationError(e.message, hint=hint, details=e.details) from e
     except BaseException:
         staging.discard()
@@ -135,19 +135,19 @@ def _axes(value: ir.Value) -> tuple[str, ...]:
 
 
 def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
-    found = []
+    warnings = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:
-        found.append(f"not in the checkpoint, so random here: {code_list(random)}")
+        warnings.append(f"not in the checkpoint, so random here: {code_list(random)}")
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
-        found.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
+        warnings.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
     if rewritten.decoded:
         names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
-        found.append(
+        warnings.append(
             f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {code_list(names)}"
         )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:

@@ -50,12 +50,12 @@ def make_view(file: Path, view: Path) -> None:
     settings = {"quant_method": GGUF, "architecture": architecture, "settings": parsed, "tensors": tensors}
     try:
         view.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=view.parent))
+        folder = Path(tempfile.mkdtemp(dir=view.parent))
         try:
-            _write(made, file, config, settings)
-            os.replace(made, view)
+            _write(folder, file, config, settings)
+            os.replace(folder, view)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as e:
         if not (view / "config.json").exists():  # otherwise another process was faster
             raise write_error(e, view) from e

@@ -91,14 +91,14 @@ class RayExecutor:
             look.options(num_cpus=0, scheduling_strategy=pinned(node_id=n, soft=False)).remote(manifest) for n in nodes
         ]
         try:
-            seen = self._ray.get(refs, timeout=_LOOK_S)
+            answers = self._ray.get(refs, timeout=_LOOK_S)
         except self._ray.exceptions.RayError as e:
             raise UnsupportedError(
                 f"a machine of the cluster cannot run lpconv: {str(e).strip().splitlines()[-1]}",
                 hint="install the same lpconv on all of them",
             ) from e
         here = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        for machine, version, digest in seen:
+        for machine, version, digest in answers:
             if version != __version__:
                 raise UnsupportedError(f"{machine} has lpconv {version}, and here is {__version__}", hint="install one")
             if digest != here:

@@ -66,8 +66,8 @@ def store_at(url: str) -> Any:
 def listing(url: str) -> list[RemoteObject]:
     """All objects below a URL, sorted by name. The store must support listing."""
     with _remote_errors(url):
-        found = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
-    return sorted(found, key=lambda o: o.name)
+        objects = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
+    return sorted(objects, key=lambda o: o.name)
 
 
 def head(url: str, name: str) -> RemoteObject | None:

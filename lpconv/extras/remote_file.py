@@ -81,10 +81,10 @@ class _Window:
                     self._held[file, n] = self._pool.submit(file.fetch_piece, n)
                 self._held.move_to_end((file, n))
             self._held.move_to_end((file, index))
-            found = self._held[file, index]
+            future = self._held[file, index]
             while len(self._held) > _HELD:
                 self._held.popitem(last=False)
-            return found
+            return future
 
     def forget(self, file: RemoteFile) -> None:
         """Drop the pieces of a file."""

@@ -45,13 +45,13 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
     return url
 
 
-def _check(url: str, there: set[str], *, resume: bool, force: bool) -> None:
-    is_ours = MARKER in there or _CLAIM in there
-    if there and not is_ours:
+def _check(url: str, names: set[str], *, resume: bool, force: bool) -> None:
+    is_ours = MARKER in names or _CLAIM in names
+    if names and not is_ours:
         raise OutputExistsError(f"`{url}` exists, and is not from lpconv", hint="choose another --output")
-    if MARKER in there and not force and not resume:
+    if MARKER in names and not force and not resume:
         raise OutputExistsError(f"`{url}` exists", hint="choose another --output, or replace it with --force")
-    if _CLAIM in there and not force and not resume:
+    if _CLAIM in names and not force and not resume:
         raise OutputExistsError(
             f"another run is writing `{url}`, or was interrupted", hint="--resume continues it, --force starts anew"
         )
@@ -77,10 +77,10 @@ class RemoteStaging(Staging):
 
     def _take(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
         """Claim the URL, or continue the claim of an interrupted run of the same command."""
-        there = {o.name: o for o in listing(self.url)}
+        objects = {o.name: o for o in listing(self.url)}
         if force:
-            names = [MARKER, *(n for n in there if n not in (MARKER, _CLAIM)), _CLAIM]
-            delete(self.url, [n for n in names if n in there])
+            names = [MARKER, *(n for n in objects if n not in (MARKER, _CLAIM)), _CLAIM]
+            delete(self.url, [n for n in names if n in objects])
         self._claim = put(self.url, _CLAIM, json.dumps(identity).encode(), create=True)
         if self._claim is not None:
             return
@@ -88,14 +88,14 @@ class RemoteStaging(Staging):
             raise OutputExistsError(f"another run is writing `{self.url}`", hint="choose another --output")
         check_same_run(self.url, identity, _read(self.url, _CLAIM))
         self._claim = head(self.url, _CLAIM)
-        for name in (n for n in there if n.startswith(UNFINISHED) and n != _CLAIM):
-            self._take_over(_read(self.url, name), there)
+        for name in (n for n in objects if n.startswith(UNFINISHED) and n != _CLAIM):
+            self._take_over(_read(self.url, name), objects)
 
-    def _take_over(self, record: dict[str, Any], there: dict[str, RemoteObject]) -> None:
+    def _take_over(self, record: dict[str, Any], objects: dict[str, RemoteObject]) -> None:
         """Mark the files of a record as written if the objects in the store are the recorded ones."""
-        found = {name: there.get(name) for name in record["tags"]}
-        if all(o is not None and o.e_tag == record["tags"][name] for name, o in found.items()):
-            for o in filter(None, found.values()):
+        recorded = {name: objects.get(name) for name in record["tags"]}
+        if all(o is not None and o.e_tag == record["tags"][name] for name, o in recorded.items()):
+            for o in filter(None, recorded.values()):
                 self.uploaded(o)
             self.done.append(record["line"])
 
@@ -196,10 +196,10 @@ class _Upload(PartFile):
         assert self._hashed == self._size, (self._name, self._hashed, self._size)
         self._staging.check_alone()
         self._writer.close()
-        found = head(self._staging.url, self._name)
-        if found is None or found.size_bytes != self._size:
+        uploaded = head(self._staging.url, self._name)
+        if uploaded is None or uploaded.size_bytes != self._size:
             raise ResourceError(f"`{self._name}` was uploaded and is not there", hint="run again with --resume")
-        self._staging.uploaded(found)
+        self._staging.uploaded(uploaded)
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:
@@ -208,7 +208,7 @@ class _Upload(PartFile):
 
 def _read(url: str, name: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(bytes(fetch(url, name)))
+        document: dict[str, Any] = json.loads(bytes(fetch(url, name)))
     except ValueError as e:
         raise InputError(f"`{url}/{name}` is not what lpconv wrote", hint="--force starts anew") from e
-    return found
+    return document

@@ -46,10 +46,10 @@ def view_of(url: str, *, whole: bool) -> Path:
     """
     if url.endswith(".gguf"):
         folder, _, name = url.rpartition("/")
-        found = head(folder, name)
-        if found is None:
+        file = head(folder, name)
+        if file is None:
             raise InputError(f"there is no `{url}`", hint="check the URL")
-        return as_directory(_make_view(folder, [found], whole=True, last=name) / name)
+        return as_directory(_make_view(folder, [file], whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="is it the URL of a Hugging Face checkpoint?")
@@ -58,10 +58,10 @@ def view_of(url: str, *, whole: bool) -> Path:
 
 def copy_of(url: str, name: str) -> Path:
     """Copy one object below a checked URL and return the path. Raises InputError if there is none."""
-    found = head(url, name)
-    if found is None:
+    source = head(url, name)
+    if source is None:
         raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` says what it holds")
-    _write_object(url, found, _folder_of_url(url), whole=True)
+    _write_object(url, source, _folder_of_url(url), whole=True)
     return _folder_of_url(url) / name
 
 
@@ -74,23 +74,23 @@ def _objects(url: str) -> list[RemoteObject]:
     """The objects at a URL that belong to a checkpoint."""
     scheme = urlsplit(url).scheme
     if scheme == "hf":
-        found = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
+        objects = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
     elif scheme in ("http", "https"):
-        found = _objects_without_listing(url)
+        objects = _objects_without_listing(url)
     else:
-        found = listing(url)
-    unsafe = next((o.name for o in found if not _is_safe(o.name)), None)
+        objects = listing(url)
+    unsafe = next((o.name for o in objects if not _is_safe(o.name)), None)
     if unsafe is not None:
         raise InputError(f"`{url}` has an object called {unsafe!r}, which no file can be", hint="rename it")
-    unfinished = [o.name for o in found if o.name.startswith(UNFINISHED)]
-    if unfinished and MARKER not in {o.name for o in found}:
+    unfinished = [o.name for o in objects if o.name.startswith(UNFINISHED)]
+    if unfinished and MARKER not in {o.name for o in objects}:
         raise InputError(
             f"`{url}` is not finished: a run is writing it, or was interrupted",
             hint="its command with --resume goes on",
         )
-    found = [o for o in found if o.name not in unfinished]
-    wanted = {*wanted_files(o.name for o in found), *(o.name for o in found if o.name.endswith(".safetensors"))}
-    return [o for o in found if o.name in wanted]
+    objects = [o for o in objects if o.name not in unfinished]
+    wanted = {*wanted_files(o.name for o in objects), *(o.name for o in objects if o.name.endswith(".safetensors"))}
+    return [o for o in objects if o.name in wanted]
 
 
 def _is_safe(name: str) -> bool:
@@ -102,14 +102,14 @@ def _objects_without_listing(url: str) -> list[RemoteObject]:
     if (sums := head(url, _SUMS)) is not None:
         lines = bytes(fetch(url, _SUMS, sums.e_tag)).decode(errors="replace").splitlines()
         return [sums, *_existing_objects(url, [line[66:] for line in lines if _is_safe(line[66:])])]
-    found = _existing_objects(url, _USUAL)
-    for index in [o for o in found if o.name.endswith(".index.json")]:
+    objects = _existing_objects(url, _USUAL)
+    for index in [o for o in objects if o.name.endswith(".index.json")]:
         try:
             files = set(json.loads(bytes(fetch(url, index.name, index.e_tag)))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # reading the checkpoint will report the error
-        found += _existing_objects(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
-    return sorted({o.name: o for o in found}.values(), key=lambda o: o.name)
+        objects += _existing_objects(url, sorted(f for f in files if isinstance(f, str) and _is_safe(f)))
+    return sorted({o.name: o for o in objects}.values(), key=lambda o: o.name)
 
 
 def _existing_objects(url: str, names: Iterable[str]) -> list[RemoteObject]:
@@ -145,19 +145,19 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
     path = view / o.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=view.parent, prefix=".fetching-")
+        handle, temporary = tempfile.mkstemp(dir=view.parent, prefix=".fetching-")
         os.close(handle)
         try:
             is_read_there = o.name.endswith(".safetensors") and not MODULE_WEIGHTS.fullmatch(o.name)
             if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
-                write_pointer(Path(made), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
+                write_pointer(Path(temporary), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
-                _copy_object(url, o, Path(made))
-            os.chmod(made, 0o644)
-            os.utime(made, ns=(o.modified_ns, o.modified_ns))
-            os.replace(made, path)
+                _copy_object(url, o, Path(temporary))
+            os.chmod(temporary, 0o644)
+            os.utime(temporary, ns=(o.modified_ns, o.modified_ns))
+            os.replace(temporary, path)
         except BaseException:
-            os.unlink(made)
+            os.unlink(temporary)
             raise
     except OSError as e:
         raise write_error(e, path) from e

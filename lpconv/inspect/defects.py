@@ -56,14 +56,14 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(common prefix, names) of every group of two or more weights that readers fuse."""
-    there = set(names)
+    present = set(names)
     for members in _FUSED:
-        for name in sorted(there):
+        for name in sorted(present):
             stem, _, leaf = name.removesuffix(".weight").rpartition(".")
             if leaf == members[0]:
-                found = tuple(n for m in members if (n := f"{stem}.{m}.weight") in there)
-                if len(found) > 1:
-                    yield stem, found
+                group = tuple(n for m in members if (n := f"{stem}.{m}.weight") in present)
+                if len(group) > 1:
+                    yield stem, group
 
 
 def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
@@ -80,10 +80,10 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterato
     """Formats, group sizes and module lists of the config that do not match the files."""
     config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
     top = config.get("format"), config.get("quant_algo")
-    for said, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
+    for setting, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
         other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
         if other:
-            yield f"config.json says `{said}`, and {code_list(other)} has {coded[other[0]].words}"
+            yield f"config.json says `{setting}`, and {code_list(other)} has {coded[other[0]].words}"
     yield from _mismatched_sizes(config, coded)
     yield from _missing_input_scales(headers, coded)
     ignored = _ignored_modules(config)
@@ -109,8 +109,8 @@ def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) ->
     (scheme,), grids = schemes, {n: grid for n, form in coded.items() if (grid := grid_of(form))}
     block = scheme.get("weight_block_size", scheme.get("block_structure"))
     if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        found = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
-        other = [n for n, wanted in found.items() if grids[n].block != wanted]
+        blocks = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
+        other = [n for n, wanted in blocks.items() if grids[n].block != wanted]
         if other:
             yield f"config.json has blocks of {block[0]} x {block[1]}; {code_list(other)} has {grids[other[0]].words}"
     size = scheme.get("group_size", scheme.get("q_group_size"))
@@ -142,8 +142,8 @@ def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[st
 
 
 def _ignored_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
-    return tuple(n for names in found if isinstance(names, list) for n in names if isinstance(n, str))
+    lists = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
+    return tuple(n for names in lists if isinstance(names, list) for n in names if isinstance(n, str))
 
 
 def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
@@ -161,9 +161,9 @@ def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
 
 
 def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
-    found = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
-    if found:
-        yield f"{code_list(found)}: the last blocks are smaller ({grids[found[0]].words}); some readers refuse that"
+    partial = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
+    if partial:
+        yield f"{code_list(partial)}: the last blocks are smaller ({grids[partial[0]].words}); some readers refuse that"
     # In the config, a scale of the whole tensor may look like one tile; such scales are vectors.
     tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
     fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
@@ -181,6 +181,6 @@ def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
     if any(isinstance(form, Blocks) for form in forms.values()):
         return
     kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
-    found = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
-    if found:
-        yield f"{code_list(found)}: weights that readers fuse are not stored alike"
+    mixed = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
+    if mixed:
+        yield f"{code_list(mixed)}: weights that readers fuse are not stored alike"

@@ -40,11 +40,11 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
     """The record of a checkpoint, given its tensors and their files. Codes and their scales count as one tensor."""
     provenance = read_marker(checkpoint.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
-    there = {info.name: (info, file) for info, file in stored}
-    headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in there.items()})
+    entries = {info.name: (info, file) for info, file in stored}
+    headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in entries.items()})
     forms = recognise(headers)
     not_judged = unread(headers)
-    found = Findings() if not_judged else from_headers(headers, forms)
+    findings = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=checkpoint.origin.name,
@@ -61,17 +61,17 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
         tensors=tuple(
             StoredTensor(
                 name=name,
-                dtype=there[form.data[0].name][0].dtype,
+                dtype=entries[form.data[0].name][0].dtype,
                 shape=form.shape,
-                file=there[form.data[0].name][1],
+                file=entries[form.data[0].name][1],
                 size_bytes=form.num_bytes,
                 stored_as=None if form.format is None else form.words,
                 scale=scales.get(name),
             )
             for name, form in forms.items()
         ),
-        problems=(*problems, *found.problems),
-        warnings=found.warnings,
+        problems=(*problems, *findings.problems),
+        warnings=findings.warnings,
         checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
         not_checked=_unread_parts(headers.quantised_by),
         not_judged=not_judged,
@@ -84,7 +84,7 @@ def _unread_parts(layout: str | None) -> tuple[str, ...]:
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 
 
-def beside_model(found: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
+def beside_model(record: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
     """Add a comparison of names and shapes with the model described by config.json, if nothing else is wrong.
 
     Only shapes of known families are computed directly; other models are built only if `thorough`, since importing
@@ -93,14 +93,14 @@ def beside_model(found: InspectResult, checkpoint: Checkpoint, *, thorough: bool
     what = "names and shapes against config.json"
     why = " (--strict)" if not thorough and known_shapes(checkpoint.config) is None else ""
     try:
-        is_wrong = found.problems or found.not_judged is not None
-        fit = None if is_wrong or why else fit_of(checkpoint, {t.name: t.shape for t in found.tensors})
+        is_wrong = record.problems or record.not_judged is not None
+        fit = None if is_wrong or why else fit_of(checkpoint, {t.name: t.shape for t in record.tensors})
     except UnsupportedError as e:
         fit, why = None, f": {e.message}"
     if fit is None:
-        return dataclasses.replace(found, not_checked=(*found.not_checked, what + why))
-    warnings = (*found.warnings, *fit.warnings)
-    return dataclasses.replace(found, problems=fit.problems, warnings=warnings, checked=(*found.checked, what))
+        return dataclasses.replace(record, not_checked=(*record.not_checked, what + why))
+    warnings = (*record.warnings, *fit.warnings)
+    return dataclasses.replace(record, problems=fit.problems, warnings=warnings, checked=(*record.checked, what))
 
 
 def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
@@ -111,7 +111,7 @@ def _bits_per_weight(forms: Iterable[Stored]) -> float | None:
 def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]], list[str]]:
     stored: list[tuple[TensorInfo, str]] = []
     problems: list[str] = []
-    seen: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for file in checkpoint.weight_files:
         try:
             header = header_of(checkpoint.directory / file, checkpoint.config)
@@ -119,9 +119,9 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]],
             problems.append(finding(e))
             continue
         for info in header.tensors.values():
-            if info.name in seen:
-                problems.append(f"tensor `{info.name}` is in `{seen[info.name]}` and in `{file}`")
-            seen[info.name] = file
+            if info.name in file_of:
+                problems.append(f"tensor `{info.name}` is in `{file_of[info.name]}` and in `{file}`")
+            file_of[info.name] = file
             stored.append((info, file))
     return stored, problems
 
@@ -129,9 +129,9 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]],
 def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
     if checkpoint.weight_map is None:
         return []
-    found, named = {info.name: file for info, file in stored}, checkpoint.weight_map
-    moved = [n for n, file in named.items() if n in found and found[n] != file]
-    lost, more = [n for n in named if n not in found], [n for n in found if n not in named]
+    stored_in, named = {info.name: file for info, file in stored}, checkpoint.weight_map
+    moved = [n for n, file in named.items() if n in stored_in and stored_in[n] != file]
+    lost, more = [n for n in named if n not in stored_in], [n for n in stored_in if n not in named]
     wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}
     return [f"the index {what} {code_list(names)}" for what, names in wrong.items() if names]
 

@@ -58,59 +58,59 @@ class Scales(Summed):
     bound: float = joined(max, 0.0)
 
 
-def judged(found: InspectResult, model: Openable) -> InspectResult:
+def judged(record: InspectResult, model: Openable) -> InspectResult:
     """Add the defects found in the scales to a checkpoint's record.
 
-    Returns `found` unchanged if the headers have problems, or if the scales are stored among the codes. Raises
+    Returns `record` unchanged if the headers have problems, or if the scales are stored among the codes. Raises
     InputError if files cannot be read.
     """
-    if "scales" not in found.not_checked or found.problems or found.not_judged:
-        return found
+    if "scales" not in record.not_checked or record.problems or record.not_judged:
+        return record
     checkpoint = Checkpoint.open(model)
     with closing(open_source(checkpoint)) as source:
         forms = recognise(Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()}))
         grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
         if not grids:
-            return found
-        told = _weight_findings(grids, source, checkpoint, is_ours=found.method is not None) + _input_findings(source)
+            return record
+        added = _weight_findings(grids, source, checkpoint, is_ours=record.method is not None) + _input_findings(source)
     return replace(
-        found,
-        problems=told.problems,
-        warnings=(*found.warnings, *told.warnings),
-        checked=(*found.checked, "scales"),
-        not_checked=(NOT_JUDGED, *(what for what in found.not_checked if what != "scales")),
+        record,
+        problems=added.problems,
+        warnings=(*record.warnings, *added.warnings),
+        checked=(*record.checked, "scales"),
+        not_checked=(NOT_JUDGED, *(what for what in record.not_checked if what != "scales")),
     )
 
 
 def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
-    found = {n: _scale_statistics(grid, source) for n, grid in grids.items()}
+    scales = {n: _scale_statistics(grid, source) for n, grid in grids.items()}
     config = checkpoint.config.get("quantization_config") or {}
     problems = (
-        *_invalid_scales(found),
-        *_zero_scales(found, grids, source),
+        *_invalid_scales(scales),
+        *_zero_scales(scales, grids, source),
         *_inconsistent_parts(grids, source, config),
     )
-    ones = {n: torch.tensor(s.one) for n, s in found.items() if s.one is not None and 0 < s.one < math.inf}
+    ones = {n: torch.tensor(s.one) for n, s in scales.items() if s.one is not None and 0 < s.one < math.inf}
     unequal = _unequal_scales("scales,", ones, "who takes one scale for them decodes the others wrongly")
     warnings = (
         *unequal,
-        *_product_findings(grids, found, source),
-        *_lost_scales(found, is_ours=is_ours),
-        *_clipped_scales(found),
+        *_product_findings(grids, scales, source),
+        *_lost_scales(scales, is_ours=is_ours),
+        *_clipped_scales(scales),
     )
     return Findings(
-        problems=(*problems, *_inverted_scales(found, grids)),
-        warnings=(*warnings, *_outlier_scales(found, grids, source)),
+        problems=(*problems, *_inverted_scales(scales, grids)),
+        warnings=(*warnings, *_outlier_scales(scales, grids, source)),
     )
 
 
-def _product_findings(grids: Mapping[str, Grid], found: Mapping[str, Scales], source: Source) -> Iterator[str]:
+def _product_findings(grids: Mapping[str, Grid], statistics: Mapping[str, Scales], source: Source) -> Iterator[str]:
     """Warnings about `weight_scale_2`, by which readers divide weights to fit e4m3fn, and multiply the sums."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM takes one for them, and refuses others"
     yield from _unequal_scales("scales of their products, `weight_scale_2`,", sound, why)
-    largest = {n: found[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
+    largest = {n: statistics[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
     odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
     if odd:
         yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
@@ -119,16 +119,16 @@ def _product_findings(grids: Mapping[str, Grid], found: Mapping[str, Scales], so
 def _input_findings(source: Source) -> Findings:
     """Findings about input scales. Fused weights have the same inputs, so their input scales should be equal."""
     names = {n: n.rpartition(".")[0] for n in source.entries if n.rpartition(".")[2] in INPUT_SCALES}
-    found = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
-    wrong = [n for n, x in zip(names, found.values(), strict=True) if not is_positive(x)]
+    scales = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
+    wrong = [n for n, x in zip(names, scales.values(), strict=True) if not is_positive(x)]
     if wrong:
         return Findings(problems=(f"{code_list(wrong)}: scales of inputs that are zero, negative or no number",))
-    return Findings(warnings=tuple(_unequal_scales("scales of inputs,", found, "they meet the same inputs")))
+    return Findings(warnings=tuple(_unequal_scales("scales of inputs,", scales, "they meet the same inputs")))
 
 
-def _unequal_scales(what: str, found: Mapping[str, Tensor], why: str) -> Iterator[str]:
+def _unequal_scales(what: str, scales: Mapping[str, Tensor], why: str) -> Iterator[str]:
     """Warning about fused weights with unequal positive scales, given the scales by weight."""
-    ends = {stem: [float(found[n].max()) for n in fused] for stem, fused in fused_groups(found)}
+    ends = {stem: [float(scales[n].max()) for n in fused] for stem, fused in fused_groups(scales)}
     ratios = {stem: max(x) / min(x) for stem, x in ends.items()}
     unequal = sorted((s for s in ratios if ratios[s] > _UNEQUAL), key=lambda s: -ratios[s])
     if unequal:
@@ -204,18 +204,18 @@ def _is_outlier(numbers: Tensor) -> Tensor:
     return is_sound & ((numbers < usual / _FACTOR) | (numbers > usual * _FACTOR))
 
 
-def _invalid_scales(found: Mapping[str, Scales]) -> Iterator[str]:
-    for name, s in found.items():
+def _invalid_scales(scales: Mapping[str, Scales]) -> Iterator[str]:
+    for name, s in scales.items():
         if s.num_bad:
             yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
 
 
-def _zero_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+def _zero_scales(weights: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
     """Weights with scales of zero whose codes are not zero."""
-    for name in (n for n, s in found.items() if s.num_zero and n in grids):
+    for name in (n for n, s in weights.items() if s.num_zero and n in grids):
         lost = _num_codes(grids[name], source, lambda scales: scales == 0)
         if lost:
-            yield f"`{name}`: {found[name].num_zero} scales are zero, and {lost} of their codes are not"
+            yield f"`{name}`: {weights[name].num_zero} scales are zero, and {lost} of their codes are not"
 
 
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
@@ -228,20 +228,20 @@ def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -
     return num
 
 
-def _clipped_scales(found: Mapping[str, Scales]) -> Iterator[str]:
+def _clipped_scales(scales: Mapping[str, Scales]) -> Iterator[str]:
     """Weights whose scales exceeded the range of their dtype and were clipped."""
-    cut = [n for n, s in found.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
+    cut = [n for n, s in scales.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
     if cut:
-        s = found[cut[0]]
+        s = scales[cut[0]]
         yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
 
 
-def _outlier_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
+def _outlier_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
     """Weights with a few outlier scales whose codes are not zero, and columns with outlier factors."""
-    few = [n for n, s in found.items() if 0 < s.num_odd <= max(1.0, _FEW_ODD * s.num)]
+    few = [n for n, s in scales.items() if 0 < s.num_odd <= max(1.0, _FEW_ODD * s.num)]
     odd = [n for n in few if _num_codes(grids[n], source, _is_outlier)]
     if odd:
-        s = found[odd[0]]
+        s = scales[odd[0]]
         times = f"over {_FACTOR:.0f} times"
         yield f"{code_list(odd)}: {s.num_odd} of {s.num} scales are {times} smaller or larger than most"
     columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
@@ -250,15 +250,15 @@ def _outlier_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid], sour
         yield f"{code_list(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
 
 
-def _inverted_scales(found: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
+def _inverted_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Weights so large that one of their scales must have been inverted or lost."""
-    wrong = [n for n in grids if found[n].bound > _LARGEST]
+    wrong = [n for n in grids if scales[n].bound > _LARGEST]
     if wrong:
         first = grids[wrong[0]]
         which = "the scale" if first.factor is None else "the second scale"
         how = "divides" if first.divides else "multiplies"
         yield (
-            f"{code_list(wrong)}: weights of up to {found[wrong[0]].bound:.2g}; {which}, which {how} in this layout, "
+            f"{code_list(wrong)}: weights of up to {scales[wrong[0]].bound:.2g}; {which}, which {how} in this layout, "
             "is inverted or lost"
         )
 
@@ -268,8 +268,8 @@ def _inconsistent_parts(grids: Mapping[str, Grid], source: Source, config: Mappi
     for name, grid in grids.items():
         side = _side_of(grid, source)
         if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
-            said = tuple(side[grid.size.name].tolist())
-            yield f"`{name}`: `{grid.size.name}` says {said}, the codes are {grid.shape}"
+            shape = tuple(side[grid.size.name].tolist())
+            yield f"`{name}`: `{grid.size.name}` says {shape}, the codes are {grid.shape}"
         elif grid.order is not None and not grid.has_sound(side):
             yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
         wrong = [
@@ -288,20 +288,20 @@ def _inconsistent_parts(grids: Mapping[str, Grid], source: Source, config: Mappi
                 )
 
 
-def _lost_scales(found: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
+def _lost_scales(scales: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str]:
     """Weights whose scales may have been dropped.
 
     Codes written by lpconv may use little of their range: unit scaling makes their RMS 1, far below the bound of a
     weight.
     """
-    ones = [n for n, s in found.items() if s.least == s.most == 1.0]
+    ones = [n for n, s in scales.items() if s.least == s.most == 1.0]
     if ones:
         yield f"{code_list(ones)}: all scales are 1: were they dropped?"
-    usual = median(s.bound for s in found.values())
-    large = [n for n, s in found.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
-    small = [n for n, s in found.items() if _ZERO < s.bound < usual / _FACTOR and n not in ones]
+    usual = median(s.bound for s in scales.values())
+    large = [n for n, s in scales.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
+    small = [n for n, s in scales.items() if _ZERO < s.bound < usual / _FACTOR and n not in ones]
     for far in filter(None, (large, small)):
-        bound = found[far[0]].bound
+        bound = scales[far[0]].bound
         yield f"{code_list(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
     if not is_ours and usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
         yield f"most weights are of up to {usual:.2g}, which no trained model has: are their scales lost?"

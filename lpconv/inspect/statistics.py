@@ -40,16 +40,16 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
     with closing(open_source(checkpoint)) as source:
         infos = [(e.info, e.file) for e in source.entries.values()]
         if checkpoint.kind != "torch":
-            found = inspect(checkpoint)
+            record = inspect(checkpoint)
         else:
-            found = describe(checkpoint, infos)
-        if found.layout not in READ:
-            return _with_statistics(found, source, progress)
-    found = judged(found, checkpoint)
-    if found.problems or found.not_judged:
-        return found
+            record = describe(checkpoint, infos)
+        if record.layout not in READ:
+            return _with_statistics(record, source, progress)
+    record = judged(record, checkpoint)
+    if record.problems or record.not_judged:
+        return record
     with StoredTensors.open(checkpoint) as stored:
-        measured = _with_statistics(found, DecodedSource(stored), progress)
+        measured = _with_statistics(record, DecodedSource(stored), progress)
         tensors = tuple(_with_share(t, stored) for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _saturation_warning(t, stored.forms[t.name])))
     return dataclasses.replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
@@ -61,18 +61,18 @@ def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
     return f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
 
 
-def _with_statistics(found: InspectResult, source: Source, progress: Progress) -> InspectResult:
-    progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in found.tensors))
+def _with_statistics(record: InspectResult, source: Source, progress: Progress) -> InspectResult:
+    progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in record.tensors))
     work = Workspace()
-    tensors = tuple(_measure_tensor(source, t, work, progress) for t in found.tensors)
+    tensors = tuple(_measure_tensor(source, t, work, progress) for t in record.tensors)
     nan, inf = [t.name for t in tensors if t.num_nan], [t.name for t in tensors if t.num_inf]
     return dataclasses.replace(
-        found,
+        record,
         tensors=tensors,
-        problems=(*found.problems, *([f"{code_list(nan)}: numbers that are NaN"] if nan else [])),
-        warnings=(*found.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
-        checked=(*found.checked, "values"),
-        not_checked=tuple(n for n in found.not_checked if n != VALUES),
+        problems=(*record.problems, *([f"{code_list(nan)}: numbers that are NaN"] if nan else [])),
+        warnings=(*record.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
+        checked=(*record.checked, "values"),
+        not_checked=tuple(n for n in record.not_checked if n != VALUES),
     )
 
 

@@ -90,14 +90,14 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         infos = {n: e.info for n, e in source.entries.items()}
         shapes = {n: info.shape for n, info in infos.items()}
         check_readable(Headers.of(plain.config, infos))
-        made = make_plan(
+        plan = make_plan(
             {n: (e.info, e.file) for n, e in source.entries.items()},
             options,
             ties=find_ties(source, plain.config),
             linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
         )
-        output_config(plain, made)  # raises its errors now
-        memory = plan_memory(made, plain, gates, output=output, uploads=url is not None)
+        output_config(plain, plan)  # raises its errors now
+        memory = plan_memory(plan, plain, gates, output=output, uploads=url is not None)
         missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
@@ -110,7 +110,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         promised=promised,
         watch=watched,
         source=source,
-        plan=made,
+        plan=plan,
         gates=gates,
         missing=missing,
         memory=memory,

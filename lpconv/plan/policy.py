@@ -72,13 +72,13 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
 def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> Settings:
     """The options that the form of a tensor needs; None for those that the method's form does not use."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     return Settings(
         scale=options.scale or "pow2",
         grain=grain_of(options.granularity),
         calibrated=options.has_input_scales,
         is_expert=linears is not None and name in linears.experts,
-        **given,
+        **settings,
     )
 
 

@@ -104,14 +104,14 @@ def _joined_warnings(plan: Plan) -> Iterator[str]:
 
 def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
     """Warnings about tensors with NaN or Inf, before or after the conversion."""
-    found = []
+    warnings = []
     for t in tensors:
         if t.num_nan or t.num_inf:
             kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
-            found.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
+            warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
         if t.num_saturated:
-            found.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
-    return (*found, *_lost_grids(tensors))
+            warnings.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
+    return (*warnings, *_lost_grids(tensors))
 
 
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:

@@ -99,12 +99,12 @@ def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output, without folders and without run options such as --resume."""
     usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
     unsaid = {"method": None, "scale": usual}  # a value equal to this, else to the default, is left out
-    said = {}
+    values = {}
     for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
         if not d.option.of_run and value != unsaid.get(d.field, d.default):
-            said[name] = Path(value).name if d.option.is_path and value is not None else value
-    return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, said)])
+            values[name] = Path(value).name if d.option.is_path and value is not None else value
+    return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, values)])
 
 
 def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
@@ -136,11 +136,11 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
             raise UsageError(f"method `{method.name}` has no residual", hint="--residual belongs to collage")
         return None
     allowed, other = (("fp16",), "bf16") if format_name == "fp16" else (method.residuals, "fp16")
-    found = find("residual", residual or allowed[0], {r: r for r in (*method.residuals, "fp16")})
-    if found not in allowed:
+    chosen = find("residual", residual or allowed[0], {r: r for r in (*method.residuals, "fp16")})
+    if chosen not in allowed:
         hint = f"--format {other}, or --residual {' or '.join(allowed)}"
-        raise UsageError(f"residual `{found}` needs format {other}; the format is {format_name}", hint=hint)
-    return found
+        raise UsageError(f"residual `{chosen}` needs format {other}; the format is {format_name}", hint=hint)
+    return chosen
 
 
 def _usual_scale(fmt: Format, grain: Grain | None) -> str:

@@ -45,7 +45,7 @@ def tensor_record(
     scale: float | None,
     stats: BlockStats | None,
     error: BlockError | None,
-    found: Measured | None = None,
+    measured: Measured | None = None,
 ) -> TensorRecord:
     """The record of a written tensor. `stats` and `error` are None for tensors that were only copied."""
     record = planned_record(t)
@@ -62,6 +62,6 @@ def tensor_record(
         num_inf=stats.num_inf,
         num_saturated=error.num_saturated,
         num_flushed=error.num_flushed,
-        on_grid=found is not None and found.on_grid,
-        grid=found.grid if found else None,
+        on_grid=measured is not None and measured.on_grid,
+        grid=measured.grid if measured else None,
     )

@@ -143,7 +143,7 @@ class Workers:
         return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def _reading(self, tensor: PlannedTensor) -> Over:
-        return lambda job, /: (found for _, found in self.over(tensor, job))
+        return lambda job, /: (result for _, result in self.over(tensor, job))
 
     def in_order(
         self, blocks: Iterable[TensorBlock], job: Callable[[TensorBlock], T]

@@ -53,8 +53,8 @@ def assess(
     result: ProbeResult, format: str, *, log2_loss_scale: int = 0
 ) -> tuple[tuple[ProbedTensor, FormatRates], ...]:
     """Assess every recorded tensor in `format`, worst first: most elements lost, then lowest signal-to-noise ratio."""
-    found = ((t, what_if(t, format, log2_loss_scale=log2_loss_scale)) for t in result.tensors)
-    return tuple(sorted(found, key=lambda f: (-f[1].lost, math.inf if math.isnan(f[1].sqnr_db) else f[1].sqnr_db)))
+    pairs = ((t, what_if(t, format, log2_loss_scale=log2_loss_scale)) for t in result.tensors)
+    return tuple(sorted(pairs, key=lambda f: (-f[1].lost, math.inf if math.isnan(f[1].sqnr_db) else f[1].sqnr_db)))
 
 
 def at_risk(result: ProbeResult) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def at_risk(result: ProbeResult) -> tuple[str, ...]:
     Activations and weights are assessed in e4m3fn, gradients in e5m2. An element far above all others multiplies a
     single weight, whose rounding error then does not average out.
     """
-    found: list[tuple[float, str]] = []
+    risks: list[tuple[float, str]] = []
     for t in result.tensors:
         if t.role not in ("input", "weight", "grad_output") or not t.exponents.num_nonzero:
             continue
@@ -71,11 +71,11 @@ def at_risk(result: ProbeResult) -> tuple[str, ...]:
         crest, sqnr_db = t.exponents.crest, t.exponents.sqnr_db(format, log2_scale=own_scale(t, format))
         if (t.role == "input" and crest > MAX_CREST) or sqnr_db < MIN_SQNR_DB:
             text = f"{ROLE_WORDS[t.role]} of {t.layer}: its largest element is {crest:.3g} times its root mean square"
-            found.append((-crest, f"{text}; {format} at one scale for the tensor keeps {sqnr_db:.1f} dB of it"))
-    if not found:
+            risks.append((-crest, f"{text}; {format} at one scale for the tensor keeps {sqnr_db:.1f} dB of it"))
+    if not risks:
         return ()
     cure = "lpconv finetune --recipe unit-fp8 casts at scales that never clip, and keeps such layers in 16 bits"
-    return (*(text for _, text in sorted(found)), f"{cure} (--critical auto)")
+    return (*(text for _, text in sorted(risks)), f"{cure} (--critical auto)")
 
 
 def recommend_loss_scale(result: ProbeResult, format: str, *, max_underflow: float = MAX_UNDERFLOW) -> LossScaleRecord:
@@ -119,26 +119,26 @@ def own_scale(tensor: ProbedTensor, format: str) -> int:
 
 def sentence(tensor: ProbedTensor, format: str, *, log2_loss_scale: int = 0) -> str:
     """Describe one tensor: "input gradient of q: 19 % underflow in fp16 at loss scale 1; 2^7 brings it to 0.1 %"."""
-    found, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
+    rates, gradient = what_if(tensor, format, log2_loss_scale=log2_loss_scale), tensor.role in GRADIENT_ROLES
     return loss_sentence(
         f"{ROLE_WORDS[tensor.role]} of {tensor.layer}",
         format,
-        {"underflow": found.underflow, "overflow": found.overflow},
-        log2_scale=found.log2_loss_scale if gradient else None,
-        repair=_repair(tensor, format, found) if gradient else None,
+        {"underflow": rates.underflow, "overflow": rates.overflow},
+        log2_scale=rates.log2_loss_scale if gradient else None,
+        repair=_repair(tensor, format, rates) if gradient else None,
     )
 
 
 def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: int = 10) -> str:
     """Return the worst tensors in `format` as lines of text, with the loss scale that would suit all of them."""
-    found = assess(result, format, log2_loss_scale=log2_loss_scale)
-    width = max((len(t.layer) for t, _ in found[:limit]), default=5)
+    worst = assess(result, format, log2_loss_scale=log2_loss_scale)
+    width = max((len(t.layer) for t, _ in worst[:limit]), default=5)
     lines = [f"{'layer':{width}}  {'tensor':15}  underflow  subnormal   overflow      SQNR"]
-    for t, r in found[:limit]:
+    for t, r in worst[:limit]:
         shares = "".join(f"{brief_share(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
         lines.append(f"{t.layer:{width}}  {ROLE_WORDS[t.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
-    if len(found) > limit:
-        lines.append(f"and {len(found) - limit} more, none of them worse")
+    if len(worst) > limit:
+        lines.append(f"and {len(worst) - limit} more, none of them worse")
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         scale = recommend_loss_scale(result, format)
         lines.append(
@@ -150,21 +150,21 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
     return "\n".join(lines)
 
 
-def _repair(tensor: ProbedTensor, format: str, found: FormatRates) -> tuple[int, float] | None:
+def _repair(tensor: ProbedTensor, format: str, rates: FormatRates) -> tuple[int, float] | None:
     """(log2 of the scale, share still lost) at the nearest scale with at most 0.1 % lost, or else at the best scale.
 
     None if the loss is small already, or if no scale reduces it.
     """
-    if found.lost <= MAX_UNDERFLOW:
+    if rates.lost <= MAX_UNDERFLOW:
         return None
-    up = range(found.log2_loss_scale + 1, _MAX_LOG2_SCALE + 1)
-    candidates = up if found.underflow >= found.overflow else range(found.log2_loss_scale - 1, -41, -1)
+    up = range(rates.log2_loss_scale + 1, _MAX_LOG2_SCALE + 1)
+    candidates = up if rates.underflow >= rates.overflow else range(rates.log2_loss_scale - 1, -41, -1)
     h, total = tensor.exponents, tensor.exponents.num_nonzero
     lost = {
         k: (h.num_underflow(format, log2_scale=k) + h.num_overflow(format, log2_scale=k)) / total for k in candidates
     }
     best = next((k for k, share in lost.items() if share <= MAX_UNDERFLOW), min(lost, key=lost.__getitem__))
-    return (best, lost[best]) if lost[best] < found.lost else None
+    return (best, lost[best]) if lost[best] < rates.lost else None
 
 
 def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> ProbeReport:
@@ -242,8 +242,8 @@ def _findings(result: ProbeResult, name: str) -> Iterator[str]:
 
 
 def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:
-    found = [t for t in tensors if t.num_nonfinite]
-    if not found:
+    affected = [t for t in tensors if t.num_nonfinite]
+    if not affected:
         return ()
-    first, more = found[0], f" and {len(found) - 1} tensors more" if len(found) > 1 else ""
+    first, more = affected[0], f" and {len(affected) - 1} tensors more" if len(affected) > 1 else ""
     return (f"infinite or NaN elements, which no rate counts: {first.words} of {first.layer}{more}",)

@@ -53,11 +53,11 @@ class ProbeSetup:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
-def prepare_run(model: Openable, options: ProbeOptions, told: Progress, *, hint: str = _OWN_LOOP) -> ProbeSetup:
+def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, hint: str = _OWN_LOOP) -> ProbeSetup:
     """Open `model` and cut its text into batches. `hint` is the hint of the error for models that do not read text."""
     checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()
-    told.start("opening the model", 0)
+    progress.start("opening the model", 0)
     reads_text(checkpoint, hint=hint)
     check_whole(checkpoint, allow_missing=options.allow_missing)
     check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="probing")
@@ -88,15 +88,15 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
 
     In the record's options, `facts` describe the run, and `warnings` list doubts about it.
     """
-    told = progress or Silent()
-    prepared = prepare_run(model, options, told)
+    progress = progress or Silent()
+    prepared = prepare_run(model, options, progress)
     opened, seq_len, origin = prepared.opened, prepared.seq_len, prepared.checkpoint.origin
-    told.start("compiling", 0)
+    progress.start("compiling", 0)
     prepare(opened.model.parameters())
     with quiet_transformers():
         result = probe(
             opened.model,
-            _with_progress(prepared.batches, told),
+            _with_progress(prepared.batches, progress),
             steps=options.steps,
             every=options.every,
             loss=prepared.loss,
@@ -155,13 +155,13 @@ def _with_progress(batches: Iterable[dict[str, Tensor]], progress: Progress) -> 
 
 
 def _warnings(prepared: ProbeSetup) -> list[str]:
-    found, opened = [], prepared.opened
+    notes, opened = [], prepared.opened
     named = next(iter(prepared.checkpoint.config.get("architectures") or []), None)
     if prepared.task is NONE and named and named != type(opened.model).__name__:
-        found.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
+        notes.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
     if opened.missing:
-        found.append(f"not in the checkpoint, so random here: {name_list(opened.missing)}")
-    return [*found, *prepared.batches.tokens.doubts]
+        notes.append(f"not in the checkpoint, so random here: {name_list(opened.missing)}")
+    return [*notes, *prepared.batches.tokens.doubts]
 
 
 def _versions() -> dict[str, str]:
@@ -172,9 +172,9 @@ def calibrate_checkpoint(
     model: Openable, options: ProbeOptions, *, progress: Progress | None = None
 ) -> dict[str, EdgeFactors]:
     """Measure the unit-scaling factors of `model` in fp32, on the batches that a probe with `options` runs."""
-    told = progress or Silent()
-    prepared = prepare_run(model, options, told)
-    told.start("calibrating", 0)
+    progress = progress or Silent()
+    prepared = prepare_run(model, options, progress)
+    progress.start("calibrating", 0)
     with quiet_transformers():
         under_scaling = scaled(prepared.opened.model, method="unit")
         batches = itertools.islice(prepared.batches, options.steps)

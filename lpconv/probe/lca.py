@@ -223,7 +223,7 @@ def by_layer(step: LossChangeStep) -> LossChangeStep:
     for allocation in step.parameters:
         layers.setdefault(_layer_of(allocation.name), []).append(allocation)
     return dataclasses.replace(
-        step, parameters=tuple(_sum_allocations(layer, found) for layer, found in layers.items())
+        step, parameters=tuple(_sum_allocations(layer, allocations) for layer, allocations in layers.items())
     )
 
 

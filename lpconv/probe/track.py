@@ -119,15 +119,15 @@ class Tracker:
         self.steps_seen += 1
 
     def _add_layer_hooks(self) -> None:
-        seen: set[int] = set()
+        recorded: set[int] = set()
         for name, layer in _tracked_layers(self.model):
             self._layer_handles += [
                 layer.register_forward_pre_hook(self._see_input(name)),
                 layer.register_forward_hook(self._see_output(name)),
             ]
             weight = layer.weight
-            if isinstance(weight, Tensor) and id(weight) not in seen:
-                seen.add(id(weight))
+            if isinstance(weight, Tensor) and id(weight) not in recorded:
+                recorded.add(id(weight))
                 self._record_weight(name, weight)
                 self._watch(weight, name, "weight_grad")
 
@@ -189,8 +189,8 @@ class Tracker:
     def _fold(self) -> None:
         """Add the pending counts to the histograms."""
         for name, role, histogram in self._pending:
-            found, before = histogram(), self._histograms.get((name, role))
-            self._histograms[name, role] = found if before is None else before + found
+            new, before = histogram(), self._histograms.get((name, role))
+            self._histograms[name, role] = new if before is None else before + new
         self._pending.clear()
 
     @contextmanager
@@ -228,9 +228,9 @@ def target_loss(output: Any, *, seed: int) -> Tensor:
     The mean square of the output alone would not work: a final normalisation keeps it constant, so its gradient is only
     rounding noise. The targets are the same in every step.
     """
-    found: Tensor = output[0]
-    targets = torch.randn(found.shape, generator=torch.Generator().manual_seed(seed))
-    return (found - targets).square().mean()
+    first: Tensor = output[0]
+    targets = torch.randn(first.shape, generator=torch.Generator().manual_seed(seed))
+    return (first - targets).square().mean()
 
 
 def probe(

@@ -218,7 +218,7 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
 
 def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[LossScaleRecord]) -> tuple[str, ...]:
     """Findings of one forward and backward step: the worst tensor in each format, and loss scales."""
-    worst = [f"{name}: {found[0]}" for name, found in findings.items() if found]
+    worst = [f"{name}: {sentences[0]}" for name, sentences in findings.items() if sentences]
     scales = [f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in loss_scales if s.log2_scale > 0]
     return (*worst, *scales)
 

@@ -77,15 +77,15 @@ def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
 
 def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
     """Verdict "failed" if a gate fails, "passed" if a row is faster than its baseline, else "not run"."""
-    found = "no row was compared with a baseline"
+    text = "no row was compared with a baseline"
     outcome: Outcome = "not run"
     if best := _best_speed(named):
         name, word, ratio = best
-        found = f"{name} is {word}: {ratio_text(ratio)} times the baseline's speed"
+        text = f"{name} is {word}: {ratio_text(ratio)} times the baseline's speed"
         outcome = "passed" if word == "fastest" else "not run"
     if failed := failed_gates(gates):
-        return Verdict(outcome="failed", text=f"{failed}; {found}")
-    return Verdict(outcome=outcome, text=found)
+        return Verdict(outcome="failed", text=f"{failed}; {text}")
+    return Verdict(outcome=outcome, text=text)
 
 
 def _tiles(result: BenchResult) -> tuple[Tile, ...]:
@@ -139,11 +139,11 @@ def labels(rows: Sequence[BenchRow]) -> list[str]:
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
     """Why rows were not measured, grouped by reason."""
-    found: dict[str, list[str]] = {}
+    labels_by_reason: dict[str, list[str]] = {}
     for label, r in zip(labels(rows), rows, strict=True):
         if r.reason:
-            found.setdefault(f"{r.status}, {r.reason}", []).append(label)
-    return [f"{'; '.join(names)}: {reason}" for reason, names in found.items()]
+            labels_by_reason.setdefault(f"{r.status}, {r.reason}", []).append(label)
+    return [f"{'; '.join(names)}: {reason}" for reason, names in labels_by_reason.items()]
 
 
 def _notes(result: BenchResult) -> tuple[str, ...]:
@@ -283,8 +283,8 @@ def compare_benches(benches: Sequence[BenchResult], names: Sequence[str]) -> Doc
 
 def _verdict_in_full(bench: BenchResult) -> Verdict:
     verdict = _verdict([(r.name, r) for r in bench.rows], bench.gates)
-    said = " ".join(sentence for v in bench.verdicts for sentence in v.sentences)
-    return Verdict(outcome=verdict.outcome, text=said or verdict.text)
+    sentences = " ".join(sentence for v in bench.verdicts for sentence in v.sentences)
+    return Verdict(outcome=verdict.outcome, text=sentences or verdict.text)
 
 
 def _figures(bench: BenchResult) -> Mapping[str, str]:
@@ -293,7 +293,7 @@ def _figures(bench: BenchResult) -> Mapping[str, str]:
     def all_of(values: Iterable[str]) -> str:
         return name_list(list(dict.fromkeys(v for v in values if v))) or MISSING
 
-    found = {
+    figures = {
         "model": all_of(r.model for r in bench.rows),
         "device": all_of(r.device for r in bench.rows if r.timing),
         "baseline": all_of(r.baseline for r in bench.rows),
@@ -302,6 +302,6 @@ def _figures(bench: BenchResult) -> Mapping[str, str]:
     }
     for r in bench.rows:
         speed = "baseline" if r.is_baseline else ratio_text(r.ratio) if r.status == "ok" else r.status
-        found[f"{r.name}, {r.place}: speed-up"] = speed
-        found[f"{r.name}, {r.place}: peak memory"] = size_text(r.peak_memory)
-    return found
+        figures[f"{r.name}, {r.place}: speed-up"] = speed
+        figures[f"{r.name}, {r.place}: peak memory"] = size_text(r.peak_memory)
+    return figures

@@ -36,18 +36,18 @@ def compare_document(
     compared = Table(
         columns=("Figure", *names), rows=tuple(row for row in rows if set(row[1:]) != {MISSING}), compares=True
     )
-    judged = list(zip(names, verdicts, strict=True))
+    named = list(zip(names, verdicts, strict=True))
     return Document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",
         subtitle=", ".join(names),
-        verdict=verdict or _verdict(judged),
+        verdict=verdict or _verdict(named),
         sections=sections_of(
             section("", *drawn[:top]),
             section("Figures", compared),
             section("", *drawn[top:]),
             table,
-            section("The runs in words", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in judged)), only="page"),
+            section("The runs in words", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in named)), only="page"),
         ),
     )
 

@@ -189,9 +189,9 @@ def _provenance(result: ConvertResult) -> Mapping[str, str]:
         "Output": result.output,
         "Copied as is": ", ".join(result.side_files) or MISSING,
     }
-    if (found := result.calibration) is not None:
-        windows = f"{count_text(found.num_tokens)} tokens in windows of {found.seq_len}"
-        facts["Inputs calibrated on"] = f"{found.text}, {windows}, SHA-256 {found.sha256}"
+    if (calibration := result.calibration) is not None:
+        windows = f"{count_text(calibration.num_tokens)} tokens in windows of {calibration.seq_len}"
+        facts["Inputs calibrated on"] = f"{calibration.text}, {windows}, SHA-256 {calibration.sha256}"
     return facts | {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
 
 

@@ -24,14 +24,14 @@ def method_name(method: str) -> str:
 
 def headline(result: ConvertResult) -> str:
     """The verdict of the verification and the change of size, in one line."""
-    found, size = verify_headline(result.verify), change_text(result.bytes.read, result.bytes.written)
-    return found if outcome_of(result.verify) == "failed" else f"{found}; weights {size}"
+    verdict, size = verify_headline(result.verify), change_text(result.bytes.read, result.bytes.written)
+    return verdict if outcome_of(result.verify) == "failed" else f"{verdict}; weights {size}"
 
 
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that can be quoted."""
-    found = verify_headline(result.verify)
-    return f"{done_and_lost(result)} {_size_sentence(result)} {found[:1].upper()}{found[1:]}."
+    verdict = verify_headline(result.verify)
+    return f"{done_and_lost(result)} {_size_sentence(result)} {verdict[:1].upper()}{verdict[1:]}."
 
 
 def done_and_lost(result: ConvertResult) -> str:

@@ -166,10 +166,10 @@ class Document:
 
     def section(self, title: str) -> Section:
         """The section with this title. Raises KeyError if there is none."""
-        found = next((s for s in self.sections if s.title == title), None)
-        if found is None:
+        match = next((s for s in self.sections if s.title == title), None)
+        if match is None:
             raise KeyError(title)
-        return found
+        return match
 
     def all_of(self, kind: type[T]) -> Iterator[T]:
         """All blocks of type `kind`, in order."""

@@ -31,10 +31,10 @@ def _signature(values: dict[str, tuple[str, ...]]) -> str:
 def _verdict(check: OnnxCheck | None) -> Verdict:
     if check is None:
         return Verdict(outcome="not run", text="the file was not compared with the model")
-    found = (
+    comparison = (
         f"{check.runtime} differs from PyTorch by at most {check.max_rel_diff:.2g} of the largest output "
         f"({check.tolerance:g} allowed) on {len(check.cases)} batches"
     )
     if check.passed:
-        return Verdict(outcome="passed", text=f"validation passed, {found}")
-    return Verdict(outcome="failed", text=f"validation failed, {found}")
+        return Verdict(outcome="passed", text=f"validation passed, {comparison}")
+    return Verdict(outcome="failed", text=f"validation failed, {comparison}")

@@ -133,16 +133,16 @@ def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -
 
 def _figures(r: FinetuneResult) -> Mapping[str, str]:
     run = main_run(r)
-    found = {"model": r.name, "recipe": r.recipe, "twin": r.twin or MISSING, "task": r.task}
-    found |= {"steps": count_text(len(run.losses.steps)), "seeds": count_text(sum(x.role == "run" for x in r.runs))}
-    found |= {f"{metric_name(s.name)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values}
+    figures = {"model": r.name, "recipe": r.recipe, "twin": r.twin or MISSING, "task": r.task}
+    figures |= {"steps": count_text(len(run.losses.steps)), "seeds": count_text(sum(x.role == "run" for x in r.runs))}
+    figures |= {f"{metric_name(s.name)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values}
     for name, of_run, of_twin, gap, error, _ in texts_of(gap_table(r)):
-        found |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
-        found[f"{name}, standard error of the gap"] = error
+        figures |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
+        figures[f"{name}, standard error of the gap"] = error
     for h in (h for h in r.held_out if h.role == "run"):
-        found[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
-        found[f"{metric_name(h.metric)} of the guess"] = figure_text(h.metric, h.baseline)
-    return found | {
+        figures[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
+        figures[f"{metric_name(h.metric)} of the guess"] = figure_text(h.metric, h.baseline)
+    return figures | {
         "steps left out": count_text(run.num_skipped),
         "time per step": duration_text(run.step_time_s),
         "memory of a step": size_text(run.memory.measured_bytes) if run.memory else MISSING,

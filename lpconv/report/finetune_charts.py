@@ -47,12 +47,12 @@ def _gap_lines(result: FinetuneResult) -> list[Line]:
 def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
     """A held-out metric of run and twin, and the guess from class or token frequencies alone."""
     lines: list[Line] = []
-    seen: set[str] = set()
+    labelled: set[str] = set()
     for run in result.runs:
         series = next((s for s in run.evaluations if s.name == metric), None)
         if series is not None:
-            label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in seen else ""
-            seen.add(run.role)
+            label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in labelled else ""
+            labelled.add(run.role)
             errors = (h.standard_error for h in result.held_out if label and (h.role, h.metric) == (run.role, metric))
             error = next(errors, None)  # one band for all seeds, since bands would hide each other
             lines.append(Line(series=series, colour=0 if run.role == "run" else 1, label=label, error=error or 0.0))
@@ -123,8 +123,8 @@ def _loss(t: TrackedRecord) -> Loss:
 
 
 def gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart | None:
-    found = [(name, g) for name, r in named for g in r.gaps if g.metric == metric]
-    bars = [Bar(name=n, text=noise_text(g), lengths=(g.gap,), interval=_interval(g)) for n, g in found]
+    gaps = [(name, g) for name, r in named for g in r.gaps if g.metric == metric]
+    bars = [Bar(name=n, text=noise_text(g), lengths=(g.gap,), interval=_interval(g)) for n, g in gaps]
     worse = "Above" if metric == "eval_loss" else "Below"
     words = (
         f"Run less twin. {worse} zero precision cost something; 95 % intervals, from seeds or else held-out batches."
@@ -142,8 +142,8 @@ def curves_chart(
     named: Sequence[tuple[str, FinetuneResult]], title: str, read: Callable[[RunRecord], Series | None]
 ) -> Chart | None:
     """A chart with one curve per result, from its first seed."""
-    found = [(label, read(main_run(r))) for label, r in named]
-    lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(found) if s is not None]
+    curves = [(label, read(main_run(r))) for label, r in named]
+    lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(curves) if s is not None]
     return line_chart(title, "The run of the first seed of each.", lines)
 
 

@@ -198,33 +198,33 @@ def verdict(result: FinetuneResult) -> str:
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     """Diagnostics of the run, one sentence each."""
     run = main_run(result)
-    found = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
+    sentences = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
     for watched in (r for r in result.runs if r.tracked):
         steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
         cost = share_text(watched.overhead, 1)
-        found.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the time of all its steps")
+        sentences.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the time of all its steps")
     if run.num_skipped:
-        found.append(f"{plural(run.num_skipped, 'step')} left out, because gradients were not finite")
+        sentences.append(f"{plural(run.num_skipped, 'step')} left out, because gradients were not finite")
     else:
-        found.append("no step was left out")
+        sentences.append("no step was left out")
     first = run.first_nonfinite
     if first is not None:
-        found.append(
+        sentences.append(
             f"first value that was not finite: {first.layer}, {first.direction}, step {first.step}; {first.outcome}"
         )
     scales = run.loss_scales.values
     if len(set(scales)) > 1 or (scales and scales[0] != 1):
-        found.append(f"loss scale {scale_text(scales[0])} at first, {scale_text(scales[-1])} at last")
+        sentences.append(f"loss scale {scale_text(scales[0])} at first, {scale_text(scales[-1])} at last")
     if run.updates:
         last = run.updates[-1]
-        found.append(
+        sentences.append(
             f"of the update meant at step {last.step}, {share_text(last.edq, 1)} reached what is kept and "
             f"{share_text(last.edq_weights, 1)} the 16-bit weights (EDQ); {share_text(last.lost, 1)} of its changes "
             f"were lost"
         )
     if run.loss_allocation is not None:
-        found.append(_allocation_text(run.loss_allocation))
-    return tuple(found)
+        sentences.append(_allocation_text(run.loss_allocation))
+    return tuple(sentences)
 
 
 def _allocation_text(a: LossAllocation) -> str:
@@ -263,10 +263,10 @@ def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:
 
 def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
     """(SQNR in dB, name, text) of each product whose operands were recorded: errors of both operands add up."""
-    seen = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
-    for step, layer in sorted({key[:2] for key in seen}):
+    recorded = {(t.step, t.layer, t.role): t for t in run.tracked if t.format not in ("fp16", "bf16")}
+    for step, layer in sorted({key[:2] for key in recorded}):
         for words, roles in _PRODUCTS.items():
-            operands = [t for role in roles if (t := seen.get((step, layer, role))) and t.sqnr_db is not None]
+            operands = [t for role in roles if (t := recorded.get((step, layer, role))) and t.sqnr_db is not None]
             if len(operands) == len(roles):
                 sqnr_db = -10 * math.log10(sum(10 ** (-(t.sqnr_db or 0.0) / 10) for t in operands))
                 clipped, flushed = (sum(x or 0.0 for x in part) for part in zip(

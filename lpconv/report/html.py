@@ -46,7 +46,7 @@ def _chart_titles(blocks: Sequence[Block]) -> list[str]:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lpconv.report"),
         autoescape=True,
         finalize=_format_value,
@@ -55,13 +55,13 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    made.filters |= {
+    environment.filters |= {
         "breakable": _breakable,
         "sortable": _sortable,
         "runs": _runs,
         "kind": lambda block: type(block).__name__,
     }
-    made.globals |= {
+    environment.globals |= {
         "drawing": Drawing,
         "heat_drawing": HeatDrawing,
         "heat_scale": HEAT_SCALE,
@@ -70,7 +70,7 @@ def _template() -> jinja2.Template:
         "legend_path": legend_path,
         "made_by": _made_by,
     }
-    return made.get_template("document.html.j2")
+    return environment.get_template("document.html.j2")
 
 
 def _made_by(document: Document) -> dict[str, str]:

@@ -12,57 +12,57 @@ from lpconv.results import InspectResult, StoredTensor
 _SHOWN = 5  # most notes without --all
 
 
-def inspect_document(found: InspectResult, *, every: bool = False) -> Document:
+def inspect_document(record: InspectResult, *, every: bool = False) -> Document:
     """The verdict and the checks behind it first; `every` lists all tensors and notes."""
     most = None if every else _SHOWN
-    ties = [f"{name} → {weight}" for name, weight in found.ties.items()]
+    ties = [f"{name} → {weight}" for name, weight in record.ties.items()]
     dtypes = (
-        (d.dtype, count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes)) for d in found.dtypes
+        (d.dtype, count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes)) for d in record.dtypes
     )
     dtype_table = Table(columns=("Dtype", "Tensors", "Elements", "Size"), rows=tuple(dtypes))
-    hint = f"{plural(len(found.tensors), 'tensor')}; --all lists them"
+    hint = f"{plural(len(record.tensors), 'tensor')}; --all lists them"
     return Document(
         kind="inspection",
-        title=found.path,
-        verdict=_verdict(found),
-        facts=_facts(found),
+        title=record.path,
+        verdict=_verdict(record),
+        facts=_facts(record),
         sections=sections_of(
-            section("Problems", _first_notes(found.problems, most), outcome="failed"),
-            section("Warnings", _first_notes(found.warnings, most)),
+            section("Problems", _first_notes(record.problems, most), outcome="failed"),
+            section("Warnings", _first_notes(record.warnings, most)),
             section("Dtypes", dtype_table),
-            files_section(found.shards),
+            files_section(record.shards),
             section("Tied", _first_notes(ties, most)),
-            section("Tensors", _stored_table(found.tensors) if every else hint),
+            section("Tensors", _stored_table(record.tensors) if every else hint),
         ),
     )
 
 
-def _verdict(found: InspectResult) -> Verdict:
+def _verdict(record: InspectResult) -> Verdict:
     """The verdict in a few words, including any scales that were not checked."""
-    warned = plural(len(found.warnings), "warning")
-    if found.not_judged and not found.problems:
-        return Verdict(outcome="not run", text=f"not judged, {found.not_judged}")
-    rest = "".join(f"; not judged: {what}" for what in found.not_checked if "scales" in what)
-    if found.problems:
-        problems = plural(len(found.problems), "problem")
-        return Verdict(outcome="failed", text=(f"{problems}, {warned}" if found.warnings else problems) + rest)
-    if found.warnings:
+    warned = plural(len(record.warnings), "warning")
+    if record.not_judged and not record.problems:
+        return Verdict(outcome="not run", text=f"not judged, {record.not_judged}")
+    rest = "".join(f"; not judged: {what}" for what in record.not_checked if "scales" in what)
+    if record.problems:
+        problems = plural(len(record.problems), "problem")
+        return Verdict(outcome="failed", text=(f"{problems}, {warned}" if record.warnings else problems) + rest)
+    if record.warnings:
         return Verdict(outcome="not run", text=f"no problem, {warned}{rest}")
     return Verdict(outcome="passed", text=f"no problem found{rest}")
 
 
-def _facts(found: InspectResult) -> dict[str, str]:
-    looked = {"Checked": ", ".join(found.checked), "Not checked": ", ".join(found.not_checked)}
-    made = f"lpconv, {method_name(found.method)}" if found.method else f"quantised by {found.layout}"
-    made = made if found.method or found.layout else "an ordinary checkpoint"
-    facts = {label: what for label, what in looked.items() if what} | {
-        "Kind": made + (f", {found.format}" if found.format else ""),
-        "Architecture": found.architecture or "not named in config.json",
-        "Parameters": count_text(sum(math.prod(t.shape) for t in found.tensors)),
-        "Size": size_text(sum(d.size_bytes for d in found.dtypes)),
+def _facts(record: InspectResult) -> dict[str, str]:
+    checks = {"Checked": ", ".join(record.checked), "Not checked": ", ".join(record.not_checked)}
+    origin = f"lpconv, {method_name(record.method)}" if record.method else f"quantised by {record.layout}"
+    origin = origin if record.method or record.layout else "an ordinary checkpoint"
+    facts = {label: what for label, what in checks.items() if what} | {
+        "Kind": origin + (f", {record.format}" if record.format else ""),
+        "Architecture": record.architecture or "not named in config.json",
+        "Parameters": count_text(sum(math.prod(t.shape) for t in record.tensors)),
+        "Size": size_text(sum(d.size_bytes for d in record.dtypes)),
     }
-    if found.bits_per_weight is not None:
-        facts["Bits"] = f"{found.bits_per_weight:.2f} for each quantised weight, scales included"
+    if record.bits_per_weight is not None:
+        facts["Bits"] = f"{record.bits_per_weight:.2f} for each quantised weight, scales included"
     return facts
 
 

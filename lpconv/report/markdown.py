@@ -20,8 +20,8 @@ def markdown(document: Document) -> str:
     """Render a document as a model card that ends in one newline."""
     shown = printable_record(document)
     header = yaml.safe_dump(dict(shown.front_matter), sort_keys=False, width=10_000).strip()
-    made = {**shown.facts, **dict(sorted(shown.versions.items()))}
-    blocks: list[Block] = [Facts(values=made)] if made else []
+    provenance = {**shown.facts, **dict(sorted(shown.versions.items()))}
+    blocks: list[Block] = [Facts(values=provenance)] if provenance else []
     blocks += [Code(lines=(shown.command,))] if shown.command else []
     sections = [
         *shown.sections,

@@ -14,7 +14,7 @@ def memory_document(plan: MemoryPlan) -> Document:
     """The number of GPUs that each recipe needs, and the memory of one GPU with the requested recipe."""
     devices = tuple(next(iter(plan.gpus.values()), {}))
     rows = tuple(
-        (recipe, *(MISSING if n is None else str(n) for n in found.values())) for recipe, found in plan.gpus.items()
+        (recipe, *(MISSING if n is None else str(n) for n in counts.values())) for recipe, counts in plan.gpus.items()
     )
     most = max(m.num_ranks for m in plan.memory)
     fewest = f"The smallest number of GPUs of which each has room; {MISSING} if {most} have none"
@@ -34,7 +34,7 @@ def memory_document(plan: MemoryPlan) -> Document:
 
 
 def _rank_table(plan: MemoryPlan) -> Table:
-    found = [m for m in plan.memory if m.recipe == plan.recipe]
-    parts = (p.capitalize() for p in found[0].parts)
-    rows = ((str(m.num_ranks), *(size_text(x) for x in m.parts.values()), size_text(m.total_bytes)) for m in found)
+    plans = [m for m in plan.memory if m.recipe == plan.recipe]
+    parts = (p.capitalize() for p in plans[0].parts)
+    rows = ((str(m.num_ranks), *(size_text(x) for x in m.parts.values()), size_text(m.total_bytes)) for m in plans)
     return Table(columns=("GPUs", *parts, "Together"), rows=tuple(rows))

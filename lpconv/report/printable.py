@@ -32,7 +32,7 @@ def _clean(value: Any) -> Any:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
-        changed = {name: found for name, v in fields.items() if (found := _clean(v)) is not v}
+        changed = {name: clean for name, v in fields.items() if (clean := _clean(v)) is not v}
         return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, dict):
         return {_clean(k): _clean(v) for k, v in value.items()}

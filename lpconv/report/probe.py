@@ -109,8 +109,8 @@ def _facts(report: ProbeReport) -> dict[str, str]:
 
 
 def _worst_section(report: ProbeReport, name: str) -> Section | None:
-    found = report.findings.get(name, ())
-    return section(f"Worst in {name}", Bullets(lines=found) if found else "Nothing is lost.")
+    sentences = report.findings.get(name, ())
+    return section(f"Worst in {name}", Bullets(lines=sentences) if sentences else "Nothing is lost.")
 
 
 def _loss_scale_section(report: ProbeReport) -> Section | None:

@@ -205,9 +205,9 @@ def _column_widths(column: Column, console: Console, options: ConsoleOptions) ->
     The minimum of a wrapping column is its longest word, up to a limit.
     """
     wide = options.update(max_width=_UNBOUNDED)
-    found = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
-    most = min(max(m.maximum for m in found), column.max_width or _UNBOUNDED)
-    return most if column.no_wrap else min(max(m.minimum for m in found), _MAX_WORD, most), most
+    widths = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+    most = min(max(m.maximum for m in widths), column.max_width or _UNBOUNDED)
+    return most if column.no_wrap else min(max(m.minimum for m in widths), _MAX_WORD, most), most
 
 
 def show(shown: Document | Table, *, file: TextIO | None = None) -> None:

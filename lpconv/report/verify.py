@@ -58,9 +58,9 @@ def verify_document(result: Verification) -> Document:
 def verification_section(v: VerifyResult) -> Section | None:
     """The steps of a verification, and the problems found."""
     word = outcome_of(v)
-    found = checks(v)
+    steps = checks(v)
     nothing = "No check was run, so nothing is known about this output beyond what was measured during the conversion."
-    blocks = (Checks(checks=found), Bullets(lines=v.problems)) if found or v.problems else (nothing,)
+    blocks = (Checks(checks=steps), Bullets(lines=v.problems)) if steps or v.problems else (nothing,)
     title = f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})")
     return section(title, *blocks, outcome=word)
 
@@ -224,12 +224,12 @@ def _weights_words(check: WeightsCheck) -> str:
     if check.mismatched:
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
         return f"{bad} differ from the reference cast: {name_list(check.mismatched)}"
-    found = _tensors_text(check)
+    comparison = _tensors_text(check)
     if not check.num_elements_checked:
-        return found
+        return comparison
     checked, total = check.num_elements_checked, check.num_elements
     share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
-    words = f"{found}; {share}{count_text(total or checked)} stored elements equal the reference cast"
+    words = f"{comparison}; {share}{count_text(total or checked)} stored elements equal the reference cast"
     if not check.miss_probability:
         return words
     return f"{words} (one bad block elsewhere would be missed with a probability of {check.miss_probability:.2g})"

@@ -75,26 +75,26 @@ def check_source(
     records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
     _check_same_tensors(job, records)
     try:
-        found = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
+        checked = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
     except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
         return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, finding(e)))
     depth = job.plan.options.verify
     if depth != "weights":
         progress.start("running both models", 0)
         logits = check_outputs(job, directory, automatic=depth == "auto")
-        level = found.level if logits.skipped else "logits"
-        problems = (*found.problems, *output_problems(logits, records))
-        found = dataclasses.replace(found, level=level, logits=logits, problems=problems)
-    met = CONVERT_GATES.check(gates, found)
-    return dataclasses.replace(found, gates=met, passed=not found.problems and all(g.passed for g in met))
+        level = checked.level if logits.skipped else "logits"
+        problems = (*checked.problems, *output_problems(logits, records))
+        checked = dataclasses.replace(checked, level=level, logits=logits, problems=problems)
+    met = CONVERT_GATES.check(gates, checked)
+    return dataclasses.replace(checked, gates=met, passed=not checked.problems and all(g.passed for g in met))
 
 
 def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
-    wanted, there = {r.name for r in records}, set(job.source.entries)
-    for name in sorted(wanted ^ there)[:1]:
+    recorded, present = {r.name for r in records}, set(job.source.entries)
+    for name in sorted(recorded ^ present)[:1]:
         raise InputError(
-            f"the {'source' if name in wanted else 'output'} has no tensor `{name}`: it is not the checkpoint that was "
-            "converted",
+            f"the {'source' if name in recorded else 'output'} has no tensor `{name}`: it is not the checkpoint that "
+            "was converted",
             hint="name the right one with --against",
         )
 
@@ -135,7 +135,7 @@ def _compare_records(
     planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
 ) -> tuple[ComparedTensor, ...]:
     """The recorded figures of each tensor, worst first. Verified tensors (not in `wrong`) have met theirs."""
-    found = [
+    compared = [
         ComparedTensor(
             name=name,
             stored_as=t.form.words,
@@ -146,7 +146,7 @@ def _compare_records(
         )
         for name, t in planned.items()
     ]
-    return tuple(sorted(found, key=lambda c: (c.problem is None, c.sqnr_db)))
+    return tuple(sorted(compared, key=lambda c: (c.problem is None, c.sqnr_db)))
 
 
 def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
@@ -168,11 +168,11 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
 
 def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
     """The plan with the recorded calibration, so that the text is not read again."""
-    found = from_json(CalibrationRecord, provenance.get("calibration")).absmax
-    missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in found]
+    absmax = from_json(CalibrationRecord, provenance.get("calibration")).absmax
+    missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in absmax]
     if missing:
         raise InputError(f"{MARKER} has no largest input of `{missing[0]}`", hint="fetch the output again")
-    return plan.with_inputs(found)
+    return plan.with_inputs(absmax)
 
 
 def _document_problems(
@@ -187,5 +187,5 @@ def _document_problems(
     if provenance["source_config"] != replaced_config(job.plain, plan):
         problems.append(f"{MARKER}: `source_config` is not what the conversion replaced")
     options = plan.options
-    said = {"method": options.method, "format": options.format, "residual": options.residual}
-    return problems + [f"{MARKER}: `{k}` is not that of the options" for k, v in said.items() if provenance.get(k) != v]
+    own = {"method": options.method, "format": options.format, "residual": options.residual}
+    return problems + [f"{MARKER}: `{k}` is not that of the options" for k, v in own.items() if provenance.get(k) != v]

@@ -74,28 +74,28 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
         a, b = DecodedSource(ours), DecodedSource(theirs)
         both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
         progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
-        found = []
+        records = []
         for name in both:
-            found.append(_comparison_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
+            records.append(_comparison_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
-    found.sort(key=lambda r: r.sqnr_db)
-    worst = next((r for r in found if r.sqnr_db < math.inf), None)
+    records.sort(key=lambda r: r.sqnr_db)
+    worst = next((r for r in records if r.sqnr_db < math.inf), None)
     result = VerifyResult(
         level="values",
         passed=True,
         weights=WeightsCheck(
-            max_rel_error=max((r.max_rel_error for r in found), default=0.0),
+            max_rel_error=max((r.max_rel_error for r in records), default=0.0),
             min_sqnr_db=worst.sqnr_db if worst else math.inf,
             worst=worst.name if worst else None,
-            num_tensors=len(found),
+            num_tensors=len(records),
             num_elements_checked=checked,
             num_elements=num,
-            mismatched=tuple(r.name for r in found if r.problem),
+            mismatched=tuple(r.name for r in records if r.problem),
         ),
-        problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in found if r.problem)),
-        tensors=tuple(found),
+        problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
+        tensors=tuple(records),
     )
     met = CONVERT_GATES.check(parsed, result)
     return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
@@ -131,32 +131,32 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     error = (y - x).double()
     groups = [torch.nn.functional.pad(z, (0, -z.shape[1] % _GROUP)).view(-1, _GROUP) for z in (x, y)]
     energy, shared = (groups[0] * groups[0]).sum(1), (groups[0] * groups[1]).sum(1)
-    asked = energy > _FAINT * energy.mean()
-    factor = shared[asked] / energy[asked]
+    is_compared = energy > _FAINT * energy.mean()
+    factor = shared[is_compared] / energy[is_compared]
     return _WeightSums(
         signal=float(x.double().square().sum()),
         noise=math.inf if lost else float(error.square().sum()),
         relative=float((error.abs() / x.abs()).nan_to_num(0.0, math.inf).max()) if x.numel() else 0.0,
         lean=float(error.sum()),
         num=x.numel(),
-        groups=int(asked.sum()),
+        groups=int(is_compared.sum()),
         off=int((~((factor > _LOW) & (factor < _HIGH))).sum()),
         lost=lost,
     )
 
 
-def _comparison_record(ours: Stored, theirs: Stored, found: _WeightSums) -> ComparedTensor:
+def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums) -> ComparedTensor:
     bits = min(_bits_of(ours), _bits_of(theirs))
-    noise = sqnr_db(found.signal, found.noise)
+    noise = sqnr_db(sums.signal, sums.noise)
     return ComparedTensor(
         name=ours.name,
         stored_as=ours.words,
         reference=theirs.words,
         sqnr_db=noise,
-        max_rel_error=found.relative,
-        num_groups=found.groups,
-        num_off=found.off,
-        problem=_problem(found, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs)),
+        max_rel_error=sums.relative,
+        num_groups=sums.groups,
+        num_off=sums.off,
+        problem=_problem(sums, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs)),
     )
 
 
@@ -171,16 +171,16 @@ def _has_codes(form: Stored) -> bool:
     return not isinstance(form, (Kept, Pair))
 
 
-def _problem(found: _WeightSums, noise: float, bits: int, *, has_codes: bool) -> str | None:
+def _problem(sums: _WeightSums, noise: float, bits: int, *, has_codes: bool) -> str | None:
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
-    told = []
-    if found.lost:
-        return f"{found.lost} numbers are NaN or Inf, and the reference's are not"
+    problems = []
+    if sums.lost:
+        return f"{sums.lost} numbers are NaN or Inf, and the reference's are not"
     if noise < least:
         why = "wrong packing, zero points or scales" if has_codes else "neither has codes; these are other numbers"
-        told.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: {why}")
-    if has_codes and found.one_sided > _ONE_SIDED and bits <= _WIDEST and found.num >= _FEW:
-        told.append(f"{found.one_sided:.0%} of the noise is one shift of all: zero points are off")
-    if found.off and bits >= _NARROWEST:
-        told.append(f"{found.off} of {found.groups} groups of {_GROUP} are off by a factor that no rounding makes")
-    return "; ".join(told) or None
+        problems.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: {why}")
+    if has_codes and sums.one_sided > _ONE_SIDED and bits <= _WIDEST and sums.num >= _FEW:
+        problems.append(f"{sums.one_sided:.0%} of the noise is one shift of all: zero points are off")
+    if sums.off and bits >= _NARROWEST:
+        problems.append(f"{sums.off} of {sums.groups} groups of {_GROUP} are off by a factor that no rounding makes")
+    return "; ".join(problems) or None

@@ -39,28 +39,28 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files hold in another form",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
-    found = _FileComparison()
+    check = _FileComparison()
     if config:
-        found.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
-        found.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
+        check.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
+        check.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
     if tokenizer:
         parts = [{n: _read(c, n) for n in tokenizer if n in c.side_files} for c in pair]
         has = [any(map(_VOCABULARY.fullmatch, part)) for part in parts]
         if all(has):
-            found.compare("tokenizer", parts, lambda: _tokenizers(pair, parts))
+            check.compare("tokenizer", parts, lambda: _tokenizers(pair, parts))
         else:
-            found.not_compared.append(f"tokenizer (only {'this one' if has[0] else 'the reference'} has one)")
+            check.not_compared.append(f"tokenizer (only {'this one' if has[0] else 'the reference'} has one)")
     for name in (n for n in names if n not in tokenizer):
         if all(name in c.side_files for c in pair):
             read = [_read(c, name) for c in pair]
             is_json = all(isinstance(document, dict) for document in read)
             opened = functools.partial(map, _generation, read) if name == "generation_config.json" else None
-            found.compare(name, read if is_json else [{"text": document} for document in read], opened)
+            check.compare(name, read if is_json else [{"text": document} for document in read], opened)
         else:
-            found.not_compared.append(f"{name} (only {'this one' if name in pair[0].side_files else 'the reference'})")
-    found.not_compared += [n for n in (CARD, LOADER) if (pair[0].directory / n).is_file()]
+            check.not_compared.append(f"{name} (only {'this one' if name in pair[0].side_files else 'the reference'})")
+    check.not_compared += [n for n in (CARD, LOADER) if (pair[0].directory / n).is_file()]
     return FilesCheck(
-        compared=tuple(found.compared), different=tuple(found.different), not_compared=tuple(found.not_compared)
+        compared=tuple(check.compared), different=tuple(check.different), not_compared=tuple(check.not_compared)
     )
 
 
@@ -73,23 +73,23 @@ class _FileComparison:
     def compare(self, name: str, pair: Sequence[Any], opened: Callable[[], Iterable[Any]] | None = None) -> None:
         """Compare two documents. `opened` opens both with transformers and is called if one lacks a key."""
         self.compared.append(name)
-        found = list(_differences(*pair))
-        told = [d for d in found if _ABSENT not in d[1:]]
-        if len(told) < len(found):
+        differences = list(_differences(*pair))
+        shown = [d for d in differences if _ABSENT not in d[1:]]
+        if len(shown) < len(differences):
             try:
-                effects = list(_differences(*opened())) if opened else found
+                effects = list(_differences(*opened())) if opened else differences
             except Exception:  # transformers and tokenizers raise arbitrary exceptions for unknown files
-                effects = found
+                effects = differences
             if not effects and name != "config.json":  # a config keeps every key when opened; a tokenizer may drop some
                 self.not_compared += [
-                    f"{name}: {d[0]} (only in one, and opens the same)" for d in found if d not in told
+                    f"{name}: {d[0]} (only in one, and opens the same)" for d in differences if d not in shown
                 ]
-            told += [d for d in effects if d[0] not in {key for key, *_ in told}]
-        self.not_compared += [f"{name}: {key}" for key, *_ in told if _BOOKKEEPING.fullmatch(key)]
-        told = [d for d in told if not _BOOKKEEPING.fullmatch(d[0])]
-        self.different += [f"{name}: {_difference_text(*d)}" for d in told[:_SHOWN]]
-        if len(told) > _SHOWN:
-            self.different.append(f"{name}: {len(told) - _SHOWN} more values differ")
+            shown += [d for d in effects if d[0] not in {key for key, *_ in shown}]
+        self.not_compared += [f"{name}: {key}" for key, *_ in shown if _BOOKKEEPING.fullmatch(key)]
+        shown = [d for d in shown if not _BOOKKEEPING.fullmatch(d[0])]
+        self.different += [f"{name}: {_difference_text(*d)}" for d in shown[:_SHOWN]]
+        if len(shown) > _SHOWN:
+            self.different.append(f"{name}: {len(shown) - _SHOWN} more values differ")
 
 
 def _differences(ours: Any, theirs: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -133,11 +133,11 @@ def _tokenizers(pair: Sequence[Checkpoint], files: Sequence[dict[str, Any]]) -> 
     from lpconv.models.tokenizer import read_tokenizer
 
     keys = {k for both in files for k in both.get("tokenizer_config.json", {})} | {"chat_template"}
-    found = []
+    documents = []
     for checkpoint in pair:
         opened = read_tokenizer(checkpoint.directory)
         settings = {k: getattr(opened, k, opened.init_kwargs.get(k)) for k in keys}
         engine = opened.backend_tokenizer.to_str() if hasattr(opened, "backend_tokenizer") else opened.get_vocab()
         parts = json.loads(engine) if isinstance(engine, str) else engine
-        found.append({"special tokens": opened.special_tokens_map, "parts": parts, **settings})
-    return found
+        documents.append({"special tokens": opened.special_tokens_map, "parts": parts, **settings})
+    return documents

@@ -18,15 +18,15 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     Raises InputError if there is no such list.
     """
     digests = _listed_files(directory)
-    there = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
-    progress.start("hashing", sum(there.values()))
+    sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(sizes.values()))
     weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
     mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
-        found = pool.map(lambda n: sha256_of(directory / n) if n in there else None, digests)
-        for (name, digest), hashed in zip(digests.items(), found, strict=True):
+        hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
+        for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
             mismatched += [] if hashed == digest else [name]
-            progress.advance(there.get(name, 0))
+            progress.advance(sizes.get(name, 0))
     return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
 
 

@@ -88,10 +88,10 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits in fp32, or a base model's last hidden states. Raises UnsupportedError if there are neither."""
     with torch.no_grad():
         out = model(**inputs)
-    found = next((out[k] for k in _OUTPUTS if out.get(k) is not None), None)
-    if found is None:
+    output = next((out[k] for k in _OUTPUTS if out.get(k) is not None), None)
+    if output is None:
         raise UnsupportedError(f"{type(model).__name__} returns no logits", hint="use --verify weights")
-    logits: Tensor = found.float()
+    logits: Tensor = output.float()
     return logits
 
 

@@ -40,8 +40,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         assert against is not None  # required by check_verify
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
-        found = verify_output(directory, before, progress=progress)
-        return _with_text(found, directory, _open_reference(against), options.data, options, progress)
+        checked = verify_output(directory, before, progress=progress)
+        return _with_text(checked, directory, _open_reference(against), options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
@@ -68,33 +68,33 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     depth = "logits" if asked else "auto" if automatic else "weights"
     job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
-        found = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        checked = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
-        return _with_files(found, Checkpoint.open(directory), job.checkpoint, config=False)
+        return _with_files(checked, Checkpoint.open(directory), job.checkpoint, config=False)
     finally:
         job.source.close()
 
 
 def _open_reference(name: str) -> Checkpoint:
     """The checkpoint to compare with; its files are checked against the hub's hashes."""
-    found = open_readable(name)
-    found.check_promised()
-    return found
+    reference = open_readable(name)
+    reference.check_promised()
+    return reference
 
 
-def _with_files(found: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
-    """Add the comparison of the files next to the weights to `found`."""
+def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
+    """Add the comparison of the files next to the weights to `result`."""
     from lpconv.verify.compare_files import compare_files
 
     files = compare_files(ours, reference, config=config)
-    passed = found.passed and not files.different
-    return dataclasses.replace(found, files=files, problems=(*found.problems, *files.different), passed=passed)
+    passed = result.passed and not files.different
+    return dataclasses.replace(result, files=files, problems=(*result.problems, *files.different), passed=passed)
 
 
 def _with_text(
-    found: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
+    base: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
-    """Add the comparison of both models on a text to `found`, and check the gates."""
+    """Add the comparison of both models on a text to `base`, and check the gates."""
     from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
@@ -103,6 +103,6 @@ def _with_text(
         directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
-    result = dataclasses.replace(found, logits=logits, problems=(*found.problems, *output_problems(unknown, ())))
+    result = dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
     met = CONVERT_GATES.check(parsed, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))

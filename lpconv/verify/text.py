@@ -88,10 +88,10 @@ def compare_on_text(
         has_next = task_of(type(converted).__name__) is CLM
         total = _TokenSums()
         for ids, hidden, following in _token_slices(bodies, tokens.windows, vocabulary_size(config)):
-            said = [_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True)]
+            expected, actual = (_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True))
             for i in range(0, len(following), _EXACT):
                 part = slice(i, i + _EXACT)
-                total = total + _compare_outputs(said[0][part], said[1][part], following[part] if has_next else None)
+                total += _compare_outputs(expected[part], actual[part], following[part] if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
         return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
@@ -121,15 +121,15 @@ def windows_of(
 ) -> tuple[Tokens, int]:
     """A text cut into windows, and their length. Raises InputError if no checkpoint has a tokenizer."""
     length = sequence_length(config, seq_len)
-    found = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
-    tokenizer = next(found, None)
+    tokenizers = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
+    tokenizer = next(tokenizers, None)
     if tokenizer is None:
         who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
         raise InputError(f"{who} tokenizer to read the text with", hint="copy its files beside the weights")
     with quiet_transformers():
         tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
-    kept = tokens.windows[: max(max_tokens // length, 1)]
-    return replace(tokens, windows=kept), length
+    windows = tokens.windows[: max(max_tokens // length, 1)]
+    return replace(tokens, windows=windows), length
 
 
 @contextmanager
@@ -165,15 +165,15 @@ def _windows_per_pass(config: Any, length: int) -> int:
 
 def _hidden_states(model: Any, windows_NL: Tensor, at_once: int, progress: Progress) -> Tensor:
     """The last hidden states of a body, [N, L, H]."""
-    found = []
+    states = []
     for ids_NL in torch.split(windows_NL, at_once):
         out = model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL), return_dict=True)
         if getattr(out, "last_hidden_state", None) is None:
             raise UnsupportedError(f"the body of {type(model).__name__} returns no hidden states", hint=_HINT)
         model.lpconv_body = type(out)
-        found.append(out.last_hidden_state)
+        states.append(out.last_hidden_state)
         progress.advance(ids_NL.numel())
-    return torch.cat(found)
+    return torch.cat(states)
 
 
 def _token_slices(
