@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lpconv.errors import UsageError
-from lpconv.formats.grains import Grain, grain_for
+from lpconv.formats.grains import Grain, default_grain
 from lpconv.formats.spec import Format, get_format
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 
@@ -51,7 +51,7 @@ class Method:
         fmt = get_format(name or (self.default_format if allowed is self.formats else allowed[0]))
         if fmt.name not in allowed:
             what = "" if grain is None or allowed is self.formats else f" with {grain.words}"
-            finer = grain_for(fmt.name) if self.has_granularity else None
+            finer = default_grain(fmt.name) if self.has_granularity else None
             more = f", or {fmt.name} with --granularity {finer}" if finer else ""
             raise UsageError(
                 f"method `{self.name}` does not write format `{fmt.name}`{what}",

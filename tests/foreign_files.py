@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lpconv.inspect.defects import fused_groups
-from lpconv.storage.compressed import input_scale_of
+from lpconv.storage.compressed import input_scale_name
 
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]
 
@@ -94,7 +94,7 @@ def _ct(preset: str, block: Callable[[Tensor], tuple[int, int]], limit: float, *
             state["weight_zero_point"] = (-8 - low / state["weight_scale"]).round().clamp(-8, 7).to(torch.int8)
         written = BaseCompressor.get_value_from_registry(_FORMATS[preset]).compress(state, scheme)
         stem = name.removesuffix("weight")
-        inputs = {leaf: torch.tensor([4.0])} if (leaf := input_scale_of(_settings_of_inputs(scheme))) else {}
+        inputs = {leaf: torch.tensor([4.0])} if (leaf := input_scale_name(_settings_of_inputs(scheme))) else {}
         return {stem + k: v.contiguous() for k, v in (written | inputs).items()}
 
     return make

@@ -31,7 +31,7 @@ from benchmarks import common
 from benchmarks.reproduce.finetune import package_folder, smollm2
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import get_grain
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
@@ -63,7 +63,7 @@ def minilm() -> Path:
 
 def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
     """The weight as the package stores it and reads it again."""
-    preset = preset_of(asked["format"], grain_of(asked.get("granularity", "tensor")))
+    preset = preset_of(asked["format"], get_grain(asked.get("granularity", "tensor")))
     assert preset is not None
     args = QuantizationArgs(**preset.weights)
     factor = generate_gparam(*torch.aminmax(x)) if args.strategy == "tensor_group" else None

@@ -32,7 +32,7 @@ from benchmarks.reproduce.collage_tasks import TASKS, Task
 from benchmarks.reproduce.miniature import spread
 from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.diagnostics import combine
-from lpconv.optim.storage import VARIANTS, total
+from lpconv.optim.storage import VARIANTS, stored_value
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -123,12 +123,12 @@ def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, 
         v = beta2 * v + (1 - beta2) * g * g
         x = x - lr * (m / (1 - 0.9**t) / ((v / (1 - beta2**t)).sqrt() + 1e-8) + 0.1 * x)
     storages, parts = optimizer.storages(p), optimizer.parts(p)
-    moved, wanted = total(storages[0], parts[0]).double() - start.double(), x - start.double()
+    moved, wanted = stored_value(storages[0], parts[0]).double() - start.double(), x - start.double()
     return Displacement(
         arm=arm_name(variant, arithmetic),
         beta2=beta2,
         displacement_error=float((moved - wanted).norm() / wanted.norm()),
-        v_ratio=float((total(storages[2], parts[2]).double() / v).median()),
+        v_ratio=float((stored_value(storages[2], parts[2]).double() / v).median()),
     )
 
 

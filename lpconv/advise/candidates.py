@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from lpconv.formats.grains import GRAINS, Grain, grain_of
+from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
@@ -47,7 +47,7 @@ def _settings(method: Method) -> Iterator[Settings]:
             yield settings
     if method.has_granularity:
         for granularity in _GRANULARITIES:
-            grain = grain_of(granularity)
+            grain = get_grain(granularity)
             assert grain is not None
             for fmt in _formats_with(method, grain):
                 layout = _layout_for(method, fmt, grain)

@@ -54,7 +54,7 @@ def kept(
             latest[:] = [result]
             _write_advice(staging.directory, result, options)
 
-        with staging.discarded_on_failure():
+        with staging.discard_on_failure():
             try:
                 yield keep
             except Exception:

@@ -17,7 +17,7 @@ from lpconv.advise.candidates import Settings, convert_options
 from lpconv.advise.options import AdviseOptions
 from lpconv.convert.preview import decoded_tensors
 from lpconv.errors import InputError
-from lpconv.models.load import from_state
+from lpconv.models.load import load_from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens
@@ -73,7 +73,7 @@ class Subject:
         """Another model of the same class, with tensors by their names in a checkpoint."""
         with quiet_transformers():
             config = copy.deepcopy(self.model.config)
-            return from_state(type(self.model), config, state, dtype=torch.float32)[0]
+            return load_from_state(type(self.model), config, state, dtype=torch.float32)[0]
 
     def own_figures(self, count: int) -> list[Any]:
         """The `figures` of the model itself on the first `count` windows; each window is run once."""

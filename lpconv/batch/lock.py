@@ -20,7 +20,7 @@ from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 from lpconv.results.documents import Result
-from lpconv.storage.holding import wait_for
+from lpconv.storage.holding import wait_for_lock
 from lpconv.storage.partfile import sha256_of, write_error, write_small
 
 # Settings that change neither the output nor its verdict.
@@ -102,7 +102,7 @@ def _lock_for_writing(path: Path) -> Iterator[None]:
         except OSError as e:
             raise write_error(e, path) from e
         with f:
-            wait_for(f.fileno())
+            wait_for_lock(f.fileno())
             if path.exists() and os.path.samestat(os.fstat(f.fileno()), path.stat()):  # not replaced meanwhile
                 yield
                 return

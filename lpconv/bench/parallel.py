@@ -81,10 +81,10 @@ def _mesh(case: Case) -> DeviceMesh:
 def _shard_model(model: nn.Module, case: Case) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
 
-    from lpconv.models.sharing import share_out
+    from lpconv.models.sharing import shard_parameters
 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if case.method in SCALED else None)
-    share_out(model, _mesh(case), policy)
+    shard_parameters(model, _mesh(case), policy)
     return model
 
 

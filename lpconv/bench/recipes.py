@@ -19,7 +19,7 @@ from lpconv.models.load import load
 from lpconv.models.opening import Blueprint
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW, scaled
-from lpconv.storage.compressed import quantized_by
+from lpconv.storage.compressed import quantization_method
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP8_CAPABILITY = (8, 9)
@@ -39,7 +39,7 @@ def check_codes(case: Case, known: Blueprint) -> None:
         return
     if case.mode == "train":
         raise UnsupportedError("weights that stay codes do not train", hint="measure them in --mode infer")
-    if known.checkpoint is None or quantized_by(known.checkpoint.config) is None:
+    if known.checkpoint is None or quantization_method(known.checkpoint.config) is None:
         raise UnsupportedError(
             f"`{case.model}` has no codes", hint="`lpconv convert` writes them: --method unit --format e4m3fn"
         )

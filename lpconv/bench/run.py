@@ -14,7 +14,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
-from lpconv.models.whole import check_whole
+from lpconv.models.whole import check_complete
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
@@ -63,7 +63,7 @@ def bench(
     progress = progress or Silent()
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model)
-        check_whole(checkpoint, allow_missing=options.allow_missing)
+        check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
     # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)

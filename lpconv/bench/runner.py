@@ -40,7 +40,7 @@ class CaseRunner:
         check_parallel(case)
         known = find_model(case)
         check_codes(case, known)
-        shadow = known.empty()
+        shadow = known.build_empty()
         self.case = case
         self.gemms: tuple[Gemm, ...] = gemms_of(shadow)
         ranks = rows_of(case, known)

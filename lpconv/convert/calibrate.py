@@ -19,7 +19,7 @@ from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
-from lpconv.models.opening import model_errors, reads_text
+from lpconv.models.opening import model_errors, read_text_config
 from lpconv.models.tokenizer import Tokens
 from lpconv.plan.job import Job
 from lpconv.plan.memory import CALIBRATING_BYTES
@@ -63,7 +63,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 def calibration_windows(job: Job) -> tuple[Any, Tokens, int]:
     """The config of the model, windows of the text, and their length: the first windows, or a random choice by the
     seed of an error feedback."""
-    config, options = reads_text(job.plain, hint=_HINT), job.plan.options
+    config, options = read_text_config(job.plain, hint=_HINT), job.plan.options
     path = text_at(str(options.calibrate))
     if options.calibration_seed is None:
         return config, *windows_of((job.plain,), config, path, None, options.calibration_tokens or CALIBRATION_TOKENS)

@@ -22,7 +22,7 @@ from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, ordered_json_text
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import quantized_by
+from lpconv.storage.compressed import quantization_method
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.partfile import PartFile, write_small
@@ -45,7 +45,7 @@ def decode_checkpoint(
     checkpoint = Checkpoint.open(model)
     directory = checkpoint.directory
     check_apart(directory, output)
-    method = quantized_by(checkpoint.config)
+    method = quantization_method(checkpoint.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
     config, watched = plain_config(checkpoint), watch(directory, watched_files(checkpoint))
@@ -55,7 +55,7 @@ def decode_checkpoint(
         source = DecodedSource(stored)
         infos = {n: e.info.dtype if n in kept else target.safetensors or "" for n, e in source.entries.items()}
         identity = {"restore": str(directory)}
-        with Staging(output, identity, force=force) as staging, staging.discarded_on_failure():
+        with Staging(output, identity, force=force) as staging, staging.discard_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files, lost = _write_all(source, infos, checkpoint, staging.directory, progress)
             key = "torch_dtype" if "torch_dtype" in config else "dtype"

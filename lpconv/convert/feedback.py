@@ -42,7 +42,7 @@ from lpconv.forms.scaled import Scaled
 from lpconv.forms.stored import Side
 from lpconv.models.coded import CodedTensor, Codes, watched_products
 from lpconv.models.layer_walk import LayerWalk
-from lpconv.models.load import from_files
+from lpconv.models.load import load_from_files
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture
@@ -133,7 +133,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
             _Weights.open(job.checkpoint) as weights,
             quiet_transformers(),
         ):
-            model, missing = from_files(
+            model, missing = load_from_files(
                 job.checkpoint, weights, model_class=architecture(job.plain.config), experts_implementation="eager"
             )
             if missing:
@@ -189,7 +189,7 @@ class _Weights(StoredTensors):
     def values(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self.rounded:
             return super().values(name, start, stop)
-        return Codes.of(*self.rounded[name]).part(start, stop).decode_to(torch.empty(stop - start))
+        return Codes.from_form(*self.rounded[name]).part(start, stop).decode_to(torch.empty(stop - start))
 
 
 class _Rounding:

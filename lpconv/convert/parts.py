@@ -26,7 +26,7 @@ from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import fsync_directory, sha256_of, write_small, writing
-from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing, folder_next_to, read_marker
+from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing_settings, folder_next_to, read_marker
 
 
 def convert_part(
@@ -132,7 +132,7 @@ def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResu
     if (result.part, result.parts) != (part.number, part.count):
         raise OutputExistsError(f"`{folder}` holds part {result.part}/{result.parts} once more", hint=anew)
     wanted: dict[str, Any] = to_json(_identity(job))
-    changed = differing(wanted, result.identity)
+    changed = differing_settings(wanted, result.identity)
     if changed:
         raise OutputExistsError(
             f"part {part} in `{folder}` was made with other {', '.join(changed)}",

@@ -6,8 +6,8 @@ from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.progress import Progress
 from lpconv.results import RestoreResult
-from lpconv.storage.compressed import quantized_by
-from lpconv.storage.staging import check_apart, check_free, check_marked, is_output
+from lpconv.storage.compressed import quantization_method
+from lpconv.storage.staging import check_apart, check_free, check_is_output, is_output
 
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -22,12 +22,12 @@ def restore(
     SHA256SUMS says; UnsupportedError for a plain checkpoint and for layouts that are not read.
     """
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
-    is_foreign = checkpoint is not None and quantized_by(checkpoint.config) is not None
+    is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
     if dtype is not None and (not is_foreign or dtype not in _DTYPES):
         hint = f"use {', '.join(_DTYPES)}" if is_foreign else "an output of lpconv is restored in its source's dtypes"
         raise UsageError(f"`--dtype {dtype}` is no choice here", hint=hint)
     if not is_foreign:
-        check_marked(directory)
+        check_is_output(directory)
     check_apart(directory, output)
     check_free(output, force=force)
     # torch, which takes seconds to import, from here on

@@ -46,7 +46,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     with (
         OutputReader.from_directory(directory) as reader,
         Staging(output, {"restore": str(directory)}, force=force) as staging,
-        staging.discarded_on_failure(),
+        staging.discard_on_failure(),
     ):
         records = list(reader.records.values())
         exact = all(_is_exact(r) for r in records if r.action == "convert")

@@ -218,7 +218,7 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
         return from_json(CalibrationRecord, known[_CALIBRATION])
     from lpconv.convert.calibrate import calibrate  # torch takes seconds to import
 
-    with staging.discarded_on_failure():
+    with staging.discard_on_failure():
         found = calibrate(job, progress)
     staging.append({"shard": _CALIBRATION, "files": [], _CALIBRATION: to_json(found)})
     return found

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import axes_of, tracing_inputs
+from lpconv.models.inputs import dynamic_axes, tracing_inputs
 from lpconv.models.opening import model_errors, open_to_trace
 from lpconv.storage.checkpoint import Checkpoint
 
@@ -47,7 +47,7 @@ class Traceable:
     @property
     def axes(self) -> dict[str, dict[int, str]]:
         """The dynamic axes of each input."""
-        return {name: axes_of(name) for name in self.inputs}
+        return {name: dynamic_axes(name) for name in self.inputs}
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Compute the exported output in PyTorch."""

@@ -14,8 +14,8 @@ from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
 from lpconv.export.trace import Traceable, trace, traceable
 from lpconv.export.validate import Case, check_file, compare
-from lpconv.models.inputs import other_inputs
-from lpconv.models.whole import check_whole
+from lpconv.models.inputs import resize_inputs
+from lpconv.models.whole import check_complete
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config
 from lpconv.plan.provenance import public_source, versions
 from lpconv.progress import Progress
@@ -38,7 +38,7 @@ def export(
     started = time.perf_counter()
     checkpoint.check_promised()
     watched = watch(checkpoint.directory, watched_files(checkpoint))
-    check_whole(checkpoint, allow_missing=options.allow_missing)
+    check_complete(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
     with Staging(output, identity, force=options.force) as staging, _discard_on_failure(staging):
         source = checkpoint.record(lambda name: sha256_of(checkpoint.directory / name))
@@ -63,7 +63,7 @@ def _write_model(
     rewritten = rewrite(graph, opened.parameters, stored_weights(checkpoint))
     _describe(graph, source, checkpoint)
     files = _save(graph, folder, external=options.external_data)
-    cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, other_inputs(opened.inputs))]
+    cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, resize_inputs(opened.inputs))]
     result = ExportResult(
         source=source,
         output="",

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from lpconv.errors import InputError
 from lpconv.extras.remote import RemoteObject, fetch, head, listing
 from lpconv.storage.gguf import as_directory
-from lpconv.storage.hub import MODULE_WEIGHTS, files_at, wanted_files
+from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
 from lpconv.storage.staging import MARKER
@@ -74,7 +74,7 @@ def _objects(url: str) -> list[RemoteObject]:
     """The objects at a URL that belong to a checkpoint."""
     scheme = urlsplit(url).scheme
     if scheme == "hf":
-        objects = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(files_at(*hub_names(url)).items())]
+        objects = [RemoteObject(name=n, size_bytes=size) for n, size in sorted(commit_files(*hub_names(url)).items())]
     elif scheme in ("http", "https"):
         objects = _objects_without_listing(url)
     else:

@@ -59,7 +59,7 @@ def cast(
         rounded = _round(x.double(), spec, rounding, generator)
         rounded = _overflow(rounded, x, spec, rounding, overflow)
         if not spec.has_zero:
-            rounded = rounded.clamp(min=smallest(spec, x.dtype))
+            rounded = rounded.clamp(min=smallest_number(spec, x.dtype))
         if not spec.has_sign:
             rounded = torch.where(x < 0, math.nan, rounded)
         if not spec.has_negative_zero:
@@ -86,7 +86,7 @@ def _round(x64: Tensor, spec: Format, rounding: Rounding, generator: torch.Gener
 
 
 def _overflow(rounded: Tensor, x: Tensor, spec: Format, rounding: Rounding, overflow: Overflow) -> Tensor:
-    limit = largest(spec, x.dtype)
+    limit = largest_number(spec, x.dtype)
     saturated = rounded.clamp(-limit, limit)
     if overflow == "saturate":
         return saturated
@@ -97,7 +97,7 @@ def _overflow(rounded: Tensor, x: Tensor, spec: Format, rounding: Rounding, over
     return torch.where(too_large, replacement, rounded)
 
 
-def largest(format: str | Format, dtype: torch.dtype) -> float:
+def largest_number(format: str | Format, dtype: torch.dtype) -> float:
     """The largest number that both `format` and `dtype` can represent, e.g. 65280 for fp16 in bfloat16."""
     spec, info = get_format(format), torch.finfo(dtype)
     top = min(spec.max, info.max)
@@ -105,7 +105,7 @@ def largest(format: str | Format, dtype: torch.dtype) -> float:
     return top // step * step
 
 
-def smallest(format: str | Format, dtype: torch.dtype) -> float:
+def smallest_number(format: str | Format, dtype: torch.dtype) -> float:
     """The smallest positive number that both `format` and `dtype` can represent."""
     spec, info = get_format(format), torch.finfo(dtype)
     return max(spec.min_subnormal, info.smallest_normal * info.eps)

@@ -77,7 +77,7 @@ _INTEGERS = ("int4", "int8")
 _WORD = 8  # 4-bit numbers per 32-bit word; a group fills whole words
 
 
-def known_grain(name: str) -> Grain | None:
+def find_grain(name: str) -> Grain | None:
     """The granularity called `name`, or None if it is unknown. ``group:N`` means N elements of a row."""
     group = _GROUP.fullmatch(name)
     if group is None or int(group[1]) % _WORD:
@@ -85,18 +85,18 @@ def known_grain(name: str) -> Grain | None:
     return Grain(name=name, tile=(1, int(group[1])), formats=_INTEGERS)
 
 
-def grain_for(format_name: str) -> str | None:
+def default_grain(format_name: str) -> str | None:
     """The default granularity of a format that needs one, or None."""
     named = (g.name for g in GRAINS.values() if format_name in g.formats)
     return next(named, "group:128" if format_name in _INTEGERS else None)
 
 
-def grain_of(name: str) -> Grain | None:
+def get_grain(name: str) -> Grain | None:
     """The granularity called `name`, or None for ``tensor``.
 
     Raises UsageError, with the nearest known name, if it is unknown.
     """
-    grain = known_grain(name)
+    grain = find_grain(name)
     if grain is None and name.startswith("group"):
         raise UsageError(f"unknown granularity `{name}`", hint=f"groups are of multiples of {_WORD}, such as group:128")
     return grain if grain or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:N": None})

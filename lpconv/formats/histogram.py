@@ -175,13 +175,13 @@ class ExponentHistogram:
     def from_dict(cls, record: Mapping[str, Any]) -> "ExponentHistogram":
         """The inverse of `to_dict`. Raises UsageError for an invalid record."""
         try:
-            rows = {_whole(e, -_EXPONENTS, _EXPONENTS): row for e, row in record["counts"].items()}
+            rows = {_parse_integer(e, -_EXPONENTS, _EXPONENTS): row for e, row in record["counts"].items()}
             first = min(rows, default=0)
             counts = torch.zeros(max(rows, default=-1) + 1 - first, BINS, dtype=torch.int64)
             for exponent, row in rows.items():
                 for position, number in row.items():
-                    counts[exponent - first, _whole(position, 0, BINS - 1)] = _whole(number, 0, _COUNTS)
-            zero, inf, nan = (_whole(record[key], 0, _COUNTS) for key in ("zero", "inf", "nan"))
+                    counts[exponent - first, _parse_integer(position, 0, BINS - 1)] = _parse_integer(number, 0, _COUNTS)
+            zero, inf, nan = (_parse_integer(record[key], 0, _COUNTS) for key in ("zero", "inf", "nan"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError("this is no record of an exponent histogram", hint="write it with `to_dict`") from error
         return cls(counts=counts, first_exponent=first, num_zero=zero, num_inf=inf, num_nan=nan)
@@ -213,7 +213,7 @@ def exponent_histogram_reference(x: Tensor) -> ExponentHistogram:
     )
 
 
-def _whole(value: Any, least: int, most: int) -> int:
+def _parse_integer(value: Any, least: int, most: int) -> int:
     """Parse an integer from a number or a key of a record. Raises ValueError if it is out of bounds."""
     number = int(value)
     if number not in range(least, most + 1) or (isinstance(value, float) and value != number):

@@ -22,7 +22,7 @@ def nearest_(x: Tensor, element: Format) -> Tensor:
     return x.add_(shift).sub_(shift)
 
 
-def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def encode_narrow_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write one code per byte into `codes`, and return `x`.
 
     Codes are those of `formats.codes`, but integers are stored as n + 8 or n + 128, and numbers nearest to -8 or -128
@@ -48,7 +48,7 @@ def coded_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tenso
 
 
 def num_zero_codes(codes: Tensor, element: Format) -> int:
-    """Number of codes written by `coded_` that stand for zero."""
+    """Number of codes written by `encode_narrow_` that stand for zero."""
     raw = codes.numpy()
     if element.twos_complement:
         return int(np.count_nonzero(raw == _half(element)))
@@ -70,7 +70,7 @@ def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
 def pack_narrow(x: Tensor, element: Format) -> Tensor:
     """Codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, packed as in files."""
     codes = torch.empty(x.shape, dtype=torch.uint8)
-    coded_(x, element, codes)
+    encode_narrow_(x, element, codes)
     return pack_nibbles(codes) if element.storage_bits == 4 else codes
 
 

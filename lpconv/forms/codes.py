@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import coded_, num_zero_codes
+from lpconv.formats.narrow import encode_narrow_, num_zero_codes
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room, same_numbers
 from lpconv.forms.facts import BlockError, BlockStats
@@ -193,7 +193,7 @@ def _rounded(
     else:
         torch.div(_rows_of(value, scale), scale, out=_rows_of(coded, scale))
     if codes.dtype == torch.uint8:
-        coded_(coded, fmt, codes, (work.scratch.error[:count], work.residual[:count]))
+        encode_narrow_(coded, fmt, codes, (work.scratch.error[:count], work.residual[:count]))
         _rows_of(coded, scale).mul_(scale)
         return coded
     if not is_finite and not fmt.has_inf:

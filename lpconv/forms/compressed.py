@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import Grain, grain_of
+from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Converted, Headers, Looked, Measured, Settings
 from lpconv.forms.foreign.grid import Grid
@@ -86,7 +86,7 @@ class _Layout(Scaled):
     @classmethod
     def configured(cls, made: Converted) -> dict[str, Any]:
         """Raises UnsupportedError for experts in several formats: transformers reads all by the usual one."""
-        grain = grain_of(made.settings["granularity"])
+        grain = get_grain(made.settings["granularity"])
         of_experts = {made.formats[n] for n in made.experts if n in made.formats} or {made.settings["format"]}
         if len(of_experts) > 1:
             raise UnsupportedError(
@@ -111,7 +111,7 @@ class _Layout(Scaled):
     def _as_stored(self, headers: Headers) -> Self:
         """The form with the scale of inputs that is there, where the config says so."""
         presets = headers.presets
-        is_calibrated = presets is not None and presets.of(self.name.removesuffix(_WEIGHT)).is_calibrated
+        is_calibrated = presets is not None and presets.preset_for(self.name.removesuffix(_WEIGHT)).is_calibrated
         return replace(self, has_input_scale=is_calibrated and headers.holds(self.input_scale))
 
     def with_inputs(self, absmax: float) -> Self:
@@ -247,7 +247,7 @@ class CompressedTiles(_Layout, Tiles):
         presets = headers.presets
         if presets is None:
             return None
-        preset = presets.of(name.removesuffix(_PACKED_SUFFIX).removesuffix(_WEIGHT))
+        preset = presets.preset_for(name.removesuffix(_PACKED_SUFFIX).removesuffix(_WEIGHT))
         suffix = _suffix(FORMATS[preset.number])
         if preset.grain is None or not name.endswith(suffix):
             return None

@@ -16,7 +16,7 @@ from lpconv.forms import Headers, Kept, recognise
 from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import StoredTensors
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import quantized_by
+from lpconv.storage.compressed import quantization_method
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.residual import RESIDUAL_INDEX
 from lpconv.storage.source import Source, TensorEntry, open_source
@@ -87,7 +87,7 @@ def stored_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def is_coded(checkpoint: Checkpoint) -> bool:
     """Whether the tensors of a checkpoint stand for others: it is quantised, or keeps residuals beside its weights."""
-    return quantized_by(checkpoint.config) is not None or (checkpoint.directory / RESIDUAL_INDEX).exists()
+    return quantization_method(checkpoint.config) is not None or (checkpoint.directory / RESIDUAL_INDEX).exists()
 
 
 def open_values(checkpoint: Checkpoint) -> Source:

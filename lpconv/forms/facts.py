@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.formats.grains import Grain
-from lpconv.storage.compressed import CompressedPresets, presets_in, quantized_by
+from lpconv.storage.compressed import CompressedPresets, presets_in, quantization_method
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 from lpconv.summed import Summed, joined
 
@@ -100,7 +100,7 @@ class Headers:
             root=root,
             low=low or {},
             residual=residual,
-            quantised_by=quantized_by(config),
+            quantised_by=quantization_method(config),
             format=str(settings.get("format", "")),
             exceptions={n: str(f) for n, f in exceptions.items()} if isinstance(exceptions, dict) else {},
             quantization=settings,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import Grain, grain_of
+from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Converted, Headers, Settings
 from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
@@ -49,7 +49,7 @@ class FineGrained(Tiles):
     def configured(cls, made: Converted) -> dict[str, Any]:
         """Raises UnsupportedError where the name of a module that is not quantised ends or begins that of one that is:
         transformers leaves out both."""
-        grain = grain_of(made.settings["granularity"])
+        grain = get_grain(made.settings["granularity"])
         assert grain is not None, "refused"
         for module in (n.removesuffix(".weight") for n in made.formats):
             taken = next((n for n in made.ignored if module.endswith(n) or module.startswith(n + ".")), None)

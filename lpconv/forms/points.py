@@ -125,7 +125,7 @@ class PointRows(Form):
         """The scales and counts."""
         from lpconv.mcf import multipoint
 
-        points = multipoint.PointFit.of_blocks([each.more for each in looked]).allot(self.points_total)
+        points = multipoint.PointFit.concatenate([each.more for each in looked]).allot(self.points_total)
         side = {
             self.name + SCALE_SUFFIX: points.scales_P,
             self.name + _POINTS_SUFFIX: points.counts_R.view(self.shape[:-1]),

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
-from lpconv.formats.grains import Grain, known_grain
+from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
 from lpconv.forms.foreign.grid import Grid
@@ -106,7 +106,7 @@ class Tiles(Scaled):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        grain = known_grain(str(headers.quantization.get("granularity", "row")))
+        grain = find_grain(str(headers.quantization.get("granularity", "row")))
         if headers.quantised_by != cls.quantised_by or grain is None:
             return None
         return cls._of_codes(name, name, grain, headers.exceptions.get(name, headers.format), headers)

@@ -22,7 +22,7 @@ from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.models.opening import Blueprint, model_errors
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture, concrete
+from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Progress
@@ -36,7 +36,7 @@ from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import scaled_tensor
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.holding import hold, is_held
+from lpconv.storage.holding import is_locked, try_lock
 from lpconv.storage.partfile import write_small, writing
 from lpconv.storage.resolve import resolve
 
@@ -52,12 +52,12 @@ def draw(architecture: Architecture, output: Path, options: InitOptions, progres
     """Write a fresh checkpoint of an architecture to `output`. Raises the errors of `lpconv.init.init`."""
     blueprint = _blueprint(architecture, options)
     with model_errors("config.json builds no model", hint=_HINT):
-        count = sum(p.numel() for p in blueprint.empty().parameters())
+        count = sum(p.numel() for p in blueprint.build_empty().parameters())
     check_memory(count, copies=_COPIES, what="a fresh model")
-    with _beside(output) as folder:
+    with _folder_next_to(output) as folder:
         source = folder / f"{output.name}-seed{options.seed}"
         progress.start("drawing weights", 0)
-        fresh = _drawn(blueprint, options)
+        fresh = _draw_model(blueprint, options)
         with quiet_transformers():
             fresh.save_pretrained(source)
             _copy_tokenizer(options.tokenizer, architecture.place, source)
@@ -85,10 +85,10 @@ def _blueprint(arch: Architecture, options: InitOptions) -> Blueprint:
         settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
         config = transformers.AutoConfig.for_model(**settings)
         config.dtype = torch.float32
-        return Blueprint(model_class=concrete(architecture(settings), config), config=config, checkpoint=None)
+        return Blueprint(model_class=resolve_auto_class(architecture(settings), config), config=config, checkpoint=None)
 
 
-def _drawn(blueprint: Blueprint, options: InitOptions) -> Any:
+def _draw_model(blueprint: Blueprint, options: InitOptions) -> Any:
     """The model with its weights, which depend on the seed only."""
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.random.fork_rng([]):
         torch.manual_seed(options.seed)
@@ -161,17 +161,17 @@ def _copy_tokenizer(named: str | None, place: str | Path | Checkpoint, target: P
 
 
 @contextlib.contextmanager
-def _beside(output: Path) -> Iterator[Path]:
+def _folder_next_to(output: Path) -> Iterator[Path]:
     """A temporary folder on the disk of `output`; also removes such folders of killed runs."""
     place = output.absolute()
     prefix = f".lpconv-init-{place.name[:200]}-"
     with writing(output):
         place.parent.mkdir(parents=True, exist_ok=True)
-        stale_folders = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_held(p)]
+        stale_folders = [p for p in place.parent.iterdir() if p.name.startswith(prefix) and not is_locked(p)]
         temporary = tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent)
         descriptor = os.open(temporary.name, os.O_RDONLY)
     try:
-        hold(descriptor)
+        try_lock(descriptor)
         for killed in stale_folders:
             shutil.rmtree(killed, ignore_errors=True)
         with temporary as folder:

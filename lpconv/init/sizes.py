@@ -20,15 +20,15 @@ def resize_config(settings: dict[str, Any], *, width: int | None, layers: int | 
 
     Raises UsageError for a width that the heads do not divide, and UnsupportedError for a config that names neither.
     """
-    return _in_depth(_in_width(settings, width), layers)
+    return _set_layers(_set_width(settings, width), layers)
 
 
-def _in_width(settings: dict[str, Any], width: int | None) -> dict[str, Any]:
+def _set_width(settings: dict[str, Any], width: int | None) -> dict[str, Any]:
     if width is None:
         return settings
-    own = _numbers(settings, _WIDTHS, "width")
+    own = _find_sizes(settings, _WIDTHS, "width")
     before = next(iter(own.values()))
-    heads = _numbers(settings, _HEADS, "number of heads")
+    heads = _find_sizes(settings, _HEADS, "number of heads")
     least = before // math.gcd(before, *heads.values())
     if width % least:
         raise UsageError(
@@ -40,16 +40,16 @@ def _in_width(settings: dict[str, Any], width: int | None) -> dict[str, Any]:
     return {**settings, **changed, **{k: v * width // before for k, v in heads.items()}}
 
 
-def _in_depth(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
+def _set_layers(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
     if layers is None:
         return settings
-    changed: dict[str, Any] = dict.fromkeys(_numbers(settings, _LAYERS, "number of layers"), layers)
+    changed: dict[str, Any] = dict.fromkeys(_find_sizes(settings, _LAYERS, "number of layers"), layers)
     if kinds := settings.get("layer_types"):
         changed["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
     return {**settings, **changed}
 
 
-def _numbers(settings: dict[str, Any], names: tuple[str, ...], what: str) -> dict[str, int]:
+def _find_sizes(settings: dict[str, Any], names: tuple[str, ...], what: str) -> dict[str, int]:
     numbers = {k: v for k in names if isinstance(v := settings.get(k), int)}
     if not numbers:
         raise UnsupportedError(

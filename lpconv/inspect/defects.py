@@ -15,7 +15,7 @@ from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import code_list
-from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_of
+from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_name
 from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
@@ -133,8 +133,8 @@ def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[st
     schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     modules, missing = [n.removesuffix(".weight") for n in coded], []
     for module in modules if len(schemes) == 1 or headers.presets is not None else ():
-        inputs = headers.presets.of(module).inputs if headers.presets else schemes[0].get("input_activations")
-        leaf = input_scale_of(inputs) if inputs is None or isinstance(inputs, Mapping) else None
+        inputs = headers.presets.preset_for(module).inputs if headers.presets else schemes[0].get("input_activations")
+        leaf = input_scale_name(inputs) if inputs is None or isinstance(inputs, Mapping) else None
         if leaf is not None and f"{module}.{leaf}" not in headers.root:
             missing.append(f"{module}.{leaf}")
     if missing:

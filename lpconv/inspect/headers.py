@@ -8,7 +8,7 @@ from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.foreign import unread
 from lpconv.inspect.defects import Findings, from_headers
 from lpconv.models.known import known_shapes
-from lpconv.models.whole import fit_of
+from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint, Openable
@@ -94,7 +94,7 @@ def beside_model(record: InspectResult, checkpoint: Checkpoint, *, thorough: boo
     why = " (--strict)" if not thorough and known_shapes(checkpoint.config) is None else ""
     try:
         is_wrong = record.problems or record.not_judged is not None
-        fit = None if is_wrong or why else fit_of(checkpoint, {t.name: t.shape for t in record.tensors})
+        fit = None if is_wrong or why else compare_with_model(checkpoint, {t.name: t.shape for t in record.tensors})
     except UnsupportedError as e:
         fit, why = None, f": {e.message}"
     if fit is None:

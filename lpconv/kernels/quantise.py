@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats import codes
-from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest, straight_through
+from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest_number, straight_through
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
@@ -68,7 +68,7 @@ def encode(x: Tensor, format: str | Format) -> Tensor:
     spec = check_cast(x, format, "nearest", "saturate")
     if not _is_fp8(spec):
         return codes.encode(x, spec)
-    limit = largest(spec, x.dtype)
+    limit = largest_number(spec, x.dtype)
     encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
     raw = encoded.view(torch.uint8)
     # NaN without its sign, as `formats.encode` has it. To look first is cheaper, but stalls a GPU and breaks a graph.
@@ -151,7 +151,7 @@ def _position(start: int, device: torch.device) -> Tensor:
 
 def _scalars(spec: Format, dtype: torch.dtype, magic: bool, overflow: str, device: torch.device) -> tuple[Tensor, ...]:
     """What makes the kernels round to `spec`; tensors, so that one compiled kernel serves every format."""
-    limit = largest(spec, dtype)
+    limit = largest_number(spec, dtype)
     # Saturating, x is clamped to the limit at once. Otherwise to a number that still rounds beyond it, and finite where
     # the magic addition would overflow.
     clamp = limit if overflow == "saturate" else math.ldexp(1.0, spec.max_exponent + 2) if magic else math.inf

@@ -133,7 +133,7 @@ class Floor:
                 raise UsageError(f"{scale} is no floor of a loss scale", hint=_HINT)
 
     @classmethod
-    def of(cls, value: "Floor | float | str | Mapping[int, float] | None") -> "Floor":
+    def parse(cls, value: "Floor | float | str | Mapping[int, float] | None") -> "Floor":
         """Convert a scale, a mapping from steps to scales, a string such as "0:1,40000:8192", or None for no floor."""
         if isinstance(value, Floor):
             return value
@@ -149,7 +149,7 @@ class Floor:
         except ValueError as error:
             raise UsageError(f"cannot read the loss-scale floor `{value}`", hint=_HINT) from error
 
-    def at(self, step: int) -> float:
+    def at_step(self, step: int) -> float:
         """The floor at step number `step`, counted from 0."""
         return next((scale for start, scale in reversed(self.starts) if step >= start), _SMALLEST)
 
@@ -160,7 +160,7 @@ class DynamicLossScale(LossScale):
     A non-finite step multiplies the scale by `backoff_factor`; `growth_interval` finite steps in a row multiply it by
     `growth_factor`, if the result is finite in fp32. The scale is rounded to fp32, like GradScaler's. Two departures:
     it never falls below 2^-126, whereas GradScaler continues to 0 and cannot recover; and it never falls below `floor`,
-    which may rise (see `Floor.of` for the accepted values).
+    which may rise (see `Floor.parse` for the accepted values).
     """
 
     name = "dynamic"
@@ -184,8 +184,8 @@ class DynamicLossScale(LossScale):
             )
         if growth_interval < 1:
             raise UsageError(f"growth_interval={growth_interval}", hint="a number of steps, at least 1")
-        self.floor = Floor.of(floor)
-        super().__init__(max(_fp32(init_scale), self.floor.at(0)))
+        self.floor = Floor.parse(floor)
+        super().__init__(max(_fp32(init_scale), self.floor.at_step(0)))
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self._num_finite_in_a_row = 0
 
@@ -198,7 +198,7 @@ class DynamicLossScale(LossScale):
             self._num_finite_in_a_row = 0
             grown = _fp32(scale * self.growth_factor)
             scale = grown if math.isfinite(grown) else scale
-        return max(scale, self.floor.at(self.num_updates))
+        return max(scale, self.floor.at_step(self.num_updates))
 
 
 def _fp32(x: float) -> float:
@@ -239,8 +239,8 @@ class LogMaxLossScale(LossScale):
             )
         if not 0 <= min_deviation < math.inf:
             raise UsageError(f"min_deviation={min_deviation}", hint="a number of binades, 0 or more")
-        self.floor = Floor.of(floor)
-        super().__init__(max(init_scale, self.floor.at(0)))
+        self.floor = Floor.parse(floor)
+        super().__init__(max(init_scale, self.floor.at_step(0)))
         self.smallest, self.largest, self.min_deviation = smallest, largest, min_deviation
         self._forget()
 
@@ -255,8 +255,8 @@ class LogMaxLossScale(LossScale):
             )
         elif max_gradient > 0:
             self._observe(math.log2(max_gradient))
-        scale = min(max(self._predicted(), self.smallest), self.largest) if self._num_observed else self.scale
-        return max(scale, self.floor.at(self.num_updates))
+        scale = min(max(self._predict(), self.smallest), self.largest) if self._num_observed else self.scale
+        return max(scale, self.floor.at_step(self.num_updates))
 
     def _forget(self) -> None:
         self._num_observed = 0
@@ -268,7 +268,7 @@ class LogMaxLossScale(LossScale):
         self._mean += (1 - _BETA_DEVIATION) * (x - self._mean)
         self._mean_square += (1 - _BETA_DEVIATION) * (x * x - self._mean_square)
 
-    def _predicted(self) -> float:
+    def _predict(self) -> float:
         weight_mean = 1 - _BETA_MEAN**self._num_observed
         weight_deviation = 1 - _BETA_DEVIATION**self._num_observed
         variance = self._mean_square / weight_deviation - (self._mean / weight_deviation) ** 2

@@ -29,7 +29,7 @@ def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
         if scale != 1:
             gradient.div_(scale)
         flags.append(~gradient.isfinite().all())
-    return bool(_over_ranks(flags, parameters))
+    return bool(_max_over_ranks(flags, parameters))
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def largest_gradient(parameters: Iterable[Tensor]) -> float:
     Reads one number from the device; with torch.distributed running, all ranks must call this together.
     """
     parameters = list(parameters)
-    return float(_over_ranks([g.abs().amax() for g in _local_gradients(parameters) if g.numel()], parameters))
+    return float(_max_over_ranks([g.abs().amax() for g in _local_gradients(parameters) if g.numel()], parameters))
 
 
 def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
@@ -57,7 +57,7 @@ def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
     return gradients
 
 
-def _over_ranks(numbers: list[Tensor], parameters: list[Tensor]) -> Tensor:
+def _max_over_ranks(numbers: list[Tensor], parameters: list[Tensor]) -> Tensor:
     """Maximum of 0-dim tensors over all ranks, in fp32; 0 without tensors."""
     device = parameters[0].device if parameters else torch.get_default_device()
     largest = torch.stack([torch.zeros((), device=device), *(n.to(device, torch.float32) for n in numbers)]).max()

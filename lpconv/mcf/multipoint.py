@@ -64,7 +64,7 @@ class PointFit:
     errors_RN: Tensor
 
     @classmethod
-    def of_blocks(cls, fits: Sequence["PointFit"]) -> "PointFit":
+    def concatenate(cls, fits: Sequence["PointFit"]) -> "PointFit":
         """Concatenate the fits of consecutive blocks of rows."""
         return cls(scales_RNN=torch.cat([f.scales_RNN for f in fits]), errors_RN=torch.cat([f.errors_RN for f in fits]))
 
@@ -93,13 +93,13 @@ def fit(x_RC: Tensor, element: Format, points: int) -> PointFit:
         scales[:, n, :n] = wide_scales[:, :n]
         scales[:, n, n] = _best_scale(wide, element)
         residual = _residual(wide, scales[:, n, n], element)
-        errors[:, n] = _squared(residual.double())
+        errors[:, n] = _squared_norms(residual.double())
         if n:
             worse = errors[:, n] >= errors[:, n - 1]
             scales[worse, n, :n] = scales[worse, n - 1, :n]
             scales[worse, n, n] = _best_scale(left[worse], element)
             residual[worse] = _residual(left[worse], scales[worse, n, n], element)
-            errors[worse, n] = _squared(residual[worse].double())
+            errors[worse, n] = _squared_norms(residual[worse].double())
         wide_scales[:, n] = _widest_scale(wide, element)
         wide, left = _residual(wide, wide_scales[:, n], element), residual
     return PointFit(scales_RNN=scales, errors_RN=errors)
@@ -110,7 +110,7 @@ def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
     shape = codes.code_shape(element, (points.scales_P.numel(), x_RC.shape[1]))
     coded = torch.empty(shape, dtype=torch.uint8)
     rest = x_RC
-    for keep, indices in _turns(points):
+    for keep, indices in _points_in_turn(points):
         rest, scale = rest[keep], points.scales_P[indices]
         coded[indices] = codes.encode(rest / scale[:, None], element).view(torch.uint8)
         rest = _residual(rest, scale, element)
@@ -119,7 +119,7 @@ def encode(x_RC: Tensor, points: Points, element: Format) -> Tensor:
 
 def decode(coded: Tensor, points: Points, element: Format) -> Tensor:
     """Return the float32 values [R, C] of bytes from `encode`: Σ a_i w_i, summed in the order of the points."""
-    (_, indices), *others = _turns(points)
+    (_, indices), *others = _points_in_turn(points)
     values = _scaled_numbers(coded, points, indices, element)
     rows = torch.arange(indices.numel())
     for keep, indices in others:
@@ -132,7 +132,7 @@ def _scaled_numbers(coded: Tensor, points: Points, indices: Tensor, element: For
     return codes.decode(coded[indices], element) * points.scales_P[indices][:, None]
 
 
-def _turns(points: Points) -> list[tuple[Tensor, Tensor]]:
+def _points_in_turn(points: Points) -> list[tuple[Tensor, Tensor]]:
     """For each k: a mask of the rows with a k-th point among those with k - 1, and the points' indices."""
     turns = []
     counts, first = points.counts_R, points.first_R
@@ -158,25 +158,25 @@ def _best_scale(x_RC: Tensor, element: Format) -> Tensor:
     if x_RC.shape[0] == 0:
         return x_RC.new_empty(0)
     widest = _widest_scale(x_RC, element)
-    scale, error = widest, _squared(_residual(x_RC, widest, element))
+    scale, error = widest, _squared_norms(_residual(x_RC, widest, element))
     for factor in _FACTORS:
-        scale, error = _better(x_RC, scale, error, widest * factor, element)
+        scale, error = _choose_better(x_RC, scale, error, widest * factor, element)
     for _ in range(_REFINEMENTS):
         numbers = nearest_(x_RC / scale[:, None], element)
         fitted = (x_RC * numbers).sum(1) / numbers.square().sum(1)
-        scale, error = _better(x_RC, scale, error, fitted, element)
+        scale, error = _choose_better(x_RC, scale, error, fitted, element)
     return scale
 
 
-def _better(x_RC: Tensor, scale: Tensor, error: Tensor, other: Tensor, element: Format) -> tuple[Tensor, Tensor]:
+def _choose_better(x_RC: Tensor, scale: Tensor, error: Tensor, other: Tensor, element: Format) -> tuple[Tensor, Tensor]:
     """The better of two scales for each row, with its error; 0 and NaN are not valid scales."""
     other = torch.where(other >= _MIN_SCALE, other, scale)
-    other_error = _squared(_residual(x_RC, other, element))
+    other_error = _squared_norms(_residual(x_RC, other, element))
     is_better = other_error < error
     return torch.where(is_better, other, scale), torch.where(is_better, other_error, error)
 
 
-def _squared(x_RC: Tensor) -> Tensor:
+def _squared_norms(x_RC: Tensor) -> Tensor:
     return x_RC.square().sum(1)
 
 

@@ -55,12 +55,12 @@ class Codes:
     source: StoredTensors | None = None
 
     @classmethod
-    def of(cls, form: Stored, parts: Mapping[str, Tensor]) -> Self:
+    def from_form(cls, form: Stored, parts: Mapping[str, Tensor]) -> Self:
         """All numbers of a stored tensor."""
         return cls(form=form, parts=parts, start=0, stop=form.num_elements)
 
     @classmethod
-    def in_files(cls, source: StoredTensors, name: str) -> Self:
+    def from_files(cls, source: StoredTensors, name: str) -> Self:
         """All numbers of a checkpoint's tensor, left in its files for now."""
         form = source.forms[name]
         return cls(form=form, parts={}, start=0, stop=form.num_elements, source=source)
@@ -115,14 +115,14 @@ class CodedTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def whole(cls, form: Stored, parts: Mapping[str, Tensor]) -> "CodedTensor":
+    def from_form(cls, form: Stored, parts: Mapping[str, Tensor]) -> "CodedTensor":
         """Wrap a stored tensor, with values in fp32."""
-        return cls((Codes.of(form, parts),), form.shape, torch.float32)
+        return cls((Codes.from_form(form, parts),), form.shape, torch.float32)
 
     @classmethod
-    def in_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
+    def from_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
         """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
-        return cls((Codes.in_files(source, name),), source.forms[name].shape, torch.float32)
+        return cls((Codes.from_files(source, name),), source.forms[name].shape, torch.float32)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield decoded rows [rows, cols] in this dtype, block by block, with the index of each block's first row.
@@ -146,7 +146,7 @@ class CodedTensor(torch.Tensor):
             return torch.empty(count, dtype=self.dtype, device=self.device)
         return room(buffer, count, self.dtype)
 
-    def decoded(self) -> Tensor:
+    def decode(self) -> Tensor:
         """Decode into a plain tensor."""
         if not self.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -197,7 +197,7 @@ class CodedTensor(torch.Tensor):
             return result
         if func._schema.is_mutable:
             raise UnsupportedError("a weight that stays codes cannot be written to", hint=_HINT)
-        args, kwargs = tree_map_only(CodedTensor, CodedTensor.decoded, (args, kwargs))
+        args, kwargs = tree_map_only(CodedTensor, CodedTensor.decode, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -252,16 +252,16 @@ def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = No
     for run in unique_ids.tensor_split(breaks.tolist()) if len(unique_ids) else ():
         first, count = int(run[0]), len(run)
         rows = weight.part(first * cols, (first + count) * cols, (count, cols))
-        runs.append(rows.decoded())
+        runs.append(rows.decode())
     table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype)
-    return _wanting(table[inverse], weight)
+    return _require_grad_like(table[inverse], weight)
 
 
-def _same(x: CodedTensor, **_: Any) -> CodedTensor:
+def _alias(x: CodedTensor, **_: Any) -> CodedTensor:
     return CodedTensor(x.pieces, tuple(x.shape), x.dtype)
 
 
-def _moved(
+def _to_copy(
     x: CodedTensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> CodedTensor | None:
     if dtype is not None and not dtype.is_floating_point:
@@ -270,17 +270,17 @@ def _moved(
     return CodedTensor(pieces, tuple(x.shape), dtype or x.dtype)
 
 
-def _item(x: Any, index: Any) -> Tensor:
+def _getitem(x: Any, index: Any) -> Tensor:
     """One matrix of a stack as codes; anything else decoded."""
     is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
     if not isinstance(x, CodedTensor) or x.ndim < 3 or not is_one:
         values: Tensor = x[index]
         return values
     size, position = x.numel() // x.shape[0], int(index) % x.shape[0]
-    return _wanting(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
+    return _require_grad_like(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
 
 
-def _wanting(derived: Tensor, weight: Tensor) -> Tensor:
+def _require_grad_like(derived: Tensor, weight: Tensor) -> Tensor:
     """Let a tensor derived from a weight require a gradient like that weight, so that a backward pass is refused."""
     return derived.requires_grad_(weight.requires_grad and torch.is_grad_enabled())
 
@@ -311,13 +311,17 @@ def _all_coded(tensors: list[Any]) -> bool:
     return all(isinstance(x, CodedTensor) for x in tensors)
 
 
-_BY_BLOCKS: dict[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding, Tensor.__getitem__: _item}
+_BY_BLOCKS: dict[Any, Any] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    Tensor.__getitem__: _getitem,
+}
 _ATEN = torch.ops.aten
 _AS_CODES: dict[Any, Any] = {
-    _ATEN.detach.default: _same,
-    _ATEN.alias.default: _same,
-    _ATEN.clone.default: _same,
-    _ATEN._to_copy.default: _moved,
+    _ATEN.detach.default: _alias,
+    _ATEN.alias.default: _alias,
+    _ATEN.clone.default: _alias,
+    _ATEN._to_copy.default: _to_copy,
     _ATEN.stack.default: _stack,
     _ATEN.cat.default: _cat,
 }

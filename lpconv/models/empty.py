@@ -12,10 +12,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
-from lpconv.models.load import from_state, missing_of
+from lpconv.models.load import load_from_state, missing_parameters
 from lpconv.models.opening import first_line, model_errors, read_config
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture, concrete
+from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.compressed import LinearModules
 
@@ -28,7 +28,7 @@ def empty_model(checkpoint: Checkpoint) -> nn.Module:
     """Build the class that the config names, on the meta device. Raises UnsupportedError if that is not possible."""
     config = read_config(checkpoint, hint=_HINT)
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
-        model: nn.Module = concrete(architecture(checkpoint.config), config)._from_config(config)
+        model: nn.Module = resolve_auto_class(architecture(checkpoint.config), config)._from_config(config)
     return model
 
 
@@ -44,7 +44,9 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     lists |= {x.removeprefix(f"{model.base_model_prefix}.") for x in lists}
     try:
         with quiet_transformers():
-            _, report = from_state(type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True)
+            _, report = load_from_state(
+                type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True
+            )
     except Exception as e:  # raised by operations on tensors that do not fit together
         return {"model": name, "missing": _missing_experts(shapes), "error": first_line(e)}
     unused = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
@@ -53,7 +55,7 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     experts = _missing_experts(shapes) if wrong else ()
     return {
         "model": name,
-        "missing": tuple(sorted({*missing_of(architecture(checkpoint.config), report), *experts})),
+        "missing": tuple(sorted({*missing_parameters(architecture(checkpoint.config), report), *experts})),
         "extra": tuple(sorted(extra)),
         "unused": tuple(sorted(unused - extra)),
         "shapes": {} if experts else dict(sorted(wrong.items())),
@@ -88,7 +90,7 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         if (
             x.kind == "Linear"
             and x.is_plain
-            and not _is_in(x.name, wide)
+            and not _has_part(x.name, wide)
             and all(op is None for op in sources.values())
         ):
             plain |= {n.removesuffix(".weight"): x.name for n in sources} or {x.name: x.name}
@@ -133,7 +135,7 @@ def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str |
     return sources
 
 
-def _is_in(name: str, parts: Iterable[str]) -> bool:
+def _has_part(name: str, parts: Iterable[str]) -> bool:
     """Whether a module's name contains one of `parts`, which are whole name parts."""
     return any(f".{part}." in f".{name}." for part in parts)
 

@@ -80,7 +80,7 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
     return inputs
 
 
-def describe(inputs: Mapping[str, Tensor]) -> str:
+def describe_inputs(inputs: Mapping[str, Tensor]) -> str:
     """A description of the result of `example_inputs`."""
     shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
     return f"{shapes}, random with seed {_SEED}"
@@ -117,7 +117,7 @@ _KINDS = {
 _DECODER_AXES = {0: "batch", 1: "decoder_sequence"}
 
 
-def axes_of(name: str) -> dict[int, str]:
+def dynamic_axes(name: str) -> dict[int, str]:
     """The dynamic axes of an input; auxiliary inputs have those of the tokens, or of the decoder's tokens."""
     kind = _KINDS.get(name, _KINDS["input_ids"])
     return dict(_DECODER_AXES if name.startswith("decoder") else kind.axes)
@@ -126,22 +126,22 @@ def axes_of(name: str) -> dict[int, str]:
 def tracing_inputs(model: Any) -> dict[str, Tensor]:
     """`example_inputs` for tracing: with token types if the model has them, every dynamic axis of another length."""
     inputs = example_inputs(model)
-    fixed = next((name for name in inputs if not axes_of(name)), None)
+    fixed = next((name for name in inputs if not dynamic_axes(name)), None)
     if fixed is not None:
         raise UnsupportedError(f"`{type(model).__name__}` reads `{fixed}`", hint="this model cannot be exported")
     if getattr(model.config, "type_vocab_size", 0) > 1 and "input_ids" in inputs:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     for name, x in inputs.items():
-        if (along := axes_of(name).get(1)) is not None:
+        if (along := dynamic_axes(name).get(1)) is not None:
             inputs[name] = x[:, : _TRACED[along]].contiguous()
     return inputs
 
 
-def other_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def resize_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Inputs of other sizes on every dynamic axis, with the last tokens of the first row masked like padding."""
     changed = {name: torch.cat([x, x[:1].flip(-1)]) for name, x in inputs.items()}
     for name, x in changed.items():
-        if 1 in axes_of(name):
+        if 1 in dynamic_axes(name):
             changed[name] = x[:, : max(2, x.shape[1] // 2)].contiguous()
     if "attention_mask" in changed:
         changed["attention_mask"][0, -(changed["attention_mask"].shape[1] // 4) - 1 :] = 0

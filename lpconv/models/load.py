@@ -18,10 +18,10 @@ from lpconv.forms.reader import StoredTensors, open_readable
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture, concrete
+from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.report.numbers import code_list, plural
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import quantized_by
+from lpconv.storage.compressed import quantization_method
 from lpconv.storage.place import any_pointer
 from lpconv.storage.residual import RESIDUAL_INDEX
 
@@ -65,16 +65,16 @@ def load_with_missing(
     register()
     checkpoint = open_readable(path)
     stored_shapes(checkpoint)  # refuses pickles of layouts that lpconv cannot read
-    cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
+    cls = model_class or architecture(checkpoint.config, trusted=_code_directory(checkpoint, kwargs))
     has_residual = (checkpoint.directory / RESIDUAL_INDEX).exists()
     kwargs["output_loading_info"] = True
     is_elsewhere = any_pointer(checkpoint.directory, checkpoint.weight_files)
-    if not (has_residual or is_elsewhere or quantized_by(checkpoint.config) in READ):
+    if not (has_residual or is_elsewhere or quantization_method(checkpoint.config) in READ):
         model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
-        return model.eval(), missing_of(cls, info)
+        return model.eval(), missing_parameters(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(checkpoint) as stored:
-        return _assembled(checkpoint, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
+        return _build_model(checkpoint, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
 def _load_resident(
@@ -82,12 +82,12 @@ def _load_resident(
 ) -> tuple[Any, tuple[str, ...]]:
     """`load_with_missing` without decoding codes."""
     checkpoint = Checkpoint.open(path)
-    if quantized_by(checkpoint.config) is None:
+    if quantization_method(checkpoint.config) is None:
         return load_with_missing(checkpoint, dtype=dtype, model_class=model_class, **kwargs)
-    cls = model_class or architecture(checkpoint.config, trusted=_trusted(checkpoint, kwargs))
+    cls = model_class or architecture(checkpoint.config, trusted=_code_directory(checkpoint, kwargs))
     kwargs.setdefault("experts_implementation", "eager")  # processes one expert at a time
     with StoredTensors.open(checkpoint) as stored:
-        model, missing = _assembled(checkpoint, stored, _resident, model_class=cls, dtype=dtype, **kwargs)
+        model, missing = _build_model(checkpoint, stored, _coded_in_memory, model_class=cls, dtype=dtype, **kwargs)
         save_as_codes(model, stored.others())
     model.config.quantization_config = checkpoint.config["quantization_config"]
     if LOADER in str(getattr(model.config, "auto_map", "")):  # the loader, which `save_pretrained` does not copy
@@ -105,19 +105,19 @@ def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
     checkpoint = Checkpoint.open(path)
     with StoredTensors.open(checkpoint) as stored, quiet_transformers():
         cls = architecture(checkpoint.config)
-        model, missing = from_files(checkpoint, stored, model_class=cls, experts_implementation="eager")
+        model, missing = load_from_files(checkpoint, stored, model_class=cls, experts_implementation="eager")
         model.config.use_cache = False  # no key-value cache: nothing is generated
         yield model, missing
 
 
-def from_files(
+def load_from_files(
     checkpoint: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 from open tensors, with matrices left in their files until they are used."""
-    return _assembled(checkpoint, stored, _in_files, model_class=model_class, dtype=torch.float32, **kwargs)
+    return _build_model(checkpoint, stored, _coded_in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
-def _assembled(
+def _build_model(
     checkpoint: Checkpoint,
     stored: StoredTensors,
     tensor: Callable[[StoredTensors, str], Tensor],
@@ -136,41 +136,43 @@ def _assembled(
             checkpoint.directory, return_unused_kwargs=True, **kwargs
         )
     state = {name: tensor(stored, name) for name in stored.forms}
-    cls = concrete(model_class, config)
-    model, report = from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
+    cls = resolve_auto_class(model_class, config)
+    model, report = load_from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
     if model.can_generate() and (checkpoint.directory / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.directory)
-    return model, missing_of(model_class, report)
+    return model, missing_parameters(model_class, report)
 
 
-def missing_of(model_class: Any, report: Mapping[str, Any]) -> tuple[str, ...]:
+def missing_parameters(model_class: Any, report: Mapping[str, Any]) -> tuple[str, ...]:
     """The parameters that transformers did not find, without the pooler that a bare AutoModel has by default."""
     names = sorted(report["missing_keys"])
     return tuple(n for n in names if model_class is not transformers.AutoModel or ".pooler." not in f".{n}")
 
 
-def _in_files(stored: StoredTensors, name: str) -> Tensor:
+def _coded_in_files(stored: StoredTensors, name: str) -> Tensor:
     """A coded tensor that stays in its files; vectors and tensors that are not numbers are loaded."""
     form = stored.forms[name]
     if len(form.shape) < 2 or (isinstance(form, Kept) and form.dtype not in ("F64", "F32", "F16", "BF16")):
         return stored.tensor(name)
-    return CodedTensor.in_files(stored, name)
+    return CodedTensor.from_files(stored, name)
 
 
-def _resident(stored: StoredTensors, name: str) -> Tensor:
+def _coded_in_memory(stored: StoredTensors, name: str) -> Tensor:
     """A coded tensor in memory for a matrix of codes; anything else is loaded."""
     form = stored.forms[name]
     if isinstance(form, Kept) or len(form.shape) < 2:
         return stored.tensor(name)
-    return CodedTensor.whole(form, stored.parts(name))
+    return CodedTensor.from_form(form, stored.parts(name))
 
 
-def _trusted(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
+def _code_directory(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:
     """The directory of the checkpoint's own Python code if it may run, else None."""
     return checkpoint.directory if kwargs.get("trust_remote_code") else None
 
 
-def from_state(model_class: Any, config: Any, state: dict[str, Tensor], **kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
+def load_from_state(
+    model_class: Any, config: Any, state: dict[str, Tensor], **kwargs: Any
+) -> tuple[Any, Mapping[str, Any]]:
     """Build the model of a class and config from decoded tensors by stored name; also returns transformers' report.
 
     transformers renames and merges them like tensors from files. The config's `quantization_config` is removed.

@@ -20,7 +20,7 @@ from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.rows import load_rows
-from lpconv.models.tasks import Task, architecture, concrete, main_input, task_of
+from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
 _DOES_NOT_OPEN = "the model does not open"
@@ -104,7 +104,7 @@ def open_to_train(
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         try:
             config = transformers.AutoConfig.from_pretrained(opened.directory, trust_remote_code=False)
-            model_class = concrete(task.auto, config)
+            model_class = resolve_auto_class(task.auto, config)
         except (UnsupportedError, ValueError) as e:
             raise UnsupportedError(
                 f"transformers has no {task.name} model for this checkpoint: {first_line(e)}",
@@ -129,7 +129,7 @@ class Blueprint:
     config: Any
     checkpoint: Checkpoint | None
 
-    def empty(self) -> nn.Module:
+    def build_empty(self) -> nn.Module:
         """The model on the meta device, for counting."""
         with quiet_transformers(), torch.device("meta"):
             model: nn.Module = self.model_class(self.config)
@@ -158,8 +158,8 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
     if isinstance(preset_or_checkpoint, str):
         preset = PRESETS[preset_or_checkpoint]
         return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), checkpoint=None)
-    config = reads_text(preset_or_checkpoint, hint="choose a preset of about its size: " + ", ".join(PRESETS))
-    model_class = concrete(architecture(preset_or_checkpoint.config), config)
+    config = read_text_config(preset_or_checkpoint, hint="choose a preset of about its size: " + ", ".join(PRESETS))
+    model_class = resolve_auto_class(architecture(preset_or_checkpoint.config), config)
     return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
@@ -169,10 +169,10 @@ def read_config(checkpoint: Checkpoint, *, hint: str) -> Any:
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
 
-def reads_text(checkpoint: Checkpoint, *, hint: str) -> Any:
+def read_text_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The config of a model that reads only token ids. Raises UnsupportedError for any other."""
     config = read_config(checkpoint, hint=hint)
-    cls = concrete(architecture(checkpoint.config), config)
+    cls = resolve_auto_class(architecture(checkpoint.config), config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)
     reads = main_input(checkpoint.config)

@@ -160,13 +160,13 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                 else:
                     self.hf_quantizer.scales[full_layer_name] = scale.cpu(), self.hf_quantizer.format_of(name)
             decoded[pattern] = [
-                (self._decoded(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
+                (self._decode(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
                 for name, _ in pairs
                 if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
         return decoded
 
-    def _decoded(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+    def _decode(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
         return decode_scaled(codes, scale, self.hf_quantizer.format_of(name), self.hf_quantizer.tile)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeScaled":
@@ -248,37 +248,35 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 "`model.dequantize()` first to save the weights as they are"
             )
         tensors = model.state_dict()
-        merged = self._merged(model, tensors)
+        merged = self._merged_parameters(model, tensors)
         state, encoded = {}, {}
         back = [c.reverse_transform() for c in model._weight_conversions or () if isinstance(c, WeightRenaming)][::-1]
         for name, (scale, fmt) in self.scales.items():
-            encoded[tensors[name].data_ptr()] = self._encoded(tensors[name], scale, fmt)
-            stored, beside = _renamed(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
-            state[beside if _renamed(beside, back) == stored else stored] = (
-                scale  # a renamed last part loses the suffix
-            )
+            encoded[tensors[name].data_ptr()] = self._encode(tensors[name], scale, fmt)
+            stored, beside = _rename(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
+            state[beside if _rename(beside, back) == stored else stored] = scale  # a renamed last part loses the suffix
         for name, tensor in tensors.items():
             if name not in merged:
                 state[name] = encoded.get(tensor.data_ptr(), tensor)
         renamings = [c for c in model._weight_conversions or () if isinstance(c, WeightRenaming)]
         for stored, tensor in revert_weight_conversion(model, merged).items():
-            name = _renamed(stored, renamings)  # transformers will undo it
+            name = _rename(stored, renamings)  # transformers will undo it
             if stored not in self.merged_scales:
                 state[name] = tensor
                 continue
             scale = self.merged_scales[stored]
-            state[name] = self._encoded(tensor, scale, self.format_of(stored))
+            state[name] = self._encode(tensor, scale, self.format_of(stored))
             state[name + SCALE_SUFFIX] = scale
         return state, {}
 
-    def _merged(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _merged_parameters(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parameters that the model's own converters build from other stored tensors, if those were codes."""
         if not self.merged_scales:
             return {}
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
-    def _encoded(self, weight: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    def _encode(self, weight: Tensor, scale: Tensor, fmt: str) -> Tensor:
         return encode_scaled(weight.detach(), scale, fmt, self.tile)
 
     @property
@@ -309,7 +307,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-def _renamed(name: str, renamings: list[WeightRenaming]) -> str:
+def _rename(name: str, renamings: list[WeightRenaming]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
@@ -363,30 +361,30 @@ def decode_scaled(codes: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int])
         values = _narrow_values(rows.view(torch.uint8) ^ _BIAS[fmt], fmt)
     else:
         values = _narrow_values(rows, fmt)
-    return (values * _spread(scale, tile, values)).reshape(*codes.shape[1:-1], -1)
+    return (values * _expand_scale(scale, tile, values)).reshape(*codes.shape[1:-1], -1)
 
 
 def encode_scaled(weight: Tensor, scale: Tensor, fmt: str, tile: tuple[int, int]) -> Tensor:
     """Encode a weight; numbers beyond the format's largest are clamped to it, and NaN is kept if the format has NaN."""
     rows = weight.float().reshape(-1, weight.shape[-1])
-    unit = rows / _spread(scale.to(weight.device), tile, rows)
+    unit = rows / _expand_scale(scale.to(weight.device), tile, rows)
     if fmt in DTYPES:
         limit = torch.finfo(DTYPES[fmt]).max
         return unit.clamp(-limit, limit).to(DTYPES[fmt]).reshape(1, *weight.shape)
     if fmt == "e2m1":
         code = torch.bucketize(unit.abs(), torch.tensor(_E2M1_ENDS, device=unit.device))
-        return _paired((code + 8 * torch.signbit(unit)).byte()).reshape(1, *weight.shape[:-1], -1)
+        return _pack_pairs((code + 8 * torch.signbit(unit)).byte()).reshape(1, *weight.shape[:-1], -1)
     limit = max(NARROW_VALUES[fmt])
     code = unit.clamp(-limit - 1, limit).round().to(torch.int8).view(torch.uint8)
-    code = (_paired(code & 15) if fmt == "int4" else code) ^ _BIAS[fmt]
+    code = (_pack_pairs(code & 15) if fmt == "int4" else code) ^ _BIAS[fmt]
     return code.view(torch.int32).reshape(1, *weight.shape[:-1], -1)
 
 
-def _paired(codes: Tensor) -> Tensor:
+def _pack_pairs(codes: Tensor) -> Tensor:
     return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
 
 
-def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
+def _expand_scale(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
     """Expand scales so that they broadcast to rows."""
     if scale.dim() == 1:
         return scale.reshape(1, 1)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
-from lpconv.models.load import from_files
+from lpconv.models.load import load_from_files
 from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
@@ -27,7 +27,7 @@ def load_rows(
     """
     checkpoint = Checkpoint.open(path)
     with StoredTensors.open(checkpoint) as stored:
-        model, missing = from_files(checkpoint, stored, model_class=model_class, **kwargs)
+        model, missing = load_from_files(checkpoint, stored, model_class=model_class, **kwargs)
         read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
         _keep_rows(model, mesh)
     return model, missing, tuple(sorted(read_whole.difference(missing)))
@@ -39,14 +39,14 @@ def _keep_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         for key, p in module._parameters.items():
             if p is not None and p not in replacements:
-                replacements[p] = nn.Parameter(_sharded(p.detach(), mesh), requires_grad=p.requires_grad)
+                replacements[p] = nn.Parameter(_shard(p.detach(), mesh), requires_grad=p.requires_grad)
             if p is not None:
                 module._parameters[key] = replacements[p]
-        coded = {key: x.decoded() for key, x in module._buffers.items() if isinstance(x, CodedTensor)}
+        coded = {key: x.decode() for key, x in module._buffers.items() if isinstance(x, CodedTensor)}
         module._buffers.update(coded)
 
 
-def _sharded(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _shard(x: Tensor, mesh: DeviceMesh) -> Tensor:
     size = -(-len(x) // mesh.size())
     start, stop = (min(i * size, len(x)) for i in (mesh.get_local_rank(), mesh.get_local_rank() + 1))
     return placed_on(mesh, _rows(x, start, stop).to(mesh.device_type), x)
@@ -59,4 +59,4 @@ def _rows(x: Tensor, start: int, stop: int) -> Tensor:
     if not isinstance(x, CodedTensor):
         return x[start:stop].clone()
     row = x.numel() // len(x)
-    return x.part(start * row, stop * row, (stop - start, *x.shape[1:])).decoded()
+    return x.part(start * row, stop * row, (stop - start, *x.shape[1:])).decode()

@@ -14,12 +14,12 @@ from lpconv.layers import blocks_of
 from lpconv.shards import is_sharded
 
 
-def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Shard every parameter over the ranks of the mesh with FSDP2, in place; blocks are gathered while they compute.
 
     The model is either whole on all ranks, or was opened by rows.
     """
-    with _whole_in_outline(model):
+    with _whole_on_meta(model):
         for block in blocks_of(model):
             if block is not model:
                 fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -29,13 +29,13 @@ def share_out(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
 def running_copy(model: nn.Module, mesh: DeviceMesh) -> Any:
     """A copy of a model opened by rows, on the same tensors, that computes in fp32 and frees all it gathers."""
     copied: Any = copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
-    share_out(copied, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    shard_parameters(copied, mesh, MixedPrecisionPolicy(reduce_dtype=torch.float32))
     copied.set_reshard_after_forward(True)
     return copied
 
 
 @contextmanager
-def _whole_in_outline(model: nn.Module) -> Iterator[None]:
+def _whole_on_meta(model: nn.Module) -> Iterator[None]:
     """Replace rows by whole parameters on the meta device inside the context, for FSDP to shard, then restore the rows.
 
     FSDP pads them at the first forward pass, as it does for all exchanged parameters.

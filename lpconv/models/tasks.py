@@ -134,7 +134,7 @@ def main_input(config: Mapping[str, Any]) -> str:
     return str(getattr(getattr(transformers, name, None), "main_input_name", "input_ids"))
 
 
-def concrete(cls: Any, config: Any) -> Any:
+def resolve_auto_class(cls: Any, config: Any) -> Any:
     """Resolve an Auto class to the class for a config, since Auto classes open directories only.
 
     Raises UnsupportedError if there is no such class.

@@ -58,7 +58,7 @@ class Fit:
         return (what,) if self.unused else ()
 
 
-def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
+def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
     """The weights that the files lack, if `allow_missing`; empty for models that transformers does not build.
 
     `shapes` defaults to `stored_shapes`, whose errors are raised too. Raises InputError for missing and extra weights,
@@ -66,7 +66,7 @@ def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_m
     """
     shapes = stored_shapes(checkpoint) if shapes is None else shapes
     try:
-        fit = fit_of(checkpoint, shapes)
+        fit = compare_with_model(checkpoint, shapes)
     except UnsupportedError:
         return ()
     if fit.shapes or (fit.problems and not allow_missing):
@@ -79,7 +79,7 @@ def check_whole(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_m
     return fit.missing
 
 
-def fit_of(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
+def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
     """Compare the stored tensors with the model that config.json describes.
 
     Raises UnsupportedError if transformers does not build the model.

@@ -97,7 +97,7 @@ class LowPrecisionOptimizer(Optimizer):
                 loss = closure()
         jobs = self._jobs()
         if self.settings.nonfinite_gradients != "ignore" and not self._all_finite(jobs):
-            self._refuse()
+            self._skip_or_raise()
             return loss
         self.records = []
         self._coefficients_now.clear()
@@ -206,7 +206,7 @@ class LowPrecisionOptimizer(Optimizer):
         by_step: dict[int, list[_Job]] = defaultdict(list)
         for job in jobs:
             by_step[int(self._state(job.p)["step"])].append(job)
-        for batch in (batch for equal in by_step.values() for batch in _cut(equal)):
+        for batch in (batch for equal in by_step.values() for batch in _batches_of(equal)):
             params, gradient_dtype = [job.p for job in batch], batch[0].gradient.dtype
             rule, storages = self.settings.rule.name, self.storages(params[0])
             states = [self.state[p] for p in params]
@@ -251,7 +251,7 @@ class LowPrecisionOptimizer(Optimizer):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.settings.seed}/{job.name}/{step}".encode()))
         return torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
 
-    def _refuse(self) -> None:
+    def _skip_or_raise(self) -> None:
         self.num_skipped += 1
         if self.settings.nonfinite_gradients == "raise":
             raise InputError(
@@ -260,7 +260,7 @@ class LowPrecisionOptimizer(Optimizer):
             )
 
 
-def _cut(jobs: list[_Job]) -> Iterator[list[_Job]]:
+def _batches_of(jobs: list[_Job]) -> Iterator[list[_Job]]:
     """Split jobs into consecutive batches of about _BATCH elements."""
     batch: list[_Job] = []
     size = 0

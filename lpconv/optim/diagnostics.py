@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lpconv.optim.kernel import apply_rule
 from lpconv.optim.rules import Rule
-from lpconv.optim.storage import Parts, Storage, load, total
+from lpconv.optim.storage import Parts, Storage, load, stored_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Snapshot:
 
     def compare(self, name: str, step: int, weight: tuple[Tensor, ...]) -> UpdateRecord:
         """Compare with the weight's parts after the step and return the record."""
-        full = total(self.storage, weight)
+        full = stored_value(self.storage, weight)
         moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
         is_intended = self.intended != 0
         return UpdateRecord(
@@ -93,7 +93,7 @@ def snapshot(
     return Snapshot(
         storage=storages[0],
         hi=parts[0][0].float().clone(),
-        full=total(storages[0], parts[0]).clone(),
+        full=stored_value(storages[0], parts[0]).clone(),
         intended=end - start,
     )
 

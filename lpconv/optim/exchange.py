@@ -13,7 +13,7 @@ from lpconv.lookup import nearest
 from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import BF16
 from lpconv.optim.base import LowPrecisionOptimizer
-from lpconv.optim.storage import Storage, store, total
+from lpconv.optim.storage import Storage, store, stored_value
 from lpconv.shards import gather_whole, local, placed_like
 
 
@@ -25,7 +25,7 @@ def start_from_fp32(optimizer: LowPrecisionOptimizer, model: nn.Module, values: 
     its names); other entries are ignored, so a whole state dict is accepted. Raises InputError, changing nothing, if a
     tensor is missing or has another shape.
     """
-    pairs = [(p, _value_for(names, p, values)) for p, names in _all_named(optimizer, model)]
+    pairs = [(p, _value_for(names, p, values)) for p, names in _require_named_parameters(optimizer, model)]
     for p, value in pairs:
         _set_fp32(optimizer, p, value)
 
@@ -39,7 +39,7 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
     and those without a residual, are unchanged. Raises InputError if the directory has no residual, if its weights have
     changed since (the SHA-256 differs), if a shape differs, and if no name matches.
     """
-    by_name = {name: p for p, names in _named(optimizer, model) for name in names}
+    by_name = {name: p for p, names in _named_parameters(optimizer, model) for name in names}
     num_set = 0
     with StoredTensors.open(directory) as stored:
         if not stored.with_residual:
@@ -72,13 +72,13 @@ def fp32_state_dict(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[
 def fp32_values(optimizer: LowPrecisionOptimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return `fp32_state_dict` without gathering DTensors."""
     state: dict[str, Tensor] = dict(model.state_dict())
-    for p, names in _all_named(optimizer, model):
-        value = total(optimizer.storages(p)[0], tuple(local(x) for x in optimizer.parts(p)[0]))
+    for p, names in _require_named_parameters(optimizer, model):
+        value = stored_value(optimizer.storages(p)[0], tuple(local(x) for x in optimizer.parts(p)[0]))
         state |= dict.fromkeys(names, placed_like(p, value * optimizer.weight_scale(p)))
     return state
 
 
-def _named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+def _named_parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """The optimizer's parameters that are in the model, with their names there; tied ones have several."""
     names: dict[Tensor, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -86,9 +86,9 @@ def _named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Ten
     return [(p, names[p]) for group in optimizer.param_groups for p in group["params"] if p in names]
 
 
-def _all_named(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+def _require_named_parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """Return `_named`. Raises InputError if the model lacks one of the optimizer's parameters."""
-    parameters = _named(optimizer, model)
+    parameters = _named_parameters(optimizer, model)
     num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
     if len(parameters) < num_trained:
         raise InputError(

@@ -25,7 +25,7 @@ Closure = Callable[[], Any]
 """Clears gradients, computes the gradients of a batch (or of all data) at the current weights, and returns the loss."""
 
 
-def whole_numbers(bits: int) -> Format:
+def integer_format(bits: int) -> Format:
     """Integer format of `bits` bits, ±(2^(bits-1) - 1), like `int4` and `int8`."""
     if not 2 <= bits <= 24:
         raise UsageError(f"a grid of {bits} bits", hint="2 to 24; the paper uses 8 and 16")
@@ -49,7 +49,7 @@ class LPSGD(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], *, lr: float, spacing: float, bits: int = 8, seed: int = 0) -> None:
         if not (lr > 0 and spacing > 0 and math.isfinite(lr * spacing)):
             raise UsageError(f"lr={lr}, spacing={spacing}", hint="both are above 0 and finite")
-        self.format, self.spacing = whole_numbers(bits), spacing
+        self.format, self.spacing = integer_format(bits), spacing
         self.generator = torch.Generator().manual_seed(seed)
         super().__init__(params, {"lr": lr})
         self._start()
@@ -57,20 +57,20 @@ class LPSGD(torch.optim.Optimizer):
     @torch.no_grad()
     def _start(self) -> None:
         for p, _ in self._parameters():
-            p.copy_(self._rounded(p))
+            p.copy_(self._round(p))
 
     @torch.no_grad()
     def step(self, closure: Closure) -> Any:  # type: ignore[override]  # the step chooses where gradients are computed
         """Update once from the batch of `closure` and return its loss."""
-        loss = _evaluated(closure)
+        loss = _evaluate(closure)
         for p, lr in self._parameters():
-            p.copy_(self._rounded(p - lr * _gradient(p)))
+            p.copy_(self._round(p - lr * _gradient(p)))
         return loss
 
     def _parameters(self) -> list[tuple[Tensor, float]]:
         return [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.requires_grad]
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _round(self, x: Tensor) -> Tensor:
         """Round `x` to the grid; a spacing of 0 gives 0."""
         if self.spacing == 0:
             return torch.zeros_like(x)
@@ -87,7 +87,7 @@ class LPSVRG(LPSGD):
     @torch.no_grad()
     def recentre(self, full: Closure) -> float:
         """Make the current weights the centre, compute the gradient of all data there, and return its norm."""
-        _evaluated(full)
+        _evaluate(full)
         for p, _ in self._parameters():
             self.state[p].update(centre=p.clone(), gradient=_gradient(p).clone())
         return math.sqrt(sum(float(self.state[p]["gradient"].double().square().sum()) for p, _ in self._parameters()))
@@ -97,18 +97,18 @@ class LPSVRG(LPSGD):
         """Update once from the batch that `closure` evaluates twice; return the loss at the current weights."""
         if any("centre" not in self.state[p] for p, _ in self._parameters()):
             raise UsageError("no centre yet", hint="call `recentre` with the gradient of all data first")
-        loss = _evaluated(closure)
+        loss = _evaluate(closure)
         here = [(p.clone(), _gradient(p).clone()) for p, _ in self._parameters()]
         for p, _ in self._parameters():
             p.copy_(self.state[p]["centre"])
-        _evaluated(closure)
+        _evaluate(closure)
         for (p, lr), (weight, gradient) in zip(self._parameters(), here, strict=True):
             state = self.state[p]
             self._move(p, weight, lr * (gradient - _gradient(p) + state["gradient"]), state)
         return loss
 
     def _move(self, p: Tensor, weight: Tensor, change: Tensor, state: dict[str, Any]) -> None:
-        p.copy_(self._rounded(weight - change))
+        p.copy_(self._round(weight - change))
 
 
 class HALP(LPSVRG):
@@ -137,11 +137,11 @@ class HALP(LPSVRG):
         return norm
 
     def _move(self, p: Tensor, weight: Tensor, change: Tensor, state: dict[str, Any]) -> None:
-        state["offset"] = self._rounded(state["offset"] - change)
+        state["offset"] = self._round(state["offset"] - change)
         p.copy_(state["centre"] + state["offset"])
 
 
-def _evaluated(closure: Closure) -> Any:
+def _evaluate(closure: Closure) -> Any:
     with torch.enable_grad():
         return closure()
 

@@ -19,7 +19,7 @@ from lpconv.mcf.pairs import Rounding, nearest_by_bits, nearest_by_cast
 from lpconv.mcf.transforms import EXACT_OPTIONS
 from lpconv.optim.paper import build_paper_step, paper_coefficients
 from lpconv.optim.rules import RULES, Coefficients, Rule
-from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, total
+from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, stored_value
 
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
 _CHECKED = 4096
@@ -123,7 +123,7 @@ def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: t
         eager(other, gradient, coefficients, random)
     return all(
         torch.allclose(a[0].float(), b[0].float(), rtol=max(2 * torch.finfo(s.dtype).eps, 2.0**-14), atol=0.0)
-        and torch.allclose(total(s, a), total(s, b), rtol=max(4 * s.relative_error, 2.0**-14), atol=0.0)
+        and torch.allclose(stored_value(s, a), stored_value(s, b), rtol=max(4 * s.relative_error, 2.0**-14), atol=0.0)
         for s, a, b in zip(storages, parts, other, strict=True)
     )
 

@@ -116,10 +116,10 @@ def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     betas = group.get("betas", ())
     if not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"betas = {betas} are out of range", hint="0 <= beta < 1")
-    _warn_of_what_cannot_decay(group, settings)
+    _warn_if_moment_cannot_decay(group, settings)
 
 
-def _warn_of_what_cannot_decay(group: Mapping[str, Any], settings: UpdateSettings) -> None:
+def _warn_if_moment_cannot_decay(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     rule, variant = settings.rule, settings.variant
     for name, storage, decay in zip(rule.moments, variant.moments, rule.decays(group), strict=False):
         if storage is Storage.BF16 and decay > _LARGEST_BF16_DECAY:

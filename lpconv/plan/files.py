@@ -73,7 +73,7 @@ def _kept_modules(plan: Plan, formats: Mapping[str, str]) -> list[str]:
     if plan.linears is None:
         return [*dict.fromkeys(i.name.rpartition(".")[0] for i in kept if len(i.shape) > 2 or _is_weight(i))]
     modules = (i.name.rpartition(".")[0] for i in kept if _is_weight(i) or ".experts." in i.name)
-    return [*dict.fromkeys([*plan.linears.without(formats), *(m for m in modules if m not in plan.linears.tables)])]
+    return [*dict.fromkeys([*plan.linears.unquantised(formats), *(m for m in modules if m not in plan.linears.tables)])]
 
 
 def _is_weight(info: TensorInfo) -> bool:

@@ -18,7 +18,7 @@ from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import linears_of
-from lpconv.models.whole import check_whole
+from lpconv.models.whole import check_complete
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import ConvertOptions
@@ -77,7 +77,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
     refused without reading them.
     """
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
-    checkpoint = checkpoint.copied() if options.cache else checkpoint
+    checkpoint = checkpoint.local_copy() if options.cache else checkpoint
     promised = {} if headers_only else checkpoint.check_promised()
     directory = checkpoint.directory
     watched = watch(directory, [*watched_files(checkpoint), *residual_files(directory)])
@@ -98,7 +98,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         )
         output_config(plain, plan)  # raises its errors now
         memory = plan_memory(plan, plain, gates, output=output, uploads=url is not None)
-        missing = check_whole(plain, shapes, allow_missing=options.allow_missing)
+        missing = check_complete(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
         raise

@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from lpconv.errors import UsageError
-from lpconv.formats.grains import GRAINS, TENSOR, grain_of
+from lpconv.formats.grains import GRAINS, TENSOR, get_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import LPCONV, METHODS
 from lpconv.options import (
@@ -43,7 +43,7 @@ _how = functools.partial(Option, panel=_HOW, of_run=True)
 
 
 def _granularity(name: str) -> str:
-    grain_of(name)
+    get_grain(name)
     return name
 
 

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, Kept, Settings
 from lpconv.methods import METHODS
@@ -75,7 +75,7 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     return Settings(
         scale=options.scale or "pow2",
-        grain=grain_of(options.granularity),
+        grain=get_grain(options.granularity),
         calibrated=options.has_input_scales,
         is_expert=linears is not None and name in linears.experts,
         **settings,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.errors import UsageError
-from lpconv.formats.grains import GRAINS, TENSOR, Grain, grain_of
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
@@ -97,7 +97,7 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
 
 def command_line(model: str, options: ConvertOptions) -> str:
     """The command that makes the same output, without folders and without run options such as --resume."""
-    usual = _usual_scale(FORMATS[options.format], grain_of(options.granularity)) if options.format else None
+    usual = _usual_scale(FORMATS[options.format], get_grain(options.granularity)) if options.format else None
     unsaid = {"method": None, "scale": usual}  # a value equal to this, else to the default, is left out
     values = {}
     for name, d in options_of(ConvertOptions).items():
@@ -162,7 +162,7 @@ def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> 
 
 def _grain(options: ConvertOptions, method: Method) -> Grain | None:
     """The granularity of scales, validated against method and scale; None for one scale per tensor."""
-    grain = grain_of(options.granularity)
+    grain = get_grain(options.granularity)
     if grain is not None and not method.has_granularity:
         raise UsageError(f"method `{method.name}` has no {grain.words[2:]}", hint="use --method unit or scalify")
     if grain is not None and grain.scale_dtype == "U8" and options.scale == "exact":
@@ -201,7 +201,7 @@ def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) 
     others = [name for name in method.forms if _supports(method, name, fmt, grain)]
     grains_of: dict[str, list[str]] = {}
     for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # lpconv's own layout holds nearly everything
-        formats = [f for f in FORMATS.values() if _is_supported(layout, f, grain_of(name.replace("N", "32")))]
+        formats = [f for f in FORMATS.values() if _is_supported(layout, f, get_grain(name.replace("N", "32")))]
         if formats:
             grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
     held = "; ".join(f"--format {f} with --granularity {' or '.join(grains)}" for f, grains in grains_of.items())

@@ -15,11 +15,11 @@ from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import sequence_length, vocabulary_size
-from lpconv.models.opening import Opened, check_runs, open_to_run, reads_text
+from lpconv.models.opening import Opened, check_runs, open_to_run, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
-from lpconv.models.whole import check_whole
+from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
 from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
 from lpconv.probe.options import ProbeOptions
@@ -58,8 +58,8 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
     checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()
     progress.start("opening the model", 0)
-    reads_text(checkpoint, hint=hint)
-    check_whole(checkpoint, allow_missing=options.allow_missing)
+    read_text_config(checkpoint, hint=hint)
+    check_complete(checkpoint, allow_missing=options.allow_missing)
     check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="probing")
     opened = open_to_run(checkpoint)
     task = opened.task if opened.task in (CLM, MLM) else NONE

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lpconv.errors import UnsupportedError
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.kernel import STEPS, apply_rule
-from lpconv.optim.storage import load, total
+from lpconv.optim.storage import load, stored_value
 from lpconv.scaled.tensor import ScaledTensor
 
 
@@ -22,7 +22,7 @@ def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:
     if isinstance(p, DTensor):
         raise UnsupportedError("sharded parameters cannot be followed", hint="measure on one process, without FSDP")
     if isinstance(optimizer, LowPrecisionOptimizer):
-        return total(optimizer.storages(p)[0], optimizer.parts(p)[0]).clone()
+        return stored_value(optimizer.storages(p)[0], optimizer.parts(p)[0]).clone()
     master = optimizer.state[p].get("master") if p in optimizer.state else None
     if isinstance(p, ScaledTensor):
         return p.dequantize() if master is None else master * p.scale

@@ -40,7 +40,7 @@ def run_probe(
 
     with (
         Staging(output, {"probe": checkpoint.origin.name}, force=options.force, marker=PROBE_FILE) as staging,
-        staging.discarded_on_failure(),
+        staging.discard_on_failure(),
     ):
         result = probe_checkpoint(checkpoint, options, progress=progress)
         if options.calibrate:

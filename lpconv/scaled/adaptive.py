@@ -23,7 +23,7 @@ from lpconv.kernels.matmul import at_half
 from lpconv.layers import convolutions, linears
 from lpconv.lookup import find
 from lpconv.scaled.adaptive_factor import AdaptiveOptions, LayerState
-from lpconv.scaled.model import COMPUTE, Scaling, leave_plain, refuse_scaled
+from lpconv.scaled.model import COMPUTE, Scaling, refuse_scaled, return_plain
 from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import times
@@ -53,17 +53,17 @@ def adaptive_scaling(
         make_adaptive(module, LayerState(options=options, dtype=dtype, format=compute))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_unscaled)  # type: ignore[no-untyped-call]
+            parameter.register_hook(_unscale)  # type: ignore[no-untyped-call]
     underflow = options.threshold if options.casts == "lognormal" else 0.0
     numerics = Numerics(unit_factors=False, fit_joins=True, cast_underflow=underflow, strict=strict)
     unit = scaled_tensor(torch.ones(()), 1.0, role=Role.GRADIENT, numerics=numerics)
     scaling = Scaling(
         method="adaptive", compute=compute, numerics=numerics, scales={}, saved=None, unit=unit, autocast=dtype
     )
-    return leave_plain(model, scaling)
+    return return_plain(model, scaling)
 
 
-def _unscaled(grad: Tensor) -> Tensor:
+def _unscale(grad: Tensor) -> Tensor:
     return grad.dequantize(grad.dtype) if isinstance(grad, ScaledTensor) else grad
 
 
@@ -85,9 +85,9 @@ class _Product(Protocol):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
-    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
 
-    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def parameter_gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the weight and of a bias."""
 
 
@@ -100,10 +100,10 @@ class _Matmul:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product(_PLAIN, x, weight.t(), bias=bias)
 
-    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return product(_PLAIN, grad, weight)
 
-    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def parameter_gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return grad.t() @ x, grad.sum(0)
 
 
@@ -123,10 +123,10 @@ class _Convolution(NamedTuple):
         out: Tensor = at_half(aten.convolution.default, x, weight, bias, *self._settings())
         return out
 
-    def of_input(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return self._backward(grad, x, weight, [True, False, False])[0]
 
-    def of_parameters(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def parameter_gradients(self, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         _, of_weight, of_bias = self._backward(grad, x, weight.to(grad.dtype), [False, True, True])
         return of_weight, of_bias
 
@@ -156,14 +156,14 @@ class _Adaptive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         raw, scale = (grad.data_part, grad.scale) if isinstance(grad, ScaledTensor) else (grad, 1.0)
-        of_weight, of_bias = ctx.product.of_parameters(raw.float(), x.float(), weight)
+        of_weight, of_bias = ctx.product.parameter_gradients(raw.float(), x.float(), weight)
         grad_weight = times(of_weight, scale).to(ctx.weight_dtype)
         grad_bias = None if ctx.bias_dtype is None else times(of_bias, scale).to(ctx.bias_dtype)
         if not isinstance(grad, ScaledTensor):
-            return ctx.product.of_input(raw, x, weight), grad_weight, grad_bias, None, None
+            return ctx.product.input_gradient(raw, x, weight), grad_weight, grad_bias, None, None
         factor = ctx.state.factor_for(grad, weight, ctx.product.num_terms(weight))
-        handed_down = ctx.product.of_input(times(raw, factor), x, weight)
-        grad_input = ScaledTensor(handed_down, scale / factor, Role.GRADIENT, grad.numerics)
+        grad_data = ctx.product.input_gradient(times(raw, factor), x, weight)
+        grad_input = ScaledTensor(grad_data, scale / factor, Role.GRADIENT, grad.numerics)
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -174,17 +174,17 @@ class _AdaptiveLinear(nn.Linear):
     """`nn.Linear` whose backward pass scales the input's gradient."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _multiplied(input, self.weight, self.bias, self.adaptive)  # type: ignore[arg-type]  # nn.Module's __getattr__
+        return _multiply(input, self.weight, self.bias, self.adaptive)  # type: ignore[arg-type]  # nn.Module's __getattr__
 
 
 class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
     """GPT-2's linear layer, whose weight is (N_in, N_out), with the same backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _multiplied(x, self.weight.t(), self.bias, self.adaptive)
+        return _multiply(x, self.weight.t(), self.bias, self.adaptive)
 
 
-def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
     rows = x.to(state.dtype).reshape(-1, x.shape[-1])
     out: Tensor = _Adaptive.apply(rows, weight, bias, state, _MATMUL)  # type: ignore[no-untyped-call]
     return out.view(*x.shape[:-1], out.shape[-1])

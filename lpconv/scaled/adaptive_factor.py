@@ -89,12 +89,12 @@ class LayerState:
     def factor_for(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
         """α for this backward pass, updated at every `every`-th one; a compiled graph updates it each time."""
         if torch.compiler.is_compiling():
-            return self._chosen(grad, weight, num_terms)
+            return self._compute_factor(grad, weight, num_terms)
         if self.factor is None or self.num_calls % self.options.every == 0:
-            self.factor = self._chosen(grad, weight, num_terms)
+            self.factor = self._compute_factor(grad, weight, num_terms)
         self.num_calls += 1
         self.scale = grad.scale
         return self.factor
 
-    def _chosen(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
+    def _compute_factor(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
         return adaptive_factor(grad.data_part, weight, grad.scale, self.format, self.options, num_terms=num_terms)

@@ -69,10 +69,10 @@ def calibrate(
 
     def settle(name: str, side: str, x: ScaledTensor) -> float:
         if side == "input":
-            needed = _holding(measured[name, side]) / _static(x.scale)
+            needed = _fitting_scale(measured[name, side]) / _as_static(x.scale)
             factors[name, side] = max(needed, 1.0)
         else:
-            factors[name, side] = targets[name, side] / _static(x.scale)
+            factors[name, side] = targets[name, side] / _as_static(x.scale)
         return factors[name, side]
 
     _run(model, batch_list[:1], loss, settle)
@@ -95,16 +95,16 @@ def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
     for name, edge in factors.items():
         if name not in known:
             raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
-        known[name].register_forward_hook(_recentred(edge))
+        known[name].register_forward_hook(_recentre_hook(edge))
         if edge.input != 1.0:
-            known[name].register_forward_pre_hook(functools.partial(_recentred_input, factor=edge.input))
+            known[name].register_forward_pre_hook(functools.partial(_recentre_input, factor=edge.input))
 
 
-def _recentred(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
+def _recentre_hook(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
     return lambda _, __, out: ops.recentre(out, edge.forward, edge.backward) if isinstance(out, ScaledTensor) else out
 
 
-def _recentred_input(module: nn.Module, args: tuple[Any, ...], *, factor: float) -> tuple[Any, ...]:
+def _recentre_input(module: nn.Module, args: tuple[Any, ...], *, factor: float) -> tuple[Any, ...]:
     x = args[0]
     return (ops.recentre(x, factor, 1.0) if isinstance(x, ScaledTensor) else x, *args[1:])
 
@@ -127,7 +127,7 @@ def _run(
 
     def on_input(module: nn.Module, args: tuple[Any, ...], name: str) -> tuple[Any, ...]:
         if isinstance(args[0], ScaledTensor):
-            return _recentred_input(module, args, factor=visit(name, "input", args[0]) or 1.0)
+            return _recentre_input(module, args, factor=visit(name, "input", args[0]) or 1.0)
         return args
 
     handles: list[RemovableHandle] = [
@@ -156,10 +156,10 @@ class _Magnitudes(NamedTuple):
 
     @classmethod
     def of(cls, x: ScaledTensor) -> "_Magnitudes":
-        return cls(*(float(size(x.data_part)) * _static(x.scale) for size in (rms, amax)))
+        return cls(*(float(size(x.data_part)) * _as_static(x.scale) for size in (rms, amax)))
 
 
-def _holding(sizes: list[_Magnitudes]) -> float:
+def _fitting_scale(sizes: list[_Magnitudes]) -> float:
     """The power-of-two scale at which the largest magnitude fits e4m3fn, with headroom."""
     return float(pow2_ceil(_HEADROOM * max(s.amax for s in sizes) / _LARGEST))
 
@@ -172,9 +172,9 @@ def _scale_of(sizes: list[_Magnitudes], side: str) -> float:
     size = (sum(s.rms**2 for s in sizes) / len(sizes)) ** 0.5
     if not MIN_SCALE <= size <= MAX_SCALE:
         return 1.0
-    return max(float(pow2_floor(size)), _holding(sizes) if side == "forward" else 0.0)
+    return max(float(pow2_floor(size)), _fitting_scale(sizes) if side == "forward" else 0.0)
 
 
-def _static(scale: Scale) -> float:
+def _as_static(scale: Scale) -> float:
     assert isinstance(scale, float), "the method unit has static scales"
     return scale

@@ -37,9 +37,9 @@ def initialise(model: Any, *, seed: int = 0) -> None:
             "config without a name",
         )
     generator = torch.Generator().manual_seed(seed)
-    for item in list(_drawn(model)):
+    for item in list(_parameter_draws(model)):
         unit = torch.randn(item.parameter.shape, generator=generator)
-        item.parameter.copy_(_centred(unit, item.fan_in) * (0.0 if item.is_zero else item.size))
+        item.parameter.copy_(_centre(unit, item.fan_in) * (0.0 if item.is_zero else item.size))
     for table in embeddings(model).values():
         if table.padding_idx is not None and table.weight.requires_grad:
             table.weight[table.padding_idx] = 0
@@ -50,7 +50,7 @@ def initialise(model: Any, *, seed: int = 0) -> None:
     setattr(getattr(model, "config", model), NATIVE_MARK, mark)
 
 
-def _centred(unit: Tensor, axes: tuple[int, ...]) -> Tensor:
+def _centre(unit: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Make `unit` sum to zero along the axes of its fan-in, keeping its size.
 
     An activation's mean is then multiplied by zero. Otherwise it would give all tokens a common part that grows from
@@ -71,7 +71,7 @@ def native_scales(model: nn.Module) -> dict[int, float]:
             "method native scales by theory, which holds for weights that it drew itself",
             hint="use method unit for a trained checkpoint; `lpconv.scaled.native` makes a fresh model",
         )
-    scales = {id(item.parameter): item.size for item in _drawn(model)}
+    scales = {id(item.parameter): item.size for item in _parameter_draws(model)}
     for module in norm_modules(model):
         scales |= {id(p): 1.0 for p in module.parameters(recurse=False)}
     for name, factor in _norm_factors(model, mark).items():
@@ -85,7 +85,7 @@ def averages_causally(model: Any) -> bool:
     return bool(generates) and not getattr(model.config, "is_encoder_decoder", False)
 
 
-class _Drawn(NamedTuple):
+class _Draw(NamedTuple):
     """A parameter to draw: α·Ŵ, or 0 if it only adds a constant. Products sum over the axes `fan_in`."""
 
     parameter: Tensor
@@ -94,7 +94,7 @@ class _Drawn(NamedTuple):
     fan_in: tuple[int, ...] = ()
 
 
-def _drawn(model: nn.Module) -> Iterator[_Drawn]:
+def _parameter_draws(model: nn.Module) -> Iterator[_Draw]:
     """All parameters to draw, tied ones once: as a table, whose size a tied head shares."""
     known = _matrices(model) | {id(t.weight): _table(t) for t in embeddings(model).values()}
     norms = {id(m) for m in norm_modules(model)}
@@ -105,17 +105,17 @@ def _drawn(model: nn.Module) -> Iterator[_Drawn]:
                 continue
             visited.add(id(parameter))
             name = f"{prefix}.{key}" if prefix else key
-            yield known.get(id(parameter)) or _other(name, module, key, parameter)
+            yield known.get(id(parameter)) or _draw_of_other(name, module, key, parameter)
 
 
-def _matrices(model: nn.Module) -> dict[int, _Drawn]:
+def _matrices(model: nn.Module) -> dict[int, _Draw]:
     """Matrices at 1/√K; the last matrix of each of L attentions, which ends its branch, at 1/√(K·L).
 
     The common part of all tokens passes an average undiminished, and each layer would double it, until tokens are alike
     and the gradients of Q and K vanish. The paper's authors give attention a small share of the residual, τ ≈ 0.01,
     too.
     """
-    last = _ends(model)
+    last = _branch_ends(model)
     ends = {id(getattr(layer.module, layer.parameter)) for layer in last}
     matrices = {}
     for layer in linears(model):
@@ -123,11 +123,11 @@ def _matrices(model: nn.Module) -> dict[int, _Drawn]:
         share = len(last) if id(weight) in ends else 1
         is_transposed = layer.kind == "Conv1D" or getattr(layer.module, "is_transposed", False)
         size = (layer.in_features * share) ** -0.5
-        matrices[id(weight)] = _Drawn(weight, size, fan_in=(-2 if is_transposed else -1,))
+        matrices[id(weight)] = _Draw(weight, size, fan_in=(-2 if is_transposed else -1,))
     return matrices
 
 
-def _ends(model: Any) -> list[LinearLayer]:
+def _branch_ends(model: Any) -> list[LinearLayer]:
     """The last matrix of each attention that writes into the residual stream (Phi-3 lists QKV after it)."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     layers = [linears(m)[::-1] for m in _attentions(model)]
@@ -144,12 +144,12 @@ def _attentions(model: nn.Module) -> list[nn.Module]:
     return list(attentions.values())
 
 
-def _table(table: nn.Embedding) -> _Drawn:
+def _table(table: nn.Embedding) -> _Draw:
     """A table of unit size after its class's own factor.
 
     A table of few kinds, such as segments, adds the same vector to nearly all tokens and starts at 0 like a bias.
     """
-    return _Drawn(table.weight, 1 / _own_factor(table), is_zero=table.num_embeddings <= _FEW_KINDS)
+    return _Draw(table.weight, 1 / _own_factor(table), is_zero=table.num_embeddings <= _FEW_KINDS)
 
 
 def _own_factor(table: nn.Embedding) -> float:
@@ -162,13 +162,13 @@ def _own_factor(table: nn.Embedding) -> float:
     return 1.0
 
 
-def _other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Drawn:
+def _draw_of_other(name: str, module: nn.Module, key: str, parameter: Tensor) -> _Draw:
     if key == "bias" or key.endswith("_bias"):
-        return _Drawn(parameter, 1.0, is_zero=True)
+        return _Draw(parameter, 1.0, is_zero=True)
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        return _Drawn(parameter, math.prod(parameter.shape[1:]) ** -0.5, fan_in=tuple(range(1, parameter.dim())))
+        return _Draw(parameter, math.prod(parameter.shape[1:]) ** -0.5, fan_in=tuple(range(1, parameter.dim())))
     if parameter.dim() > 1 and parameter.shape[0] == 1:  # vectors that are added to every example, such as positions
-        return _Drawn(parameter, 1.0)
+        return _Draw(parameter, 1.0)
     raise UnsupportedError(
         f"no native rule for parameter `{name}` of {type(module).__name__}",
         hint="rules cover matrices, convolutions, embeddings, norms and biases; method unit takes any architecture",
@@ -191,7 +191,7 @@ def _tied_head(model: nn.Module) -> Any:
 
 def _norm_factors(model: nn.Module, mark: Mapping[str, Any]) -> dict[str, float]:
     """Factors of norms by name, for norms that have one."""
-    factors = {name: len(_ends(model)) ** -0.5 for name in mark.get("branch_norms", ())}
+    factors = {name: len(_branch_ends(model)) ** -0.5 for name in mark.get("branch_norms", ())}
     return factors | ({mark["head_norm"]: _head_factor(model)} if mark.get("head_norm") else {})
 
 
@@ -201,7 +201,7 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
     `head_norm` is None if no head is tied or its input is small enough. One forward pass finds these norms by the
     memory that one module returns and another reads, since the code does not tell.
     """
-    tied, norms, ends = _tied_head(model), set(norm_modules(model)), {layer.module for layer in _ends(model)}
+    tied, norms, ends = _tied_head(model), set(norm_modules(model)), {layer.module for layer in _branch_ends(model)}
     names = {m: name for name, m in model.named_modules()}
     returned: dict[int, tuple[Any, Any]] = {}  # with the output, so that its memory is not reused
     read: list[tuple[Any, Any, Tensor]] = []  # (module, the module that returned its input, the input)
@@ -215,7 +215,7 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
         model(**model.dummy_inputs)
     except Exception as e:  # models that read pixels or sound raise various exceptions
         if tied is not None:
-            raise _no_norm(model) from e
+            raise _no_norm_error(model) from e
     finally:
         for hook in hooks:
             hook.remove()
@@ -224,12 +224,12 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
     head_norm = None
     if fed and float(fed[-1][1].square().mean().sqrt()) >= 2 * _head_factor(model):
         if fed[-1][0] not in norms:
-            raise _no_norm(model)
+            raise _no_norm_error(model)
         head_norm = names[fed[-1][0]]
     return {"head_norm": head_norm, **({"branch_norms": branch} if branch else {})}
 
 
-def _no_norm(model: nn.Module) -> UnsupportedError:
+def _no_norm_error(model: nn.Module) -> UnsupportedError:
     return UnsupportedError(
         f"no native rule for the head of {type(model).__name__}: it shares its weight with an embedding, of unit size, "
         "and no norm before it could be found that takes the factor 1/√K",

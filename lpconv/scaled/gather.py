@@ -20,10 +20,10 @@ from lpconv.formats.spec import get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.scaled_cast import scaled_codes
 from lpconv.layers import linears
-from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, static
+from lpconv.scaled.pair import Numerics, Role, Scaled, data_of, is_static
 
 
-def to_ranks(
+def rows_to_gather(
     x: Scaled, numerics: Numerics, module: nn.Module, dtype: torch.dtype, num_rows: int, num_ranks: int
 ) -> Tensor:
     """This rank's rows to send, in `dtype` or as codes, padded with zeros to equal parts.
@@ -31,7 +31,7 @@ def to_ranks(
     There are `num_rows` rows over `num_ranks` ranks. Raises UnsupportedError for scales that depend on data, and for
     fp16 parameters, since FSDP would keep their gradients in fp16 too.
     """
-    if not static(x.scale):
+    if not is_static(x.scale):
         raise UnsupportedError(
             "a sharded parameter needs a static scale, and data set this one",
             hint="leave the place every:N out of `rescale`",
@@ -51,7 +51,7 @@ def to_ranks(
     return pad(sent, (0, 0) * (sent.dim() - 1) + (0, missing)) if missing else sent.contiguous()
 
 
-def from_ranks(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
+def gathered_rows(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
     """The rows of all ranks in `dtype`: the gathered data, or its codes decoded, which is exact."""
     if gathered.dtype != torch.uint8:
         return gathered
@@ -67,7 +67,7 @@ def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
     return any(layer.module is module and layer.is_replaceable for layer in linears(module))
 
 
-def reduced(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> None:
+def copy_to_reduce(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> None:
     """FSDP's copy of gradient values into its reduction buffer, one row per rank.
 
     They are widened while copying and multiplied in the buffer, so that no further copy is made. Raises

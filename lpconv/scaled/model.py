@@ -139,7 +139,7 @@ def scaled(
     if numerics.native:
         _scale_constants(model, numerics)
     install(model, places if method == "scalify" else (), exact)
-    return leave_plain(model, scaling)
+    return return_plain(model, scaling)
 
 
 def refuse_scaled(model: nn.Module) -> None:
@@ -150,7 +150,7 @@ def refuse_scaled(model: nn.Module) -> None:
         )
 
 
-def leave_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
+def return_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
     """Store `scaling` on the model and give it a class whose forward returns plain tensors."""
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.__class__ = _scaled_class(type(model))
@@ -176,10 +176,10 @@ def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Sharded tensors stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
     """
-    return {name: _unscaled(x) for name, x in model.state_dict().items()}
+    return {name: _unscale(x) for name, x in model.state_dict().items()}
 
 
-def _unscaled(x: Tensor) -> Tensor:
+def _unscale(x: Tensor) -> Tensor:
     own = local(x)
     return placed_like(x, own.dequantize(x.dtype)) if isinstance(own, ScaledTensor) else x
 

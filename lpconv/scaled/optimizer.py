@@ -132,9 +132,9 @@ class AdamW(torch.optim.Optimizer):
         self._store(parameter, "exp_avg", first)
         self._store(parameter, "exp_avg_sq", second, noise=index)
         if target is not data:
-            data.copy_(self._rounded(target, data.dtype, state["step"], index))
+            data.copy_(self._round_to_data(target, data.dtype, state["step"], index))
 
-    def _rounded(self, target: Tensor, dtype: torch.dtype, step: int, index: int) -> Tensor:
+    def _round_to_data(self, target: Tensor, dtype: torch.dtype, step: int, index: int) -> Tensor:
         """Round the fp32 copy to data. Noise depends only on step and parameter, so that a run can be resumed."""
         if self.rounding == "nearest":
             return target
@@ -174,14 +174,14 @@ class AdamW(torch.optim.Optimizer):
             state[name] = placed_like(parameter, moment)
             return
         values = moment.sqrt() if name == "exp_avg_sq" else moment
-        data, state[f"{name}_scale"] = _balanced(values, parameter)
+        data, state[f"{name}_scale"] = _balance(values, parameter)
         if name == "exp_avg_sq":
             generator = torch.Generator(data.device).manual_seed(state["step"] * _PRIME + noise)
             data = fake_quantise(data, _FORMATS[self.state_dtype], rounding="stochastic", generator=generator)
         state[name] = placed_like(parameter, data.to(self.state_dtype))
 
 
-def _balanced(values: Tensor, parameter: Tensor) -> tuple[Tensor, Scale]:
+def _balance(values: Tensor, parameter: Tensor) -> tuple[Tensor, Scale]:
     """Split `values`, shaped like `parameter`, into data below 2^15 and a scale common to all ranks."""
     largest = values.abs().amax() if values.numel() else values.new_zeros(())
     if is_sharded(parameter):

@@ -86,7 +86,7 @@ Rule = Callable[..., Any]
 or NotImplemented for arguments that it does not cover."""
 
 
-def static(scale: Scale) -> bool:
+def is_static(scale: Scale) -> bool:
     """Whether the scale is known before the run."""
     return isinstance(scale, float)
 

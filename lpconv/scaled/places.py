@@ -41,15 +41,15 @@ def _weight_grad(model: nn.Module) -> None:
     """l2 on every finished parameter gradient, for 16-bit optimizer state."""
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_rebalanced_grad)  # type: ignore[no-untyped-call]
+            parameter.register_hook(_rebalance_grad)  # type: ignore[no-untyped-call]
 
 
-def _rebalanced_grad(grad: Tensor) -> Tensor:
+def _rebalance_grad(grad: Tensor) -> Tensor:
     rebalanced: Tensor = ops.rebalance(grad, "l2", "")
     return rebalanced
 
 
-def _every(model: nn.Module, num_steps: int) -> None:
+def _every_n_steps(model: nn.Module, num_steps: int) -> None:
     """l2 on every parameter, before each `num_steps`-th forward pass in training, for weights that outgrow their scale.
 
     The hook is on the whole model, outside the graph that `torch.compile` captures.
@@ -88,7 +88,7 @@ def place(name: str) -> Callable[[nn.Module], None]:
         return find("place", name, _PLACES)
     if not number.isdecimal() or int(number) == 0:
         raise UsageError(f"`{name}` names no number of steps", hint="write every:N, such as every:100")
-    return functools.partial(_every, num_steps=int(number))
+    return functools.partial(_every_n_steps, num_steps=int(number))
 
 
 def heads(model: nn.Module) -> Sequence[nn.Module]:

@@ -35,7 +35,7 @@ def split_number(x: float) -> tuple[float, float]:
     return x / scale, scale
 
 
-def larger(a: Scale, b: Scale) -> Scale:
+def larger_scale(a: Scale, b: Scale) -> Scale:
     """The larger of two scales, which is 2^⌊log2 √(a² + b²)⌋ for powers of two (Scalify, rule of add)."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if isinstance(a, float):

@@ -22,8 +22,17 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules.own import rebalance
-from lpconv.scaled.rules.table import RULES, functional, rule_for
-from lpconv.scaled.scales import MIN_SCALE, MODERATE_SCALE, Scale, clamp_scale, larger, ratio, times, uninitialised_like
+from lpconv.scaled.rules.table import RULES, functional_twin, rule_for
+from lpconv.scaled.scales import (
+    MIN_SCALE,
+    MODERATE_SCALE,
+    Scale,
+    clamp_scale,
+    larger_scale,
+    ratio,
+    times,
+    uninitialised_like,
+)
 
 
 @dataclass
@@ -123,7 +132,7 @@ class ScaledTensor(torch.Tensor):
         """Data, scale and role, including writes to other views of the same memory."""
         if self._memory is not None and self._memory.data is not self._whole:
             self._whole, self._scale = self._memory.data, self._memory.scale
-            self._data = _viewed(self._whole, self._views)
+            self._data = _apply_views(self._whole, self._views)
         return Scaled(self._data, self._scale, self._role)
 
     def _keeps_scale(self) -> bool:
@@ -162,20 +171,20 @@ class ScaledTensor(torch.Tensor):
             return
         if self._memory is None and self._is_view():
             raise UnsupportedError(
-                f"in-place write through a view whose elements were copied (reached in {_where()})",
+                f"in-place write through a view whose elements were copied (reached in {_current_module()})",
                 hint="write to the tensor itself",
             )
         whole, old_scale = (data, 0.0) if self._memory is None else (self._memory.data, self._memory.scale)
         new_scale, is_part = result.scale, data.numel() < whole.numel()
-        if not self._views and _lies_as(result.data, data):
+        if not self._views and _same_layout(result.data, data):
             new = target = result.data
         else:
             new = uninitialised_like(whole)
             if is_part:
-                new_scale = larger(old_scale, result.scale)
+                new_scale = larger_scale(old_scale, result.scale)
                 is_zero = isinstance(old_scale, float) and old_scale == 0  # its data are arbitrary
                 new.zero_() if is_zero else new.copy_(times(whole, ratio(old_scale, new_scale)))
-            target = _viewed(new, self._views)
+            target = _apply_views(new, self._views)
             target.copy_(times(result.data, ratio(result.scale, new_scale)) if is_part else result.data)
         self._data, self._scale, self._whole = target, new_scale, new
         if self._memory is not None:
@@ -187,14 +196,14 @@ class ScaledTensor(torch.Tensor):
         """The data that FSDP2 gathers from this rank's part of a parameter."""
         dtype = mp_policy.param_dtype or self.dtype
         own = Scaled(self._data.detach(), self._scale, self._role)
-        return (gather.to_ranks(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
+        return (gather.rows_to_gather(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["ScaledTensor", tuple[Tensor, ...]] | None:
         """The whole parameter from gathered data, or fill `out`, which an earlier call returned."""
         (gathered,) = outputs
-        data = gather.from_ranks(gathered, self._numerics, param_dtype)
+        data = gather.gathered_rows(gathered, self._numerics, param_dtype)
         if out is None:
             return ScaledTensor(data, self._scale, self._role, self._numerics), () if data is gathered else (data,)
         assert isinstance(out, ScaledTensor)
@@ -327,11 +336,11 @@ def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run the op on dequantised operands and count it, or raise an error in strict mode."""
     if call.numerics.strict:
         raise UnsupportedError(
-            f"no rule propagates scales through `{call.op}` (reached in {_where()})",
+            f"no rule propagates scales through `{call.op}` (reached in {_current_module()})",
             hint="add a rule in lpconv/scaled/rules, or run without strict=True to dequantise there and count it",
         )
     call.numerics.counts[f"fallback {call.op}"] += 1
-    call.numerics.places.setdefault(call.op._opname.replace("_", ""), _where())
+    call.numerics.places.setdefault(call.op._opname.replace("_", ""), _current_module())
     return call.op(*(_plain(a) for a in args), **{k: _plain(v) for k, v in kwargs.items()})
 
 
@@ -358,19 +367,19 @@ def _in_place(
 ) -> Any:
     """Write the result of the functional twin into the first argument."""
     if op.namespace == "fsdp":
-        gather.reduced(op, pairs, kwargs)
+        gather.copy_to_reduce(op, pairs, kwargs)
         return None
     target = args[0]
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:
             return target.copy_(value(pairs[1]))
         return _on_values(Call(op, numerics), pairs, kwargs)
-    twin = functional(op)
+    twin = functional_twin(op)
     if twin is not None and torch.Tag.inplace_view in op.tags and isinstance(target, ScaledTensor):
         return target._reshape(op, _View(twin, args[1:], kwargs, None))
     if twin is None or rule_for(twin) is None or not isinstance(target, ScaledTensor):
         raise UnsupportedError(
-            f"in-place `{op}` would drop the scale of a tensor (reached in {_where()})",
+            f"in-place `{op}` would drop the scale of a tensor (reached in {_current_module()})",
             hint="train scaled parameters with lpconv.scaled.AdamW or torch.optim.SGD",
         )
     result = _run(Call(twin, numerics), pairs, kwargs)
@@ -378,18 +387,18 @@ def _in_place(
     return target
 
 
-def _lies_as(a: Tensor, b: Tensor) -> bool:
+def _same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape, strides and storage offset."""
     return (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
 
 
-def _viewed(data: Tensor, views: tuple[_View, ...]) -> Tensor:
+def _apply_views(data: Tensor, views: tuple[_View, ...]) -> Tensor:
     for view in views:
         data = view.of(data)
     return data
 
 
-def _where() -> str:
+def _current_module() -> str:
     """The innermost module on the stack, by its name in the outermost one."""
     modules: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe()

@@ -48,11 +48,11 @@ class Checkpoint:
         if isinstance(model, Checkpoint):
             return model
         if isinstance(model, Path):
-            return cls.at(Resolved(name=str(model), resolved=str(model.absolute()), directory=model))
-        return cls.at(resolve(model, revision=revision))
+            return cls.from_resolved(Resolved(name=str(model), resolved=str(model.absolute()), directory=model))
+        return cls.from_resolved(resolve(model, revision=revision))
 
     @classmethod
-    def at(cls, origin: Resolved) -> "Checkpoint":
+    def from_resolved(cls, origin: Resolved) -> "Checkpoint":
         """Open the directory of a resolved name. Raises InputError like `open`."""
         directory = as_directory(origin.directory)
         config = read_config(directory)
@@ -83,11 +83,13 @@ class Checkpoint:
         """All tensors of the weight files by name; empty for pickles. Raises the errors of `read_header`."""
         return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
 
-    def copied(self) -> "Checkpoint":
+    def local_copy(self) -> "Checkpoint":
         """The same checkpoint with all files on this machine; files at a URL are copied."""
         origin = self.origin
         return (
-            Checkpoint.at(resolve(origin.name, revision=origin.revision, whole=True)) if is_url(origin.name) else self
+            Checkpoint.from_resolved(resolve(origin.name, revision=origin.revision, whole=True))
+            if is_url(origin.name)
+            else self
         )
 
     def check_promised(self) -> dict[str, str]:

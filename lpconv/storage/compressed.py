@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.formats.grains import GRAINS, Grain, known_grain
+from lpconv.formats.grains import GRAINS, Grain, find_grain
 
 COMPRESSED_TENSORS = "compressed-tensors"
 # Names of a module's input scale: the only one, or the global scale of dynamic group scales.
@@ -42,7 +42,7 @@ class LinearModules:
         """Names of the weights that can be codes."""
         return frozenset(f"{name}.weight" for name in self.plain)
 
-    def without(self, quantised: Iterable[str]) -> tuple[str, ...]:
+    def unquantised(self, quantised: Iterable[str]) -> tuple[str, ...]:
         """The modules whose weight is not in `quantised`, for `ignore`: by their names in the files and the model."""
         weights = set(quantised)
         unquantised = [name for name in self.plain if f"{name}.weight" not in weights]
@@ -70,7 +70,7 @@ class CompressedPreset:
     @property
     def is_calibrated(self) -> bool:
         """Whether the input scale is known in advance, either alone or as the global scale of group scales."""
-        return input_scale_of(self.inputs) is not None
+        return input_scale_name(self.inputs) is not None
 
     @property
     def title(self) -> str:
@@ -108,7 +108,7 @@ _PRESETS = tuple(
 )  # fmt: skip
 
 
-def input_scale_of(inputs: Mapping[str, Any] | None) -> str | None:
+def input_scale_name(inputs: Mapping[str, Any] | None) -> str | None:
     """Name of the input-scale tensor that this activation config requires, or None."""
     if inputs is None or inputs.get("dynamic") is True:
         return None
@@ -179,7 +179,7 @@ class CompressedPresets:
     usual: CompressedPreset
     others: Mapping[str, CompressedPreset]
 
-    def of(self, module: str) -> CompressedPreset:
+    def preset_for(self, module: str) -> CompressedPreset:
         """The preset of a quantised module."""
         return self.others.get(module, self.usual)
 
@@ -210,12 +210,12 @@ def _preset_in(group: Any) -> CompressedPreset | None:
     weights, inputs, targets = map(group.get, names) if isinstance(group, dict) else (None, None, None)
     if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         return None
-    grain = known_grain(f"group:{weights.get('group_size')}")
+    grain = find_grain(f"group:{weights.get('group_size')}")
     known = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None)]
     return next((p for p in known if (p.weights, p.inputs) == (weights, inputs)), None)
 
 
-def quantized_by(config: Mapping[str, Any]) -> str | None:
+def quantization_method(config: Mapping[str, Any]) -> str | None:
     """The `quant_method` in config.json, or None for an unquantised checkpoint."""
     settings = config.get("quantization_config")
     return str(settings.get("quant_method", "another method")) if isinstance(settings, dict) else None

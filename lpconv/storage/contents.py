@@ -36,7 +36,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
     path = directory / "config.json"
     if not path.exists():
-        raise _no_checkpoint(directory)
+        raise _no_checkpoint_error(directory)
     check_inside(directory, path.name)
     config = _with_quantization(read_json(path), directory)
     check_config(config, path)
@@ -89,7 +89,7 @@ def check_config(config: dict[str, Any], path: Path) -> None:
             raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="fetch the file again")
 
 
-def _no_checkpoint(directory: Path) -> InputError:
+def _no_checkpoint_error(directory: Path) -> InputError:
     """Error for a directory without config.json; says what it holds instead, if that is known."""
     if (directory / _ADAPTER).is_file():
         base = read_json(directory / _ADAPTER).get("base_model_name_or_path")

@@ -57,11 +57,11 @@ def as_directory(path: Path) -> Path:
 
     Raises InputError for a damaged file, UnsupportedError for unsupported types and architectures.
     """
-    file = file_at(path)
+    file = find_gguf(path)
     return path if file is None else _view(file)
 
 
-def file_at(path: Path) -> Path | None:
+def find_gguf(path: Path) -> Path | None:
     """The GGUF file at a path, or the only one in a directory without config.json; None if there is none."""
     candidates = [path]
     if path.is_dir() and not (path / "config.json").exists():

@@ -11,17 +11,17 @@ from pathlib import Path
 from lpconv.errors import OutputExistsError
 
 
-def hold(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
     """Try to lock an open file or folder exclusively until it is closed; returns whether that succeeded."""
     return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def wait_for(descriptor: int) -> None:
+def wait_for_lock(descriptor: int) -> None:
     """Wait for the exclusive lock on an open file, which is held until it is closed."""
     _lock(descriptor, fcntl.LOCK_EX)
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a live process has locked a file or a folder; False if it does not exist."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -34,7 +34,7 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def held_by_another(place: Path) -> OutputExistsError:
+def locked_error(place: Path) -> OutputExistsError:
     """Error for an output that another run has locked."""
     return OutputExistsError(f"another run is writing `{place}`", hint="wait for it, or choose another --output")
 

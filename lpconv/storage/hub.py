@@ -79,24 +79,24 @@ def download(repo_id: str, revision: str | None) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    names = wanted_files(f.rfilename for f in _asked(repo_id, revision).siblings or ())
+    names = wanted_files(f.rfilename for f in _model_info(repo_id, revision).siblings or ())
     if not any(_is_weights(name) for name in names):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",
             hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
         )
-    with _explained(repo_id, revision, names), _bars_on_terminals_only():
+    with _explain_errors(repo_id, revision, names), _bars_on_terminals_only():
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in names]))
 
 
 def commit_of(repo_id: str, revision: str | None) -> str:
     """The current commit of a branch, a tag or None (the default branch). Raises the errors of `download`."""
-    return str(_asked(repo_id, revision).sha)
+    return str(_model_info(repo_id, revision).sha)
 
 
-def files_at(repo_id: str, commit: str) -> dict[str, int]:
+def commit_files(repo_id: str, commit: str) -> dict[str, int]:
     """The files of a commit with their sizes. Raises the errors of `download`."""
-    siblings = _asked(repo_id, commit, with_sizes=True).siblings or ()
+    siblings = _model_info(repo_id, commit, with_sizes=True).siblings or ()
     return {f.rfilename: f.size or 0 for f in siblings}
 
 
@@ -109,15 +109,15 @@ def files_url(repo_id: str, commit: str) -> tuple[str, dict[str, str]]:
     return f"{constants.ENDPOINT}/{repo_id}/resolve/{commit}", headers
 
 
-def _asked(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> Any:
+def _model_info(repo_id: str, revision: str | None, *, with_sizes: bool = False) -> Any:
     """The hub's information on a repository. Errors become lpconv errors."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        raise _not_here(repo_id, revision, "HF_HUB_OFFLINE is set")
+        raise _not_cached_error(repo_id, revision, "HF_HUB_OFFLINE is set")
     if (why := why_unreachable(constants.ENDPOINT)) is not None:
-        raise _not_here(repo_id, revision, why)
-    with _explained(repo_id, revision):
+        raise _not_cached_error(repo_id, revision, why)
+    with _explain_errors(repo_id, revision):
         # Not `list_repo_files`, which retries for half a minute without a network.
         return HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_S, files_metadata=with_sizes)
 
@@ -175,7 +175,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
+def _explain_errors(repo_id: str, revision: str | None, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except Exception as e:  # also from the client's HTTP and transfer libraries, which vary by version
@@ -217,7 +217,9 @@ def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequen
             f"downloading {file} failed: {type(error).__name__}: {_first_line(error)}",
             hint="run again, which goes on with the files that are missing; or pass a local directory",
         )
-    return _not_here(repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})")
+    return _not_cached_error(
+        repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
+    )
 
 
 def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Sequence[str]) -> str | None:
@@ -238,7 +240,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _not_here(repo_id: str, revision: str | None, why: str) -> InputError:
+def _not_cached_error(repo_id: str, revision: str | None, why: str) -> InputError:
     at = f" at revision `{revision}`" if revision else ""
     option = f" --revision {revision}" if revision else ""
     return InputError(

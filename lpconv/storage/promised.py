@@ -27,7 +27,7 @@ def check_promises(snapshot: Path) -> dict[str, str]:
     another hash.
     """
     state = snapshot.parent.parent / STATE
-    known, hashes = _read(state), dict[str, str]()
+    known, hashes = _read_state(state), dict[str, str]()
     before = dict(known)
     files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
     for name in wanted_files(files):
@@ -81,7 +81,7 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _read(state: Path) -> dict[str, Any]:
+def _read_state(state: Path) -> dict[str, Any]:
     try:
         blobs = json.loads(state.read_bytes())["blobs"]
     except (OSError, ValueError, KeyError, TypeError):

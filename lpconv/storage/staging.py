@@ -21,8 +21,8 @@ from typing import Any, Self
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import no_directory
 from lpconv.storage.contents import read_json
-from lpconv.storage.gguf import file_at
-from lpconv.storage.holding import held_by_another, hold, is_held
+from lpconv.storage.gguf import find_gguf
+from lpconv.storage.holding import is_locked, locked_error, try_lock
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 
 JOURNAL = "journal.jsonl"
@@ -60,9 +60,9 @@ class Staging:
             raise
 
     def _lock(self) -> None:
-        if not hold(self._journal.fileno()):
+        if not try_lock(self._journal.fileno()):
             self._journal.close()
-            raise held_by_another(self.directory)
+            raise locked_error(self.directory)
         # Another run may have published after we opened the journal and before we locked it.
         if not _is_at(self._journal.fileno(), self.directory / JOURNAL):
             self._journal.close()
@@ -115,7 +115,7 @@ class Staging:
             _remove(old, self._marker)
 
     @contextlib.contextmanager
-    def discarded_on_failure(self) -> Iterator[None]:
+    def discard_on_failure(self) -> Iterator[None]:
         """`discard` if the block fails, for work that cannot be resumed."""
         try:
             yield
@@ -155,15 +155,15 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
     partial = folder_next_to(output, ".partial")
     if not os.path.lexists(partial) or resume or force:
         return  # if another run is alive, its lock stops this one later
-    if is_held(partial / JOURNAL):
-        raise held_by_another(partial)
+    if is_locked(partial / JOURNAL):
+        raise locked_error(partial)
     hint = "--force starts anew" if resume is None else "--resume continues it, --force starts anew"
     raise OutputExistsError(f"`{partial}` is left from an interrupted run", hint=hint)
 
 
 def check_same_run(place: Path | str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse to resume a run that was started with other settings. Raises OutputExistsError."""
-    changed = differing(current, saved)
+    changed = differing_settings(current, saved)
     if changed:
         raise OutputExistsError(
             f"`{place}` was begun with other {', '.join(changed)}",
@@ -172,7 +172,7 @@ def check_same_run(place: Path | str, current: Mapping[str, Any], saved: Mapping
         )
 
 
-def differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def differing_settings(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Names of the settings in which two runs differ."""
     return sorted(k for k in {*current, *saved} if current.get(k) != saved.get(k))
 
@@ -201,13 +201,13 @@ def is_output(directory: Path) -> bool:
     return read_marker(directory).get("kind") not in ("restore", "repair")
 
 
-def check_marked(directory: Path) -> None:
+def check_is_output(directory: Path) -> None:
     """Raise UnsupportedError for a checkpoint that is not an output, InputError for anything else without a marker."""
     if (directory / MARKER).exists():
         return
     if not os.path.exists(directory):
         raise no_directory(directory, hint="pass an output of `lpconv convert`")
-    if (directory / SUMS).exists() or not ((directory / "config.json").exists() or file_at(directory)):
+    if (directory / SUMS).exists() or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` is a checkpoint without {MARKER}: there is nothing to verify or restore",

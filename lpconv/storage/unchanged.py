@@ -24,7 +24,7 @@ class Watch:
     def check(self) -> None:
         """Raise InputError for the first file that has changed since."""
         for name, before in self.seen.items():
-            if _look(self.directory / name) != before:
+            if _file_state(self.directory / name) != before:
                 raise InputError(
                     f"`{self.directory / name}` changed while it was read",
                     hint="wait until nothing writes to it, and run again with --force",
@@ -34,7 +34,7 @@ class Watch:
 
 def watch(directory: Path, names: Iterable[str]) -> Watch:
     """Record the state of files, so that `Watch.check` can detect changes."""
-    return Watch(directory=directory, seen={name: _look(directory / name) for name in names})
+    return Watch(directory=directory, seen={name: _file_state(directory / name) for name in names})
 
 
 def watched_files(checkpoint: Checkpoint) -> list[str]:
@@ -43,7 +43,7 @@ def watched_files(checkpoint: Checkpoint) -> list[str]:
     return [*checkpoint.weight_files, "config.json", *indexes, *checkpoint.side_files]
 
 
-def _look(path: Path) -> tuple[int, int, int, str]:
+def _file_state(path: Path) -> tuple[int, int, int, str]:
     try:
         with path.open("rb") as f:
             status = path.stat()

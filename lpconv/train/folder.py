@@ -23,7 +23,7 @@ from lpconv.errors import InputError, OutputExistsError
 from lpconv.options import fields_that_may_change
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.holding import held_by_another, hold, is_held
+from lpconv.storage.holding import is_locked, locked_error, try_lock
 from lpconv.storage.partfile import check_writable, read_error, write_small, writing
 from lpconv.storage.staging import TUNED, check_same_run, is_unused
 from lpconv.train.options import FinetuneOptions
@@ -43,8 +43,8 @@ def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force:
     """Raises OutputExistsError for a folder that exists, unless `force` replaces one of ours or `resume` continues a
     run that was `asked_for` alike, and no other run uses it. Raises ResourceError for one that cannot be written."""
     check_writable(output)
-    if is_held(output):
-        raise held_by_another(output)
+    if is_locked(output):
+        raise locked_error(output)
     if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its first write
         return
     if not (output / MARKER).is_file():
@@ -63,8 +63,8 @@ def held_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: 
         output.mkdir(parents=True, exist_ok=True)
         folder = os.open(output, os.O_RDONLY)
     try:
-        if not hold(folder):
-            raise held_by_another(output)
+        if not try_lock(folder):
+            raise locked_error(output)
         if force and not resume:
             _clear(output)
         write_small(output / MARKER, ordered_json_text(asked))

@@ -14,7 +14,7 @@ from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, read_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
-from lpconv.models.whole import check_whole
+from lpconv.models.whole import check_complete
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source
 from lpconv.train.data import read_rows
@@ -105,7 +105,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
-    check_whole(checkpoint, allow_missing=options.allow_missing)
+    check_complete(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
     rows = read_rows(options)
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)

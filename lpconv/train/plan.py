@@ -32,7 +32,7 @@ from lpconv.models.inputs import sequence_length
 from lpconv.models.opening import model_errors
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import concrete, find_task
+from lpconv.models.tasks import find_task, resolve_auto_class
 from lpconv.results import MemoryPlan, RecipeMemory
 from lpconv.scaled.choices import NATIVE_MARK
 from lpconv.storage.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
         raise UnsupportedError(f"what {task.name} needs cannot be counted without its data", hint=_HINT)
     with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.device("meta"):
         config = transformers.AutoConfig.for_model(**settings)
-        empty = concrete(task.auto, config)(config)
+        empty = resolve_auto_class(task.auto, config)(config)
     shape = (1, sequence_length(config, options.seq_len))
     asked = options.arithmetic
     usable = {n: r.arithmetic for n, r in RECIPES.items() if NATIVE_MARK in settings or not r.arithmetic.is_native}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lpconv.models.sharing import share_out
+from lpconv.models.sharing import shard_parameters
 from lpconv.scaled import from_disk, unscaled_state_dict
 from lpconv.scaled.model import COMPUTE
 from lpconv.train.job import TrainingJob, open_start
@@ -35,7 +35,7 @@ def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
     keeps_fp32 = arithmetic.is_scaled and arithmetic.variant is None
     carrier = COMPUTE[arithmetic.precision].carrier if keeps_fp32 else None
     policy = MixedPrecisionPolicy(param_dtype=carrier, reduce_dtype=torch.float32)
-    share_out(model, mesh(), policy)
+    shard_parameters(model, mesh(), policy)
 
 
 def start_in_fp32(job: TrainingJob, seed: int) -> Any:

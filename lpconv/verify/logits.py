@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import describe, example_inputs, inputs_for
+from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_config
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture, concrete
+from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
         return  # only the model's own code can tell
     cls = architecture(checkpoint.config)
     config = read_config(checkpoint, hint="use --verify weights")
-    inputs_for(concrete(cls, config), config)
+    inputs_for(resolve_auto_class(cls, config), config)
 
 
 def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
@@ -63,7 +63,7 @@ def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, i
         del model, opened
         with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
             got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
-    return compare(wanted, got, cls.__name__, describe(inputs))
+    return compare(wanted, got, cls.__name__, describe_inputs(inputs))
 
 
 def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
@@ -72,7 +72,7 @@ def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
     with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
-        return compare(wanted, outputs_of(model, inputs), cls.__name__, describe(inputs))
+        return compare(wanted, outputs_of(model, inputs), cls.__name__, describe_inputs(inputs))
 
 
 def _check_whole(missing: Sequence[str]) -> None:

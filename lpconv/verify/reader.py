@@ -15,7 +15,7 @@ from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.source import read_tensor
-from lpconv.storage.staging import MARKER, check_marked
+from lpconv.storage.staging import MARKER, check_is_output
 
 _FORMAT_VERSION = 1
 # Other outputs that have an lpconv.json.
@@ -31,7 +31,7 @@ _PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": 
 
 def read_provenance(directory: Path) -> dict[str, Any]:
     """The document `lpconv.json` of an output. Raises InputError if it is missing, damaged or from a newer version."""
-    check_marked(directory)
+    check_is_output(directory)
     document = read_json(directory / MARKER)
     kind = _OTHER_KINDS.get(str(document.get("kind")))
     if kind is not None:

@@ -24,7 +24,7 @@ from lpconv.errors import InputError, ResourceError, UnsupportedError
 from lpconv.machine import available_memory
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.load import open_in_files
-from lpconv.models.opening import model_errors, reads_text
+from lpconv.models.opening import model_errors, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, task_of
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
@@ -74,7 +74,7 @@ def compare_on_text(
     without a head over tokens, ResourceError if memory cannot hold the activations of one window.
     """
     ours, theirs = Checkpoint.open(model), Checkpoint.open(reference)
-    config = reads_text(ours, hint=_HINT)
+    config = read_text_config(ours, hint=_HINT)
     tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
     at_once = _windows_per_pass(config, length)
     progress.start("running both models on the text", 3 * tokens.windows.numel())

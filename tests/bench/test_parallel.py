@@ -102,7 +102,7 @@ def test_a_bench_under_torchrun(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)["rows"]  # one document, though two processes ran
     assert (row["status"], row["processes"], row["parallel"]) == ("ok", 2, "fsdp2")
     assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["timing"]["median_s"])
-    one = find_model(case()).empty()
+    one = find_model(case()).build_empty()
     whole = 2 * sum(p.numel() for p in one.parameters())
     assert row["memory"]["parts"]["weights"] == pytest.approx(whole / 2, rel=0.05)
     assert sum(row["memory"]["parts"].values()) == row["peak_memory"]

@@ -24,13 +24,13 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_as_many_parameters_as_the_model(name: str) -> None:
-    model = find_model(dataclasses.replace(CASE, model=name)).empty()
+    model = find_model(dataclasses.replace(CASE, model=name)).build_empty()
 
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PARAMETERS[name], rel=1e-3)
 
 
 def test_fewer_layers_and_the_linears_of_those() -> None:
-    model = find_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).empty()
+    model = find_model(dataclasses.replace(CASE, model="llama-8b", layers=2)).build_empty()
 
     gemms = {(g.n, g.k): len(g.names) for g in gemms_of(model) if not g.is_head}
     assert len(blocks_of(model)) == 2
@@ -38,7 +38,7 @@ def test_fewer_layers_and_the_linears_of_those() -> None:
 
 
 def test_conv1d_counts_as_a_linear() -> None:
-    model = find_model(dataclasses.replace(CASE, model="gpt2", layers=1)).empty()
+    model = find_model(dataclasses.replace(CASE, model="gpt2", layers=1)).build_empty()
 
     assert {(g.n, g.k) for g in gemms_of(model)} == {(2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)}
 
@@ -54,7 +54,7 @@ def test_what_the_model_does_not_have_is_refused(changes: dict[str, object]) -> 
 def test_the_estimate_grows_with_what_costs_memory() -> None:
     case = dataclasses.replace(CASE, model="bert-base", layers=2, seq=512)
     opened = find_model(case)
-    model = opened.empty()
+    model = opened.build_empty()
 
     def estimate(**changes: object) -> int:
         changed = dataclasses.replace(case, **changes)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.errors import UsageError
-from lpconv.formats.grains import GRAINS, TENSOR, known_grain
+from lpconv.formats.grains import GRAINS, TENSOR, find_grain
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions, VerifyOptions
@@ -24,7 +24,7 @@ from lpconv.verify.run import verify_output
 def _asked() -> Iterator[dict[str, Any]]:
     """Options that no model is needed for; the layout of compressed-tensors has tests with models."""
     for method in METHODS.values():
-        own = [grain for grain in (*GRAINS.values(), known_grain("group:32")) if grain and not grain.has_factor]
+        own = [grain for grain in (*GRAINS.values(), find_grain("group:32")) if grain and not grain.has_factor]
         for grain in (None, *own) if method.has_granularity else (None,):
             formats = (grain.formats if grain else ()) or method.formats
             for fmt, residual in itertools.product(formats, method.residuals or (None,)):

@@ -18,7 +18,7 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import trace
 from lpconv.export.validate import check_file, compare
-from lpconv.models.inputs import other_inputs
+from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
@@ -218,7 +218,7 @@ def test_components_add_up_to_the_weights_that_loading_gives(
 def test_validation_inputs_differ_from_the_traced_ones_on_every_axis() -> None:
     ids = torch.arange(26).view(2, 13)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :11]}
-    other = other_inputs(inputs)
+    other = resize_inputs(inputs)
     assert all(a != b for n in inputs for a, b in zip(inputs[n].shape, other[n].shape, strict=True))
     assert 0 < other["attention_mask"].sum() < other["attention_mask"].numel()
     assert other["attention_mask"].any(-1).all()

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.formats.cast import Overflow, Rounding, cast, largest
+from lpconv.formats.cast import Overflow, Rounding, cast, largest_number
 from lpconv.formats.spec import FORMATS, get_format
 
 NAN, INF = math.nan, math.inf
@@ -41,7 +41,7 @@ def test_every_16_bit_input_saturating_as_gfloat(name: str, dtype: torch.dtype, 
     x = every_16_bit(dtype)
     x = x[x.isfinite()]
     expected = gfloat_round(x.double(), name, toward_zero=rounding == "toward_zero")
-    limit = largest(name, dtype)
+    limit = largest_number(name, dtype)
     assert same(cast(x, name, rounding=rounding), expected.clamp(-limit, limit).to(dtype))
 
 
@@ -82,7 +82,7 @@ def test_tf32_keeps_ten_bits_of_fp32() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values(name: str, dtype: torch.dtype) -> None:
     spec = FORMATS[name]
-    top = largest(name, dtype)
+    top = largest_number(name, dtype)
     minus_zero = -0.0 if spec.has_negative_zero else 0.0
     x = torch.tensor([NAN, INF, -INF, 0.0, -0.0, top, -top], dtype=dtype)
     table = {

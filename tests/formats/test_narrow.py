@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import coded_, nearest_, num_zero_codes, pack_narrow
+from lpconv.formats.narrow import encode_narrow_, nearest_, num_zero_codes, pack_narrow
 from lpconv.formats.spec import FORMATS, Format
 
 
@@ -27,7 +27,7 @@ def test_the_codes_are_those_of_the_reference(name: str) -> None:
     if element.twos_complement:  # whose one number more below, the reference does not round to
         x = x.clamp_min(-element.max)
     unpacked = torch.empty(x.shape, dtype=torch.uint8)
-    numbers = coded_(x.clone(), element, unpacked)
+    numbers = encode_narrow_(x.clone(), element, unpacked)
     assert torch.equal(numbers, cast(x, element) + 0.0)
     assert num_zero_codes(unpacked, element) == int((numbers == 0).sum())
     wanted = codes.encode(x, element).view(torch.uint8)

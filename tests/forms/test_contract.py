@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lpconv.errors import InputError
-from lpconv.formats.grains import GRAINS, TENSOR, Grain, known_grain
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, find_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
 from lpconv.forms.blocks import Workspace, same_numbers
@@ -52,7 +52,7 @@ def _forms() -> Iterator[Form]:
     """What every method makes of a tensor in each of its layouts, with every setting; and what keeps it."""
     yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], Settings())
     for method in METHODS.values():
-        grains = [None, *GRAINS.values(), known_grain("group:32")] if method.has_granularity else [None]
+        grains = [None, *GRAINS.values(), find_grain("group:32")] if method.has_granularity else [None]
         for layout, grain, scale in itertools.product(method.forms, grains, ("pow2", "exact", "search")):
             for name, residual in itertools.product(_formats(method, grain), method.residuals or ("bf16",)):
                 fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
@@ -302,7 +302,7 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
     assert same_numbers(got.view(-1), stored.decoded())
     if method == "multipoint":
         return
-    saved = quantizer._encoded(got, *quantizer.scales[NAME])
+    saved = quantizer._encode(got, *quantizer.scales[NAME])
     assert saved.shape == data.shape
     assert bits_of(saved) == bits_of(data)
 

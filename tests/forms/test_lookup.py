@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.formats.grains import known_grain
+from lpconv.formats.grains import find_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import codes as module
 from lpconv.forms.blocks import Workspace, block_error, num_zeros
@@ -55,7 +55,7 @@ def test_a_table_gives_what_the_encoder_gives(
 def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor, object, bool]:
     """As `encoded`, with scales for tiles of rows of 256 numbers."""
     before, work, rows = module._table.cache_info(), Workspace(), x.view(-1, 256)
-    settings = Settings(grain=known_grain(grain), scale=scale)
+    settings = Settings(grain=find_grain(grain), scale=scale)
     form = CompressedTiles.of("w", tuple(rows.shape), FORMATS[fmt], settings)
     found = form.encode(x, 0, form.measure(lambda job: [job(x, 0, work)]), work)
     return found.data[0].clone(), found.error, module._table.cache_info() != before

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import get_grain
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, Settings
@@ -29,7 +29,7 @@ ALL = (torch.float32, torch.bfloat16, torch.float16)
 
 def quantised(name: str, grain: str, divisor: float, scales: torch.dtype, *, pow2: bool = False) -> Tensor:
     """Random weights as a quantiser leaves them: codes times a scale that is a tile's largest magnitude / `divisor`."""
-    fmt, found = FORMATS[name], grain_of(grain)
+    fmt, found = FORMATS[name], get_grain(grain)
     x = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)) * 0.05
     height, width = found.sizes(ROWS, COLS) if found else (ROWS, COLS)
     for tile in (t for rows in x.split(height) for t in rows.split(width, 1)):
@@ -44,7 +44,7 @@ def stored(
     x: Tensor, name: str, grain: str, scale: str = "exact", kind: str = "tiles"
 ) -> tuple[Form, Measured, Tensor]:
     """The form of some weights, what measuring them found, and the weights that are decoded; in two blocks."""
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=grain_of(grain)))
+    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=get_grain(grain)))
     flat, work, ranges = x.reshape(-1), Workspace(), [(0, CUT * COLS), (CUT * COLS, ROWS * COLS)]
     found = form.measure(lambda job: (job(flat[a:b], a, work) for a, b in ranges))
     data = [[d.clone() for d in form.encode(flat[a:b], a, found, work).data] for a, b in ranges]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.convert.run import convert
 from lpconv.errors import UsageError
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Settings
 from lpconv.forms.blocks import Workspace
@@ -38,7 +38,7 @@ asked = pytest.mark.parametrize(("kind", "name", "grain"), ASKED)
 
 
 def form_of(kind: str, name: str, grain: str, scale: str = "search") -> Tiles:
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=grain_of(grain)))
+    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=get_grain(grain)))
     assert isinstance(form, Tiles)
     return form
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats import codes
-from lpconv.formats.cast import Overflow, cast, largest
+from lpconv.formats.cast import Overflow, cast, largest_number
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels import quantise
 from lpconv.kernels.compiled import CheckedKernel
@@ -142,7 +142,7 @@ def test_stochastic_rounding_keeps_numbers_and_special_values(name: str) -> None
         expected = cast(special, name, overflow=overflow)
         assert same(fake_quantise(special, name, rounding="stochastic", overflow=overflow), expected)
     y = fake_quantise(x, name, rounding="stochastic")
-    down, up = (cast(x.double(), name, rounding="toward_zero"), largest(name, torch.float32))
+    down, up = (cast(x.double(), name, rounding="toward_zero"), largest_number(name, torch.float32))
     inside = x.abs() <= up
     step = torch.where(
         down.abs() < FORMATS[name].min_normal, FORMATS[name].min_subnormal, 2 * x.abs() * FORMATS[name].eps

@@ -88,16 +88,16 @@ def test_the_floor_rises_by_its_schedule() -> None:
 
 @pytest.mark.parametrize("written", ["0:1,40000:8192", {0: 1, 40000: 8192.0}])
 def test_floors_as_people_write_them(written: object) -> None:
-    floor = Floor.of(written)
-    assert [floor.at(step) for step in (0, 39_999, 40_000, 10**6)] == [1, 1, 8192, 8192]
+    floor = Floor.parse(written)
+    assert [floor.at_step(step) for step in (0, 39_999, 40_000, 10**6)] == [1, 1, 8192, 8192]
 
 
 def test_one_number_is_a_floor_from_the_start() -> None:
-    assert Floor.of("128").at(0) == Floor.of(128).at(5) == 128
-    assert Floor.of("3:128").at(2) == Floor.of(None).at(9) == 2.0**-126
+    assert Floor.parse("128").at_step(0) == Floor.parse(128).at_step(5) == 128
+    assert Floor.parse("3:128").at_step(2) == Floor.parse(None).at_step(9) == 2.0**-126
 
 
 @pytest.mark.parametrize("wrong", ["5:1,2:4", "a:b", "1:2:3", "", "0:0", "0:inf", "0:nan", "-1:2", "1:2,1:3", -1.0])
 def test_wrong_floors_are_refused(wrong: object) -> None:
     with pytest.raises(UsageError):
-        Floor.of(wrong)
+        Floor.parse(wrong)

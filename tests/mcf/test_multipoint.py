@@ -149,7 +149,7 @@ def test_rows_that_no_layout_holds() -> None:
 def test_blocks_of_rows_give_the_same_as_the_whole() -> None:
     x, element = matrix(), FORMATS["e2m1"]
     whole = fit(x, element, 3)
-    parts = PointFit.of_blocks([fit(x[:7], element, 3), fit(x[7:], element, 3)])
+    parts = PointFit.concatenate([fit(x[:7], element, 3), fit(x[7:], element, 3)])
     assert torch.equal(whole.scales_RNN, parts.scales_RNN)
     assert torch.equal(whole.errors_RN, parts.errors_RN)
     points = whole.allot(40)

@@ -151,7 +151,7 @@ def test_a_decoded_weight_is_rounded_once_from_fp32(tmp_path: Path, layout: str,
         names = [n for n, form in stored.forms.items() if not isinstance(form, Kept) and len(form.shape) == 2]
         assert names
         for name in names:
-            got = CodedTensor.whole(stored.forms[name], stored.parts(name)).to(dtype).decoded()
+            got = CodedTensor.from_form(stored.forms[name], stored.parts(name)).to(dtype).decode()
             assert same_bytes({"": got}, {"": stored.tensor(name).to(dtype)}), name
 
 
@@ -160,13 +160,13 @@ def test_kinds_of_models(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyP
     """No matrix but GPT-2's, which lie on their side, is decoded whole."""
     directory = ours(tmp_path, OURS["rows"], model)
     whole: list[torch.Size] = []
-    decoded = CodedTensor.decoded
+    decoded = CodedTensor.decode
 
     def counted(x: CodedTensor) -> Tensor:
         whole.append(x.shape)
         return decoded(x)
 
-    monkeypatch.setattr(CodedTensor, "decoded", counted)
+    monkeypatch.setattr(CodedTensor, "decode", counted)
     resident = check(directory, tmp_path)
     rows = {s for s in whole if len(s) == 2 and s[0] <= len(IDS.unique())}
     sideways = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.optim import LowPrecisionAdamW
-from lpconv.optim.storage import total
+from lpconv.optim.storage import stored_value
 
 __all__ = ["Outcome", "adamw_fp64", "gradients", "run_beside_fp64"]
 
@@ -60,8 +60,8 @@ def run_beside_fp64(
         optimizer.step()
     x, v = adamw_fp64(weights, grads, beta2)
     storages, parts = optimizer.storages(p), optimizer.parts(p)
-    moved, wanted = total(storages[0], parts[0]).double() - weights.double(), x - weights.double()
+    moved, wanted = stored_value(storages[0], parts[0]).double() - weights.double(), x - weights.double()
     return Outcome(
         displacement_error=float((moved - wanted).norm() / wanted.norm()),
-        v_ratio=float((total(storages[2], parts[2]).double() / v).median()),
+        v_ratio=float((stored_value(storages[2], parts[2]).double() / v).median()),
     )

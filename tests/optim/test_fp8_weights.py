@@ -21,7 +21,7 @@ from lpconv.optim import (
     start_from_fp32,
     use_fp8_weights,
 )
-from lpconv.optim.storage import total
+from lpconv.optim.storage import stored_value
 
 E4M3FN = torch.float8_e4m3fn
 
@@ -135,7 +135,7 @@ def displacement_error(variant: str, residual: torch.dtype, lr: float) -> float:
         twin.grad = p.grad.double() * 2.0**6
         optimizer.step()
         reference.step()
-    kept = total(optimizer.storages(p)[0], optimizer.parts(p)[0]).double() * 2.0**-6
+    kept = stored_value(optimizer.storages(p)[0], optimizer.parts(p)[0]).double() * 2.0**-6
     moved, wanted = kept - start.double() * 2.0**-6, twin.detach() - start.double() * 2.0**-6
     return float((moved - wanted).norm() / wanted.norm())
 

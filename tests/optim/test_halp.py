@@ -10,7 +10,7 @@ from torch import Tensor
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.optim import HALP, LPSGD, LPSVRG
-from lpconv.optim.halp import whole_numbers
+from lpconv.optim.halp import integer_format
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 def test_grids_of_whole_numbers(bits: int) -> None:
     largest = 2 ** (bits - 1) - 1
     x = torch.tensor([-1e9, -1.0, 0.0, 0.4, float(largest), largest + 0.6], dtype=torch.float64)
-    assert cast(x, whole_numbers(bits)).tolist() == [-largest, -1, 0, 0, largest, largest]
+    assert cast(x, integer_format(bits)).tolist() == [-largest, -1, 0, 0, largest, largest]
 
 
 def test_bad_input() -> None:

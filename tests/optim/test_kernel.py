@@ -11,7 +11,7 @@ from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES
-from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, total
+from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, stored_value
 
 PLUS = (Storage.PAIR, Storage.BF16, Storage.PAIR)
 needs_exact_compile = pytest.mark.skipif(
@@ -41,8 +41,10 @@ def test_compiled_and_eager_agree_to_the_last_bits_of_fp32() -> None:
     a, b = run(compiled), run(eager, compiled=False)
     for p, q in zip(compiled, eager, strict=True):
         for storage, x, y in zip(PLUS, a.parts(p), b.parts(q), strict=True):
-            scale = float(total(storage, y).abs().max())
-            torch.testing.assert_close(total(storage, x), total(storage, y), rtol=2**-7, atol=2**-14 * scale)
+            scale = float(stored_value(storage, y).abs().max())
+            torch.testing.assert_close(
+                stored_value(storage, x), stored_value(storage, y), rtol=2**-7, atol=2**-14 * scale
+            )
         assert float((a.state[p]["residual"] == b.state[q]["residual"]).double().mean()) > 0.9
 
 
@@ -132,7 +134,7 @@ def test_every_storage_gives_back_what_it_can_hold(storage: Storage) -> None:
     parts = new_parts(storage, torch.zeros(4096, dtype=storage.dtype))
     random = torch.randint(0, 2**16, (4096,), dtype=torch.int32)
     store(storage, parts, value, nearest_by_bits, random)
-    error = float(((total(storage, parts) - value).abs() / value.abs()).max())
+    error = float(((stored_value(storage, parts) - value).abs() / value.abs()).max())
     # Kahan rounds the update, which from zero weights is the value.
     bound = 2**-8 if storage is Storage.KAHAN else storage.relative_error
     assert error <= bound

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.optim import CollageLion, CollageSGD, LowPrecisionAdamW
-from lpconv.optim.storage import total
+from lpconv.optim.storage import stored_value
 from lpconv.scaled import AdamW
 
 LR, SIZE, STEPS = 1e-4, 512, 800
@@ -37,7 +37,7 @@ DECAYS = {name: (0.95,) if name == "light" else (0.95, 0.999, 0.9995) for name i
 def second_moment(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
     """v, whatever it is kept as."""
     if isinstance(optimizer, LowPrecisionAdamW):
-        return total(optimizer.storages(p)[2], optimizer.parts(p)[2]).double()
+        return stored_value(optimizer.storages(p)[2], optimizer.parts(p)[2]).double()
     state = optimizer.state[p]
     kept: Tensor = state["exp_avg_sq"].double()
     return kept if "exp_avg_sq_scale" not in state else (kept * state["exp_avg_sq_scale"].double()).square()
@@ -108,7 +108,7 @@ def test_momentum_follows_fp64_and_falls_with_the_gradients(
             first = make is CollageSGD and size == 1.0 and step == 0  # torch's SGD starts at the gradient itself
             exact = exact * decay + p.grad.double() * (1.0 if first else 1 - decay)
             optimizer.step()
-        found = total(optimizer.storages(p)[1], optimizer.parts(p)[1]).double()
+        found = stored_value(optimizer.storages(p)[1], optimizer.parts(p)[1]).double()
         assert float((found - exact).norm() / exact.norm()) < bound
 
 

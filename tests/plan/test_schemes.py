@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.errors import UsageError
-from lpconv.formats.grains import grain_of
+from lpconv.formats.grains import get_grain
 from lpconv.models.known import known_linears
 from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_plan(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, s in SCHEMES.items() if s.options.get("layout") == "compressed-tensors"])
 def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
     options = fill_options(options_of_scheme(name))
-    grain = grain_of(options.granularity)
+    grain = get_grain(options.granularity)
     preset = preset_of(str(options.format), grain, calibrated=options.calibrate is not None)
     assert preset is not None
     assert preset.name == name

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.profiler import ProfilerActivity, profile
 
-from lpconv.scaled.gather import reduced
+from lpconv.scaled.gather import copy_to_reduce
 from lpconv.scaled.pair import Scaled, value
 from lpconv.train.memory import largest_sum
 
@@ -28,7 +28,7 @@ def test_values_are_copied_in_bit_for_bit() -> None:
         width = sum(math.ceil(n / num_ranks) * size for n, size in rows)
         expected, found = torch.full((num_ranks, width), 9.0), torch.full((num_ranks, width), 7.0)
         CHUNK_CAT([value(g).float() for g in gradients], 0, num_ranks, out=expected)
-        reduced(CHUNK_CAT, [gradients, 0, num_ranks], {"out": found})
+        copy_to_reduce(CHUNK_CAT, [gradients, 0, num_ranks], {"out": found})
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
@@ -36,5 +36,5 @@ def test_gradients_are_not_widened_beside_the_buffer() -> None:
     gradients = [Scaled(torch.randn(256, 256).bfloat16(), 0.5) for _ in range(4)]
     buffer = torch.empty(4, 256 * 256)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        reduced(CHUNK_CAT, [gradients, 0, 4], {"out": buffer})
+        copy_to_reduce(CHUNK_CAT, [gradients, 0, 4], {"out": buffer})
     assert largest_sum(seen) < buffer.nbytes // 2

@@ -18,7 +18,7 @@ from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups,
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Numerics
-from lpconv.scaled.rules.averages import averaged, averaged_alike
+from lpconv.scaled.rules.averages import averaged_size, averaged_size_alike
 from lpconv.scaled.rules.native import ACTIVATIONS
 
 NATIVE = Numerics(native=True, strict=True)
@@ -85,7 +85,7 @@ def test_attention_factors_over_gaussian_samples(is_causal: bool) -> None:
     out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     out.backward(gradient=scaled_tensor(torch.randn(out.shape), 1.0, numerics=NATIVE))
     # To a quarter: short rows are not as the formula has them. Forward there is room for values that are alike.
-    assert rms(out) == pytest.approx(averaged(96, is_causal) / averaged_alike(96, is_causal), rel=0.25)
+    assert rms(out) == pytest.approx(averaged_size(96, is_causal) / averaged_size_alike(96, is_causal), rel=0.25)
     for x in (q, k, v):
         assert rms(x.grad) == pytest.approx(1, rel=0.25)
 
@@ -265,7 +265,7 @@ def test_attention_factors_for_scores_of_another_size(size: float) -> None:
     factor = size / 32**0.5
     out = F.scaled_dot_product_attention(q, k, v, scale=factor, enable_gqa=True)
     out.backward(gradient=scaled_tensor(torch.randn(out.shape), 1.0, numerics=NATIVE))
-    assert rms(out) == pytest.approx(averaged(128, False, size) / averaged_alike(128, False, size), rel=0.3)
+    assert rms(out) == pytest.approx(averaged_size(128, False, size) / averaged_size_alike(128, False, size), rel=0.3)
     for x in (q, k, v):
         assert rms(x.grad) == pytest.approx(1, rel=0.35)
 
@@ -301,7 +301,7 @@ def test_scales_of_the_residual_stream_are_those_of_the_formulas() -> None:
     model(input_ids=torch.zeros((1, length), dtype=torch.long))
     stream = 1.0  # the embedding
     for _ in range(layers):
-        attention = averaged_alike(length, is_causal=True) / math.sqrt(layers)
+        attention = averaged_size_alike(length, is_causal=True) / math.sqrt(layers)
         stream = math.hypot(stream, attention)
         stream = math.hypot(stream, 1 / ACTIVATIONS["silu"][0])  # silu(gate) · up, gate and up of unit size
     assert seen == [pytest.approx(stream, rel=1e-6)]

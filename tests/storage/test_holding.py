@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lpconv.storage.holding import hold, is_held
+from lpconv.storage.holding import is_locked, try_lock
 
 
 @pytest.fixture(params=["file", "folder"])
@@ -18,19 +18,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_place_is_held_until_it_is_closed(place: Path) -> None:
-    assert not is_held(place)
+    assert not is_locked(place)
     first, second = (os.open(place, os.O_RDONLY) for _ in range(2))
-    assert hold(first)
-    assert is_held(place)
-    assert not hold(second)
+    assert try_lock(first)
+    assert is_locked(place)
+    assert not try_lock(second)
     os.close(first)
-    assert not is_held(place)
-    assert hold(second)
+    assert not is_locked(place)
+    assert try_lock(second)
     os.close(second)
 
 
 def test_what_is_not_there_is_free(tmp_path: Path) -> None:
-    assert not is_held(tmp_path / "nothing")
+    assert not is_locked(tmp_path / "nothing")
 
 
 def test_where_there_are_no_locks_nobody_else_is_suspected(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,6 @@ def test_where_there_are_no_locks_nobody_else_is_suspected(place: Path, monkeypa
 
     monkeypatch.setattr(fcntl, "flock", without)
     descriptor = os.open(place, os.O_RDONLY)
-    assert hold(descriptor)
-    assert not is_held(place)
+    assert try_lock(descriptor)
+    assert not is_locked(place)
     os.close(descriptor)

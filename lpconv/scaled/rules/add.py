@@ -9,7 +9,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, larger, multiply, ratio, split_number, times
+from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_number, times
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
 def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
     """The data of two operands at the larger of their scales, and that scale."""
     (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
-    scale = larger(scale_a, scale_b)
+    scale = larger_scale(scale_a, scale_b)
     return _at_scale(data_a, scale_a, scale), _at_scale(data_b, scale_b, scale), scale
 
 
@@ -36,7 +36,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
         mantissa, power = split_number(float(alpha))
         data_b, scale_b = data_b * mantissa, multiply(scale_b, power)
     fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
-    scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger(scale_a, scale_b)
+    scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger_scale(scale_a, scale_b)
     return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
 
 
@@ -85,7 +85,7 @@ def _common_scale(pieces: list[Any]) -> Scale:
     scale: Scale = 0.0
     for piece in pieces:
         if data_of(piece).numel():
-            scale = larger(scale, pair(piece)[1])
+            scale = larger_scale(scale, pair(piece)[1])
     return scale
 
 
@@ -117,7 +117,7 @@ def _index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: boo
     return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 
 
-def _scattered(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
+def _scatter(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwargs: Any) -> Scaled:
     """scatter, scatter_add and index_add, both at the larger scale; used by the backward pass of gathering ops."""
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
@@ -184,9 +184,9 @@ RULES: dict[Any, Rule] = {
     aten.stack.default: _cat,
     aten.where.self: _where,
     aten.index_put.default: _index_put,
-    aten.scatter.src: _scattered,
-    aten.scatter_add.default: _scattered,
-    aten.index_add.default: _scattered,
+    aten.scatter.src: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.index_add.default: _scatter,
     aten.maximum.default: _extremum,
     aten.minimum.default: _extremum,
     aten.sum.dim_IntList: _sum_dims,

@@ -16,7 +16,7 @@ LARGEST_SCORE = 4.0  # largest predicted size of softmax's input; above, it star
 MAX_GAIN = nonlinear.SOFTMAX_MAX_GAIN
 
 
-def averaged(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
+def averaged_size(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
     """The predicted size of attention's output relative to V, for normally distributed scores of this size.
 
     A row of n keys has weights e^z/Σe^z, whose squares sum to E[e^2z]/(n·E[e^z]²) = c/n for c = e^(size²); the mean
@@ -27,18 +27,18 @@ def averaged(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
     return math.sqrt(min(1.0, c * (1 + math.log(num_keys / c) if is_causal and num_keys > c else 1.0) / num_keys))
 
 
-def _chosen(num_keys: int, is_causal: bool) -> float:
-    """Predicted size of the gradients of Q and K relative to `averaged`: rows of fewer than e keys leave no choice."""
+def _choice_size(num_keys: int, is_causal: bool) -> float:
+    """Predicted size of the gradients of Q and K over `averaged_size`: rows of fewer than e keys leave no choice."""
     return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
 
 
-def averaged_alike(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
-    """The geometric mean of `averaged` (independent values) and 1 (equal values or one-hot scores).
+def averaged_size_alike(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
+    """The geometric mean of `averaged_size` (independent values) and 1 (equal values or one-hot scores).
 
     The common part of all tokens passes an average undiminished: biases and activations with a non-zero mean add to it.
     Only differences affect gradients, so these follow the theory without this correction.
     """
-    return math.sqrt(averaged(num_keys, is_causal, size))
+    return math.sqrt(averaged_size(num_keys, is_causal, size))
 
 
 def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
@@ -56,24 +56,24 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     out = call.op(value(x), dim, *args)
     num_keys = out.shape[dim]
     size = x.scale if isinstance(x.scale, float) else 1.0
-    gain = min(math.sqrt(num_keys) / averaged(num_keys, call.numerics.causal, size), MAX_GAIN)
+    gain = min(math.sqrt(num_keys) / averaged_size(num_keys, call.numerics.causal, size), MAX_GAIN)
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
 def _softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
-    """(c·f(d_g, P)/`_chosen`, …) with P's own gain c."""
+    """(c·f(d_g, P)/`_choice_size`, …) with P's own gain c."""
     out = linear.softmax(call, grad, output, dim, dtype)
-    return move_factor(out, 1 / _chosen(pair(output)[0].shape[dim], call.numerics.causal))
+    return move_factor(out, 1 / _choice_size(pair(output)[0].shape[dim], call.numerics.causal))
 
 
 def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-    """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_alike`."""
+    """(c·sdpa(d_q, d_k, d_v), s_v/c), c = 1/`averaged_size_alike`."""
     out, *others = nonlinear.attention(call, query, key, v, *args, **kwargs)
-    return (move_factor(out, 1 / averaged_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
+    return (move_factor(out, 1 / averaged_size_alike(*_keys(call, (query, key, v, *args), kwargs))), *others)
 
 
 def _attention_backward(rule: Rule) -> Rule:
-    """Factors of attention's gradients: β_v = 1/`averaged`, and for Q, K and a bias also divided by `_chosen`.
+    """Factors of attention's gradients: β_v = 1/`averaged_size`; for Q, K and a bias also over `_choice_size`.
 
     Each gradient of V is a sum of as many equally weighted terms as the output. β_q = β_k is further divided by the
     size of the scores, which is the factor of its gradient.
@@ -81,8 +81,8 @@ def _attention_backward(rule: Rule) -> Rule:
 
     def backward(call: Call, *args: Any, **kwargs: Any) -> Any:
         num_keys, is_causal, size = _keys(call, args, kwargs)
-        at_v = 1 / averaged(num_keys, is_causal, size)
-        at_bias = at_v / _chosen(num_keys, is_causal)
+        at_v = 1 / averaged_size(num_keys, is_causal, size)
+        at_bias = at_v / _choice_size(num_keys, is_causal)
         grads = rule(call, *args, **kwargs)
         shared = math.sqrt(grads[2].data.shape[1] / grads[0].data.shape[1])  # a head of K and V for several of Q
         factors = (at_bias / size, at_bias / size * shared, at_v * shared, at_bias)

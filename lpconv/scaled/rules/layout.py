@@ -41,11 +41,11 @@ def _to_copy(call: Call, x: Scaled, *, dtype: torch.dtype | None = None, **kwarg
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         return call.op(value(x), dtype=dtype, **kwargs)
     if call.numerics.fit_joins and dtype is not None and dtype.itemsize < x.data.itemsize:
-        x = _fitting(x, dtype, call.numerics.cast_underflow)
+        x = _fit_dtype(x, dtype, call.numerics.cast_underflow)
     return x.with_data(call.op(x.data, dtype=dtype, **kwargs))
 
 
-def _fitting(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
+def _fit_dtype(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     """`x` at the smallest scale, not below its own, at which the data fit `dtype`.
 
     With `underflow`, at a smaller scale if the data leave headroom: the one at which this fraction of log-normal data
@@ -71,7 +71,7 @@ def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Ten
     return torch.exp2(power.nan_to_num(0.0).floor().clamp(0, 64))
 
 
-def _filled(x: Scaled, fill: float) -> float:
+def _fill_value(x: Scaled, fill: float) -> float:
     """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
     assert isinstance(x.scale, float)
     limit = torch.finfo(x.data.dtype).max
@@ -85,7 +85,7 @@ def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, padding, _filled(x, fill)))
+    return x.with_data(call.op(x.data, padding, _fill_value(x, fill)))
 
 
 def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
@@ -94,7 +94,7 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
-        return x.with_data(aten.masked_fill.Scalar(x.data, mask, _filled(x, float(fill))))
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, _fill_value(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
     return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units_of(constant, x)))
 
@@ -111,7 +111,7 @@ def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> A
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, dim, index, _filled(x, float(fill))))
+    return x.with_data(call.op(x.data, dim, index, _fill_value(x, float(fill))))
 
 
 def _conjugate(call: Call, x: Scaled) -> Scaled:

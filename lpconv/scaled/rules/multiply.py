@@ -15,7 +15,7 @@ from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.matmul import at_half
 from lpconv.scaled.operands import grouped_product, product
 from lpconv.scaled.pair import Call, Rule, Scaled, pair, value, with_nonzero_scale
-from lpconv.scaled.scales import Scale, larger, multiply, ratio, split_number, times
+from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_number, times
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
     scale_ab = multiply(multiply(pair(a)[1], pair(b)[1]), power)
     scale_bias = multiply(scale_bias, power_bias)
     r = contraction_factor(call, pair(a)[0].shape[-1])
-    scale = larger(multiply(scale_ab, r), scale_bias)
+    scale = larger_scale(multiply(scale_ab, r), scale_bias)
     if isinstance(scale, float):
         at_scale = times(data_bias, mantissa_bias * ratio(scale_bias, scale))
         gain = mantissa * float(ratio(scale_ab, scale))

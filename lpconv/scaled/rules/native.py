@@ -61,7 +61,7 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Any:
     elif _is_size_of_sum(b, a):
         scale = scale_b
     else:
-        scale = math.hypot(_static(scale_a), _static(scale_b))
+        scale = math.hypot(_as_static(scale_a), _as_static(scale_b))
     return Scaled(_at(data_a, ratio(scale_a, scale)) + _at(data_b, ratio(scale_b, scale)), scale or 1.0)
 
 
@@ -80,7 +80,7 @@ def _at(data: Any, factor: Scale) -> Any:
     return times(data, factor) if isinstance(data, Tensor) else data * factor
 
 
-def _static(scale: Scale) -> float:
+def _as_static(scale: Scale) -> float:
     assert isinstance(scale, float), "native scales are static"
     return scale
 
@@ -98,7 +98,7 @@ def _rsub(call: Call, a: Any, b: Any, alpha: float = 1) -> Any:
     √(b² + s_a²), for numbers of both signs, would be twice the size, again at every step of a recurrence.
     """
     if isinstance(a, Scaled) and isinstance(b, (int, float)) and alpha == 1:
-        size = _static(a.scale)
+        size = _as_static(a.scale)
         scale = max(abs(b - size), size) or 1.0
         return Scaled(b / scale - a.data * (size / scale), scale)
     return _add(call, b, a, alpha=-alpha)
@@ -109,7 +109,7 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
     Plain tensors with several axes that multiply scaled ones are rotary position tables; x·cos + x'·sin keeps its size.
     """
-    (data_a, scale_a), (data_b, scale_b) = (_rotating(*x) for x in ((a, b), (b, a)))
+    (data_a, scale_a), (data_b, scale_b) = (_position_table(*x) for x in ((a, b), (b, a)))
     if isinstance(data_a, float) or isinstance(data_b, float):
         return Scaled(
             _at(data_b, data_a) if isinstance(data_a, float) else _at(data_a, data_b), multiply(scale_a, scale_b)
@@ -117,7 +117,7 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(data_a * data_b, multiply(scale_a, scale_b))
 
 
-def _rotating(x: Any, other: Any) -> tuple[Any, Scale]:
+def _position_table(x: Any, other: Any) -> tuple[Any, Scale]:
     """A position table at the size of a cosine. Masks are not tables: rows have one feature, or x's own shape."""
     if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1 and x.shape != other.data.shape:
         return x * math.sqrt(2), math.sqrt(0.5)
@@ -134,12 +134,12 @@ def _power(call: Call, x: Any, exponent: Any) -> Any:
     """(d^y, s^y) for every number y."""
     if not isinstance(x, Scaled) or not isinstance(exponent, (int, float)):
         return NotImplemented
-    return Scaled(torch.pow(x.data, exponent), _static(x.scale) ** exponent)
+    return Scaled(torch.pow(x.data, exponent), _as_static(x.scale) ** exponent)
 
 
 def _root(call: Call, x: Scaled) -> Scaled:
     """sqrt and rsqrt of data and scale."""
-    root = math.sqrt(_static(x.scale))
+    root = math.sqrt(_as_static(x.scale))
     return Scaled(call.op(x.data), root if call.op is aten.sqrt.default else ratio(1.0, root))
 
 
@@ -151,7 +151,7 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
     return Scaled(product(call.numerics, a, b, alpha=math.copysign(1 / r, alpha), bias=at_scale), scale)
 
 
-def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
+def _with_factor(rule: Rule, factor: Callable[..., float]) -> Rule:
     """`rule` with its data multiplied by `factor(args)` and its scale divided by it."""
 
     def at_unit(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -168,16 +168,18 @@ def _factored(rule: Rule, factor: Callable[..., float]) -> Rule:
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     """cat and stack at s = √(Σ n_i·s_i²/Σ n_i), the size of the result; n_i elements in each piece."""
     pairs = [pair(p) for p in pieces]
-    squares = sum(data.numel() * _static(scale) ** 2 for data, scale in pairs)
+    squares = sum(data.numel() * _as_static(scale) ** 2 for data, scale in pairs)
     size = math.sqrt(squares / max(1, sum(data.numel() for data, _ in pairs)))
     return Scaled(call.op([_at(data, ratio(scale, size)) for data, scale in pairs], *args), size)
 
 
-def _scattered(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
+def _scatter(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
     """n values among the N of a base, as in gradients of indexing: s = √(s_base² + s_values²·n/N)."""
     at = 1 if call.op is aten.index_put.default else 2
     (data, scale_base), (values, scale_values) = pair(base), pair(args[at])
-    scale = math.hypot(_static(scale_base), _static(scale_values) * math.sqrt(values.numel() / max(1, data.numel())))
+    scale = math.hypot(
+        _as_static(scale_base), _as_static(scale_values) * math.sqrt(values.numel() / max(1, data.numel()))
+    )
     rest = (*args[:at], _at(values, ratio(scale_values, scale)), *args[at + 1 :])
     return Scaled(call.op(_at(data, ratio(scale_base, scale)), *rest, **kwargs), scale)
 
@@ -206,7 +208,7 @@ def _rows_per_use(grad: Any, ids: Any, num_weights: int, *_: Any) -> float:
     return math.sqrt(num_weights / max(1, ids.numel()))
 
 
-def _kept(x: Any, p: float, *_: Any) -> float:
+def _dropout_factor(x: Any, p: float, *_: Any) -> float:
     """√(1-p): after dropout, a unit tensor has size 1/√(1-p)."""
     return math.sqrt(1 - p) if p < 1 else 1.0
 
@@ -231,20 +233,20 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.cat.default, aten.stack.default), _cat),
     **dict.fromkeys(
         (aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default),
-        _factored(layout.layout, _among_zeros),
+        _with_factor(layout.layout, _among_zeros),
     ),
-    **dict.fromkeys((aten.index_put.default, aten.scatter_add.default, aten.index_add.default), _scattered),
+    **dict.fromkeys((aten.index_put.default, aten.scatter_add.default, aten.index_add.default), _scatter),
     aten.nll_loss_backward.default: _nll_loss,
     aten.nll_loss2d_backward.default: _nll_loss,
-    aten.embedding_dense_backward.default: _factored(linear.linear, _rows_per_use),
-    aten.native_dropout.default: _factored(layout.with_indices, _kept),
-    aten.native_dropout_backward.default: _factored(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
+    aten.embedding_dense_backward.default: _with_factor(linear.linear, _rows_per_use),
+    aten.native_dropout.default: _with_factor(layout.with_indices, _dropout_factor),
+    aten.native_dropout_backward.default: _with_factor(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
     **{
-        getattr(aten, name).default: _factored(rule, _constant(ACTIVATIONS[name][0]))
+        getattr(aten, name).default: _with_factor(rule, _constant(ACTIVATIONS[name][0]))
         for name, rule in _FORWARD.items()
     },
     **{
-        op: _factored(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
+        op: _with_factor(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
         for name in _FORWARD
         for op in (_BACKWARD_OPS.get(name) or getattr(aten, f"{name}_backward").default,)
     },

@@ -10,7 +10,7 @@ import torch
 
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, pair, value, widen_16_bit
 from lpconv.scaled.rules.multiply import contraction_factor
-from lpconv.scaled.scales import Scale, larger, multiply, ratio, times
+from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def _layer_norm(call: Call, x: Any, shape: list[int], weight: Any, bias: Any, ep
     data, data_eps, scale_x = _on_data(x, eps)
     scale: Scale = 0.0
     for a in (weight, bias):
-        scale = scale if a is None else larger(scale, pair(a)[1])
+        scale = scale if a is None else larger_scale(scale, pair(a)[1])
     scale = 1.0 if isinstance(scale, float) and scale == 0 else scale
     affine = [None if a is None else widen_16_bit(times(pair(a)[0], ratio(pair(a)[1], scale))) for a in (weight, bias)]
     out, mean, rstd = call.op(widen_16_bit(data), shape, *affine, data_eps)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, static, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, is_static, value
 
 aten = torch.ops.aten
 
@@ -19,9 +19,9 @@ def _on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
     return call.op(*map(data_of, args), **kwargs)
 
 
-def _classified(call: Call, x: Scaled) -> Any:
+def _classify(call: Call, x: Scaled) -> Any:
     """isnan, isinf and isfinite: on the data under a static scale, which is finite; otherwise on the value."""
-    return call.op(x.data if static(x.scale) else value(x))
+    return call.op(x.data if is_static(x.scale) else value(x))
 
 
 def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
@@ -29,7 +29,7 @@ def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     return Scaled(call.op(x.data, *args, **kwargs), 0.0, x.role)
 
 
-def _fresh(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+def _new_zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """`_zeros`, or for a parameter a tensor at its own scale, because it will hold a part of the parameter."""
     zeros = _zeros(call, x, *args, **kwargs)
     return Scaled(zeros.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else zeros
@@ -59,11 +59,11 @@ RULES: dict[Any, Rule] = {
     aten.binary_cross_entropy_with_logits.default: loss,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.new_empty_strided.default: _zeros,
-    aten.isnan.default: _classified,
-    aten.isinf.default: _classified,
-    aten.isfinite.default: _classified,
+    aten.isnan.default: _classify,
+    aten.isinf.default: _classify,
+    aten.isfinite.default: _classify,
     aten.zeros_like.default: _zeros,
-    aten.new_zeros.default: _fresh,
+    aten.new_zeros.default: _new_zeros,
     **dict.fromkeys(
         (
             aten.argmax.default, aten.argmin.default, aten.sign.default, aten.sgn.default, aten.is_same_size.default,

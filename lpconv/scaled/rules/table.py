@@ -43,7 +43,7 @@ def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:
     return linear.linear if op._opname.endswith("_backward") else None
 
 
-def functional(op: OpOverload) -> OpOverload | None:
+def functional_twin(op: OpOverload) -> OpOverload | None:
     """The functional twin of an in-place op: its name without the underscore. None if there is none.
 
     For an op that changes the shape of a tensor in place, such as `squeeze_`, the twin is a view.
