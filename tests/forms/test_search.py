@@ -18,7 +18,7 @@ from lpconv.forms.search import best, candidates
 from lpconv.forms.stored import Side
 from lpconv.forms.tiles import Tiles
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.settings import settings_of
+from lpconv.plan.settings import fill_options
 
 ROWS, COLS = 130, 160  # smaller tiles at the edges of 128 x 128
 WEIGHT = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)).pow(3) * 0.02
@@ -151,7 +151,7 @@ def test_a_conversion_writes_the_same_bytes_with_any_number_of_workers(format: s
 )
 def test_what_has_no_scales_to_search_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"--scale search does not apply to \w+ codes with") as caught:
-        settings_of(ConvertOptions(scale="search", **options))
+        fill_options(ConvertOptions(scale="search", **options))
     assert "--granularity" in str(caught.value.hint)
 
 
