@@ -1,8 +1,8 @@
-"""The repeated layers of a model run one at a time, on windows of token ids whose states are kept in between.
+"""Run the repeated layers of a model one at a time, on windows of token ids whose hidden states are stored in between.
 
-A model runs its layers in a loop of its own, with masks and positions that differ by architecture. So it runs once with
-layers that note their arguments and pass their input on: this takes no longer than the embeddings, and no architecture
-is named. After that every layer can run alone, as often as it takes.
+A model runs its layers in its own loop, with masks and positions that differ by architecture. So the model runs once
+with layers that only record their arguments and return their input: this takes no longer than the embeddings, and no
+architecture is named. After that every layer can run alone, any number of times.
 """
 
 from collections.abc import Iterator

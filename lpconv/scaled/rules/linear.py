@@ -92,7 +92,7 @@ def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) ->
 def attention_backward(
     call: Call, grad: Any, query: Any, key: Any, v: Any, out: Any, *args: Any, scale: float | None = None, **kwargs: Any
 ) -> Any:
-    """Gradients of Q, K and V at s_g·s_v/s_q, s_g·s_v/s_k and s_g, from the forward pass's kernel inputs."""
+    """Gradients of Q, K and V, at the scales s_g·s_v/s_q, s_g·s_v/s_k and s_g."""
     rest, named = plain_operands(query, args, kwargs)
     operands = _attention_operands(grad, query, key, v, out, scale)
     return operands.scaled(call.op(*operands.tensors, *rest, **named, scale=operands.softmax_scale))

@@ -118,7 +118,10 @@ def _mul(call: Call, a: Any, b: Any) -> Scaled:
 
 
 def _position_table(x: Any, other: Any) -> tuple[Any, Scale]:
-    """A position table at the size of a cosine. Masks are not tables: rows have one feature, or x's own shape."""
+    """Treat a plain tensor as a table of rotary positions, with the size of a cosine, unless it is a mask.
+
+    Masks have rows of one feature, or the shape of the other operand (dropout).
+    """
     if isinstance(x, Tensor) and x.dim() > 1 and x.shape[-1] > 1 and x.shape != other.data.shape:
         return x * math.sqrt(2), math.sqrt(0.5)
     return _number(x)
