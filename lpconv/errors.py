@@ -126,7 +126,7 @@ class InterruptedRunError(LpconvError):
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
 
 
-def finding(error: LpconvError) -> str:
+def problem_text(error: LpconvError) -> str:
     """Message of an error that is a verdict on the input. An UnreadError is no verdict and is raised again."""
     if isinstance(error, UnreadError):
         raise error

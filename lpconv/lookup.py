@@ -36,7 +36,7 @@ def nearest_name(part: str, names: Iterable[str]) -> str | None:
     return nearest(part, names) or (pieces[near] if near else None)
 
 
-def nearest_beside(path: Path) -> Path | None:
+def nearest_sibling(path: Path) -> Path | None:
     """The sibling directory whose name is most similar to a path that does not exist, or None."""
     try:
         near = nearest(path.name, [p.name for p in path.parent.iterdir() if p.is_dir()])
@@ -45,9 +45,9 @@ def nearest_beside(path: Path) -> Path | None:
     return path.parent / near if near else None
 
 
-def no_directory(path: str | Path, *, hint: str) -> InputError:
+def missing_directory(path: str | Path, *, hint: str) -> InputError:
     """Error for a path that is not a directory; its hint is the nearest directory name, or else `hint`."""
     if os.path.exists(path):  # unlike Path.exists, never raises
         return InputError(f"`{path}` is no directory", hint=hint)
-    near = nearest_beside(Path(path))
+    near = nearest_sibling(Path(path))
     return InputError(f"no directory `{path}`", hint=f"did you mean `{near}`?" if near else hint)

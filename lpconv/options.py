@@ -186,7 +186,7 @@ def fields_that_may_change(record: type[Any]) -> frozenset[str]:
     return fields_of_run(record) | {d.field for d in _declared_options(record) if d.option.judges}
 
 
-def words_for(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
+def command_words(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Command-line arguments for `values`, which maps option names to values; None leaves an option out."""
     for name, declared in options_of(record).items():
         value = values.get(name)

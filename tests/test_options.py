@@ -18,12 +18,12 @@ from lpconv.options import (
     Group,
     Option,
     check,
+    command_words,
     fields_of_run,
     fields_that_may_change,
     make,
     options_of,
     size_option,
-    words_for,
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
@@ -95,7 +95,7 @@ def test_a_command_and_a_manifest_make_the_same_record(words: list[str], setting
 def test_a_record_gives_back_the_words_that_make_it(record: Toy) -> None:
     values = {name: getattr(record, d.field) for name, d in OPTIONS.items() if name != "turns"}
     seen: list[Toy] = []
-    assert CliRunner().invoke(app(seen), ["a-name", *words_for(Toy, values)]).exit_code == 0
+    assert CliRunner().invoke(app(seen), ["a-name", *command_words(Toy, values)]).exit_code == 0
     assert seen == [record]
 
 

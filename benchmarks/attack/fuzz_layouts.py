@@ -34,7 +34,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judged
+from lpconv.inspect.scales import judge_scales
 from lpconv.inspect.statistics import inspect_with_statistics
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
@@ -180,7 +180,7 @@ def judge(path: Path) -> None:
     """As the command does."""
     found = inspect(path)
     if not found.problems:
-        judged(found, path)
+        judge_scales(found, path)
 
 
 def fuzz(layout: str, source: Path, rounds: int) -> Counter[str]:

@@ -37,7 +37,7 @@ def run(variant: str, lr: float, steps: int) -> LossChangeStep:
         optimizer.zero_grad()
         model(**windows(play[:cut], 8, generator)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with lca.measured():
+        with lca.measure():
             optimizer.step()
     return summarise(lca.steps)
 

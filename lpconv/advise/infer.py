@@ -22,7 +22,7 @@ from lpconv.advise.forecast import opened_in
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
 from lpconv.convert.preview import noise_of_sample
-from lpconv.errors import LpconvError, finding
+from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate
@@ -62,7 +62,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
     last_s = -math.inf  # seconds that the last one took
     while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
         limit = deadline.part(_SHARE)
-        row = measured(trial, waiting.pop(-1 if kept else 0), limit)
+        row = measure(trial, waiting.pop(-1 if kept else 0), limit)
         last_s = limit.spent_s
         known = [row]
         if row.gap is not None and row.gap.high <= quality:
@@ -80,7 +80,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
     """One conversion measured, whatever it takes."""
     row = _sampled(trial, name, settings)
-    return row if row.status == "failed" else measured(trial, row, deadline)
+    return row if row.status == "failed" else measure(trial, row, deadline)
 
 
 def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
@@ -108,11 +108,11 @@ def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
         with job_of(trial.subject, settings) as job:
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
     except LpconvError as e:
-        return replace(row, status="failed", why=finding(e))
+        return replace(row, status="failed", why=problem_text(e))
     return replace(row, **trial.forecasts[opened_in(settings)])
 
 
-def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     """A sampled row with the gap of the converted model, judged; windows are run while there is time."""
     subject = trial.subject
     trial.progress.start(f"trying {row.name}", 0)
@@ -123,7 +123,7 @@ def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
             gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
         figures = _figures(subject, model)
     except LpconvError as e:
-        return replace(row, status="failed", why=finding(e))
+        return replace(row, status="failed", why=problem_text(e))
     if not math.isfinite(gap.value):
         return replace(row, status="failed", why="the model's outputs are not finite")
     sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)

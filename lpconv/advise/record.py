@@ -12,7 +12,7 @@ import yaml
 
 from lpconv.advise.options import ADVICE_FILE, AdviseOptions
 from lpconv.errors import InputError
-from lpconv.options import words_for
+from lpconv.options import command_words
 from lpconv.plan.options import ConvertOptions
 from lpconv.report.advise import advice_document
 from lpconv.report.html import html
@@ -97,7 +97,7 @@ def command_for(model: str, row: AdviceRow, options: AdviseOptions) -> str:
     """The command that carries a row out, gates included."""
     record: type[Any] = ConvertOptions if row.purpose == "infer" else FinetuneOptions
     command = "convert" if row.purpose == "infer" else "finetune"
-    return shlex.join(["lpconv", command, model, *words_for(record, _settings(row, options))])
+    return shlex.join(["lpconv", command, model, *command_words(record, _settings(row, options))])
 
 
 def manifest_text(model: str, rows: Sequence[AdviceRow], options: AdviseOptions) -> str:

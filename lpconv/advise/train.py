@@ -27,7 +27,7 @@ from typing import Any, Self
 from lpconv.advise.choice import estimate_mean, judged
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
-from lpconv.errors import LpconvError, finding
+from lpconv.errors import LpconvError, problem_text
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, GapEstimate, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
@@ -147,7 +147,7 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
                 twin = runs.twin(seed, steps).record
                 run = runs.run(row.name, seed, steps).record
             except LpconvError as e:
-                row = judged(replace(row, status="failed", why=finding(e), gap=None), o.budget)
+                row = judged(replace(row, status="failed", why=problem_text(e), gap=None), o.budget)
             else:
                 costs_s.append(time.perf_counter() - started)
                 ends.append(Ends.of(run, twin))

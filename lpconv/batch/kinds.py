@@ -14,7 +14,7 @@ from annotated_types import Ge
 from pydantic import Field, WithJsonSchema
 
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import problem, read_bench
+from lpconv.bench.outcome import final_error, read_bench
 from lpconv.errors import UsageError
 from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.plan.options import ConvertOptions
@@ -101,7 +101,7 @@ KINDS: dict[str, JobKind] = {
         options=_bench_options,
         words=_bench_words,
         proof=BENCH_FILE,
-        accepts=lambda proof: not (result := read_bench(proof)).interrupted and problem(result) is None,
+        accepts=lambda proof: not (result := read_bench(proof)).interrupted and final_error(result) is None,
     ),
     "probe": JobKind(
         fields=_manifest_fields(ProbeOptions),

@@ -81,7 +81,7 @@ def begin_lock(path: Path) -> Lock:
     return _update_lock(path, lambda lock: lock)
 
 
-def enter(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
+def write_entry(path: Path, entry: LockEntry, jobs: tuple[BatchJob, ...]) -> Lock:
     """Add or replace an entry in the lock file. Returns the new contents, including entries of other processes."""
     return _update_lock(path, lambda lock: lock.with_entry(entry, jobs))
 

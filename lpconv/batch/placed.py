@@ -14,13 +14,13 @@ from lpconv.batch.kinds import BatchJob
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.records import (
     JobFailedError,
+    error_from_answer,
     failed_job,
-    held_back,
     job_error,
+    job_not_run,
     job_result,
-    said_error,
-    said_result,
-    stops,
+    result_from_answer,
+    stops_batch,
 )
 from lpconv.batch.task import Answer, Executor, JobTask, MachineLostError, Needs
 from lpconv.errors import UnsupportedError
@@ -112,7 +112,7 @@ class Placement:
 
     @property
     def _is_over(self) -> bool:
-        return self._failure is not None and stops(self._failure, self._options.keep_going)
+        return self._failure is not None and stops_batch(self._failure, self._options.keep_going)
 
     def _begin(self) -> None:
         """Start everything that can start now. A job that is already done may make others ready."""
@@ -133,7 +133,7 @@ class Placement:
             need for need in job.needs if need in self._results and self._results[need].status in (FAILED, NOT_RUN)
         ]
         if lacking:
-            self._results[job.id] = held_back(job, lacking)
+            self._results[job.id] = job_not_run(job, lacking)
             return
         self._started(job, self._jobs.index(job))
         try:
@@ -172,13 +172,13 @@ class Placement:
         try:
             answer = future.result()
         except MachineLostError as e:
-            self._again(step, e)
+            self._resubmit(step, e)
         except Exception as e:
             self._record(failed_job(step.job, job_error(e)), e)
         else:
-            self._take(step, answer)
+            self._record_answer(step, answer)
 
-    def _again(self, step: _Step, error: MachineLostError) -> None:
+    def _resubmit(self, step: _Step, error: MachineLostError) -> None:
         """Submit the task of a lost machine again with --resume, up to a limit."""
         if step.lost == _MAX_LOST or self._is_over:
             lost = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
@@ -190,22 +190,22 @@ class Placement:
             _Step(job=step.job, task=dataclasses.replace(step.task, arguments=tuple(again)), lost=step.lost + 1)
         )
 
-    def _take(self, step: _Step, answer: Answer) -> None:
+    def _record_answer(self, step: _Step, answer: Answer) -> None:
         """Record the end of a task: the job's result, its failure, or a finished part."""
         job = step.job
         if job.id in self._results:
             return
         if "--shard" not in step.task.arguments:
-            self._conclude(job, said_result(job, answer))
+            self._finish_job(job, result_from_answer(job, answer))
         elif answer.code != 0:
-            self._conclude(job, failed_job(job, said_error(answer)))
+            self._finish_job(job, failed_job(job, error_from_answer(answer)))
         else:
             self._seconds[job.id] = max(self._seconds.get(job.id, 0.0), answer.seconds)
             self._parts[job.id] -= 1
             if not self._parts[job.id]:
                 self._steps.append(self._step(job, "", "--finish"))
 
-    def _conclude(self, job: BatchJob, result: JobResult) -> None:
+    def _finish_job(self, job: BatchJob, result: JobResult) -> None:
         """Record the result of a job; its time includes that of the longest part."""
         result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))

@@ -33,7 +33,7 @@ def job_result(job: BatchJob, status: str) -> JobResult:
     )
 
 
-def held_back(job: BatchJob, lacking: Sequence[str]) -> JobResult:
+def job_not_run(job: BatchJob, lacking: Sequence[str]) -> JobResult:
     """The record of a job that is not run because the jobs `lacking`, which it needs, did not finish."""
     return replace(job_result(job, NOT_RUN), warnings=(f"it needs {', '.join(lacking)}",))
 
@@ -67,15 +67,15 @@ def job_error(error: BaseException) -> JobError:
     )
 
 
-def said_result(job: BatchJob, answer: Answer) -> JobResult:
+def result_from_answer(job: BatchJob, answer: Answer) -> JobResult:
     """The record of a job, from the answer of the process that ran `lpconv batch --only ID --json`."""
     document = answer.document or {}
     if answer.code == 0 and len(document.get("jobs", ())) == 1:
         return from_json(JobResult, document["jobs"][0])
-    return replace(failed_job(job, said_error(answer)), seconds=answer.seconds)
+    return replace(failed_job(job, error_from_answer(answer)), seconds=answer.seconds)
 
 
-def said_error(answer: Answer) -> JobError:
+def error_from_answer(answer: Answer) -> JobError:
     """Why a process failed: the error that it printed, or else its exit status and last line of output."""
     document, code = answer.document or {}, answer.code
     if "error" in document:
@@ -90,6 +90,6 @@ def said_error(answer: Answer) -> JobError:
     )
 
 
-def stops(failure: BaseException, keep_going: bool) -> bool:
+def stops_batch(failure: BaseException, keep_going: bool) -> bool:
     """Whether a failure stops the batch."""
     return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)

@@ -12,16 +12,16 @@ from lpconv.batch.lock import (
     begin_lock,
     check_lockable,
     check_locked_result,
-    enter,
     lock_entry,
     pinned_options,
     read_lock,
     stale_reasons,
+    write_entry,
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.placed import Placement
-from lpconv.batch.records import failed_job, fill_outcome, held_back, job_error, job_result, stops
+from lpconv.batch.records import failed_job, fill_outcome, job_error, job_not_run, job_result, stops_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
@@ -96,10 +96,10 @@ def run_batch(
     batch_run = _BatchRun(manifest, lock or Lock(), runners, options, progress or Silent())
     started = time.monotonic()
     if executor is None or options.dry_run:
-        results, failure = _run_all(jobs, batch_run.do, options.keep_going, events)
+        results, failure = _run_all(jobs, batch_run.run_job, options.keep_going, events)
     else:
         placement = Placement(
-            manifest.path, jobs, executor, options, known=batch_run.known, progress=batch_run.progress,
+            manifest.path, jobs, executor, options, known=batch_run.known_result, progress=batch_run.progress,
             started=lambda job, index: events.job_started(job, index, len(jobs)),
             finished=lambda result, index: events.job_finished(result, index, len(jobs)),
         )  # fmt: skip
@@ -112,7 +112,7 @@ def run_batch(
     events.batch_finished(batch)
     if failure is None:
         return batch
-    raise failure if stops(failure, options.keep_going) else JobsFailedError(batch)
+    raise failure if stops_batch(failure, options.keep_going) else JobsFailedError(batch)
 
 
 def _run_all(
@@ -122,12 +122,12 @@ def _run_all(
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
-        if failure is not None and stops(failure, keep_going):
+        if failure is not None and stops_batch(failure, keep_going):
             results.append(job_result(job, NOT_RUN))
             continue
         lacking = [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
         if lacking:
-            results.append(held_back(job, lacking))
+            results.append(job_not_run(job, lacking))
             continue
         events.job_started(job, index, len(jobs))
         result, error = _attempt(run_job, job)
@@ -147,11 +147,11 @@ class _BatchRun:
     options: BatchOptions
     progress: Progress
 
-    def do(self, job: BatchJob) -> JobResult:
+    def run_job(self, job: BatchJob) -> JobResult:
         """Run or plan a job and return its result; raises the job's exception if it fails."""
-        return self.known(job) or (self._plan(job) if self.options.dry_run else self._carry_out(job))
+        return self.known_result(job) or (self._plan(job) if self.options.dry_run else self._carry_out(job))
 
-    def known(self, job: BatchJob) -> JobResult | None:
+    def known_result(self, job: BatchJob) -> JobResult | None:
         """The result of a job that needs no work, or None. Raises an error for a job that must not run."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.options.dry_run:
@@ -163,9 +163,9 @@ class _BatchRun:
                 f"{job.id} needs {lacking[0]}, and `{self._output_of(lacking[0])}` is not there",
                 hint=f"run {lacking[0]} first, or in the same batch",
             )
-        return self._there_already(job)
+        return self._up_to_date(job)
 
-    def _there_already(self, job: BatchJob) -> JobResult | None:
+    def _up_to_date(self, job: BatchJob) -> JobResult | None:
         """The record of a job that is up to date, if resuming. Raises OutputExistsError for a stale output."""
         entry = self.lock.get(job.id)
         if not self.options.resume or not _is_finished(job) or entry is None:
@@ -181,10 +181,10 @@ class _BatchRun:
         )
 
     def _plan(self, job: BatchJob) -> JobResult:
-        return fill_outcome(job_result(job, PLANNED), self.runners[job.kind].plan(self._pinned(job)))
+        return fill_outcome(job_result(job, PLANNED), self.runners[job.kind].plan(self._with_batch_options(job)))
 
     def _carry_out(self, job: BatchJob) -> JobResult:
-        outcome = self.runners[job.kind].run(self._pinned(job), self.progress)
+        outcome = self.runners[job.kind].run(self._with_batch_options(job), self.progress)
         entry = self.lock.get(job.id)
         if self.options.locked and entry is not None:
             check_locked_result(job, entry, outcome)
@@ -192,7 +192,7 @@ class _BatchRun:
             self._record(job, outcome)
         return fill_outcome(job_result(job, DONE[job.kind]), outcome)
 
-    def _pinned(self, job: BatchJob) -> BatchJob:
+    def _with_batch_options(self, job: BatchJob) -> BatchJob:
         """A copy of the job with the batch's `resume`, `force` and locked revision."""
         entry = self.lock.get(job.id)
         options = pinned_options(job.options, entry) if self.options.locked and entry else job.options
@@ -203,7 +203,7 @@ class _BatchRun:
 
     def _record(self, job: BatchJob, outcome: JobOutcome) -> None:
         entry = lock_entry(job, outcome, self.manifest.folder)
-        self.lock = enter(self.manifest.lock_path, entry, self.manifest.jobs)
+        self.lock = write_entry(self.manifest.lock_path, entry, self.manifest.jobs)
 
     def _output_of(self, job_id: str) -> Path:
         return next(job.output for job in self.manifest.jobs if job.id == job_id)
@@ -231,7 +231,7 @@ def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[J
     error: BaseException | None = None
     try:
         result = run_job(job)
-    except BaseException as e:  # signals too: `stops` ends the batch, and the exception is raised at the end
+    except BaseException as e:  # signals too: `stops_batch` ends the batch, and the exception is raised at the end
         error = e
         result = failed_job(job, job_error(e))
     return replace(result, seconds=time.monotonic() - started), error

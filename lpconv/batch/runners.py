@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lpconv.batch.kinds import BENCH_FILE, BatchJob
 from lpconv.batch.lock import LockEntry
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import judge_of, keep_results, problem
+from lpconv.bench.outcome import final_error, judge_of, keep_results
 from lpconv.bench.run import bench
 from lpconv.convert.shares import Part
 from lpconv.errors import OutputExistsError
@@ -45,7 +45,7 @@ class JobRunner:
     plan: Callable[[BatchJob], JobOutcome]
 
 
-def converted(result: ConvertResult) -> JobOutcome:
+def conversion_outcome(result: ConvertResult) -> JobOutcome:
     """The outcome of a conversion."""
     return JobOutcome(
         source=result.source,
@@ -57,7 +57,7 @@ def converted(result: ConvertResult) -> JobOutcome:
     )
 
 
-def planned(plan: PlanResult) -> JobOutcome:
+def plan_outcome(plan: PlanResult) -> JobOutcome:
     """The outcome of planning a conversion."""
     estimate = JobEstimate(**fields_from(JobEstimate, plan))
     return JobOutcome(source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
@@ -67,7 +67,7 @@ def _convert(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.convert.run import convert
 
     assert isinstance(job.options, ConvertOptions)
-    return converted(convert(job.model, job.output, job.options, progress=progress))
+    return conversion_outcome(convert(job.model, job.output, job.options, progress=progress))
 
 
 def write_part(job: BatchJob, part: Part, *, entry: LockEntry | None, resume: bool, progress: Progress) -> PartResult:
@@ -84,14 +84,14 @@ def _finish(job: BatchJob, progress: Progress) -> JobOutcome:
     from lpconv.convert.run import finish
 
     assert isinstance(job.options, ConvertOptions)
-    return converted(finish(job.model, job.output, job.options, progress=progress))
+    return conversion_outcome(finish(job.model, job.output, job.options, progress=progress))
 
 
 def _plan_conversion(job: BatchJob) -> JobOutcome:
     from lpconv.convert.run import plan
 
     assert isinstance(job.options, ConvertOptions)
-    return planned(plan(job.model, job.output, job.options))
+    return plan_outcome(plan(job.model, job.output, job.options))
 
 
 def _finetune(job: BatchJob, progress: Progress) -> JobOutcome:
@@ -120,7 +120,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
     with keep_results(path, judged, lambda partial: None) as keep:
         asked = dataclasses.replace(options, model=job.model)
         result = keep(bench(asked, progress=progress, on_result=keep))
-    error = problem(result)
+    error = final_error(result)
     if error is not None:
         error.details.pop("result")  # it is stored in the output
         raise error

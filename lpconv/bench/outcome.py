@@ -54,7 +54,7 @@ def _classify_change(before: RatioRecord | None, after: RatioRecord) -> str:
     return IMPROVEMENT if after.low > before.high else SAME
 
 
-def problem(result: BenchResult) -> LpconvError | None:
+def final_error(result: BenchResult) -> LpconvError | None:
     """The error that the command should end with, or None; its details contain the whole result.
 
     Failed rows, gates and regressions come first (exit code 5), then rows that did not fit in memory (7). Skipped rows

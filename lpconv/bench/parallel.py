@@ -41,7 +41,7 @@ def join(case: Case, rank: int, meeting: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=case.processes)
 
 
-def most(number: int) -> int:
+def max_over_processes(number: int) -> int:
     """The maximum of `number` over all processes. Waits for all of them."""
     if not dist.is_initialized():
         return number
@@ -50,7 +50,7 @@ def most(number: int) -> int:
     return int(largest)
 
 
-def spread(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
+def wrap_parallel(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     """`model` wrapped to train in step with the other processes.
 
     Unchanged for a single process, and for inference, where copies need no communication.

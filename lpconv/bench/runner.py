@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import profile_step, storage_bytes
 from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, most, rows_of, spread
+from lpconv.bench.parallel import check_parallel, max_over_processes, rows_of, wrap_parallel
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
@@ -64,9 +64,9 @@ class CaseRunner:
             model = apply_recipe(model, case, self._batch)
         if ranks is None:
             self.numerics = _compare(reference, _observe(model, probe, watched))
-            self._model = spread(model, case, probe)
+            self._model = wrap_parallel(model, case, probe)
         else:  # with FSDP no process has the whole model
-            self._model = spread(model, case, probe)
+            self._model = wrap_parallel(model, case, probe)
             self.numerics = _compare(reference, _observe(self._model, probe, watched))
         self._optimizer = make_optimizer(self._model, case) if case.mode == "train" else None
         self.compile_s = self._compile()
@@ -121,7 +121,7 @@ class CaseRunner:
         """
         timer = _EventTimer() if self.case.device != "cpu" else _WallTimer()
         count, elapsed = 0, 0.0
-        while left := most(_steps_left(count, elapsed, iterations, seconds)):
+        while left := max_over_processes(_steps_left(count, elapsed, iterations, seconds)):
             self._synchronise()
             start = time.perf_counter()
             for _ in range(left):

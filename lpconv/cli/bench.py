@@ -50,7 +50,7 @@ def bench(
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """
-    from lpconv.bench.outcome import judge_of, keep_results, problem
+    from lpconv.bench.outcome import final_error, judge_of, keep_results
     from lpconv.bench.run import bench as measure
     from lpconv.bench.team import processes_of
     from lpconv.cli.progress import progress_for
@@ -83,7 +83,7 @@ def bench(
         result = keep(result)
     if html is not None:
         write_small(Path(html), html_page(bench_document(result)))
-    error = problem(result)
+    error = final_error(result)
     if error is None or not json:  # with --json the error's details hold the result
         print_result(result, bench_document, json=json)
     if error is not None:

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from lpconv.cli.command import Json, Model, Quiet, Target, print_result, with_options
-from lpconv.cli.handling import handled
+from lpconv.cli.handling import handle_failures
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
@@ -54,4 +54,4 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
     print_result(result, export_document, json=json)
 
 
-export.command()(handled(onnx))
+export.command()(handle_failures(onnx))

@@ -50,7 +50,7 @@ class Commands(TyperGroup):
             _fail(UsageError(message, hint="--help lists commands and options"), as_json=True)
 
 
-def handled(command: Callable[P, None]) -> Callable[P, None]:
+def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
     """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code."""
 
     @functools.wraps(command)

@@ -38,7 +38,7 @@ def inspect(
       lpconv inspect ./llama-nvfp4 --strict
     """
     from lpconv.forms.foreign import READ
-    from lpconv.inspect.headers import beside_model, inspect as inspect_headers
+    from lpconv.inspect.headers import check_against_model, inspect as inspect_headers
     from lpconv.report.inspect import inspect_document
     from lpconv.results import to_json
     from lpconv.storage.checkpoint import Checkpoint
@@ -51,11 +51,11 @@ def inspect(
             record = inspect_with_statistics(checkpoint, progress)
     else:
         record = inspect_headers(checkpoint)
-    record = beside_model(record, checkpoint, thorough=stats or strict)
+    record = check_against_model(record, checkpoint, thorough=stats or strict)
     if record.layout in READ and not stats:
-        from lpconv.inspect.scales import judged  # imports torch (seconds)
+        from lpconv.inspect.scales import judge_scales  # imports torch (seconds)
 
-        record = judged(record, checkpoint)
+        record = judge_scales(record, checkpoint)
     wrong = (*record.problems, *(record.warnings if strict else ()))
     is_unread = record.not_judged is not None and (strict or record.layout in READ)
     if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result

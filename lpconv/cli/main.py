@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lpconv.cli.handling import Commands, handled
+from lpconv.cli.handling import Commands, handle_failures
 from lpconv.cli.progress import VERBOSE
 from lpconv.cli.questions import first_screen
 from lpconv.stdout import own_stdout
@@ -40,7 +40,7 @@ class _LazyCommands(Mapping[str, Any]):
         command = getattr(importlib.import_module(f"lpconv.cli.{name}"), name)
         if not isinstance(command, typer.Typer):
             alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-            alone.command(name, help=_paragraphs(command.__doc__))(handled(command))
+            alone.command(name, help=_paragraphs(command.__doc__))(handle_failures(command))
             command = alone
         return typer.main.get_command(command)
 

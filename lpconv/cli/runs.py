@@ -13,7 +13,7 @@ from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
 from lpconv.errors import InputError, UsageError
-from lpconv.lookup import no_directory
+from lpconv.lookup import missing_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
@@ -81,7 +81,7 @@ def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
 
 def _no_run(run: Path) -> InputError:
     if not os.path.exists(run):
-        return no_directory(run, hint=ANY_RUN)
+        return missing_directory(run, hint=ANY_RUN)
     return InputError(f"`{run}` has no report.json", hint=ANY_RUN)
 
 

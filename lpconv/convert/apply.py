@@ -100,7 +100,7 @@ class Engine:
         """What the first pass over a tensor finds, or a guess of it."""
         if t.form.late:
             return t.form.begin(max(map(self._largest, (t, *t.fused))) if t.form.shares else 0.0)
-        guess = self._workers.guessed(t) if self._guesses else None
+        guess = self._workers.guess(t) if self._guesses else None
         if guess is None:
             return t.form.measure(self._over(t), [*map(self._over, t.fused)])
         self._progress.advance(t.info.num_bytes)
@@ -118,7 +118,7 @@ class Engine:
 
         def over(job: Callable[[Tensor, int, Workspace], T], /) -> Iterator[T]:
             is_first = next(readings) == 0
-            for block, found in self._workers.over(t, job):
+            for block, found in self._workers.map_blocks(t, job):
                 if is_first:
                     self._progress.advance(block.source_bytes)
                 yield found
@@ -177,7 +177,7 @@ class Engine:
     def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measured]) -> TensorRecord:
         """What happened to a tensor. What all blocks say takes the place of a guess in `measured`."""
         if sums.looked:
-            measured[t.name] = self._workers.concluded(t, sums.looked)
+            measured[t.name] = self._workers.conclude(t, sums.looked)
             sums.stats = measured[t.name].stats
         found = measured.get(t.name, Measured())
         return tensor_record(t, t.form.scale(found.side), sums.stats, sums.error, found)

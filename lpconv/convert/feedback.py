@@ -253,7 +253,7 @@ class _Rounding:
         diagonal = moment.hessian_CC.diagonal()
         weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # matters where scales are searched
         with SingleThreadedTorch():
-            found = self._workers.measured(dataclasses.replace(t, form=weighted))
+            found = self._workers.measure(dataclasses.replace(t, form=weighted))
         if not found.stats.is_finite:
             return None
         weight_RC = read_tensor(self._job.source, t.name).float()

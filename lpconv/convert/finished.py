@@ -7,7 +7,7 @@ from typing import Any
 
 from lpconv.data import text_at
 from lpconv.errors import OutputExistsError
-from lpconv.extras import head, tidy, view_of
+from lpconv.extras import delete_records, head, view_of
 from lpconv.plan.job import Job
 from lpconv.plan.provenance import public_source, source_record, versions
 from lpconv.plan.settings import shaping_options
@@ -30,7 +30,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     if job.url is not None:
         if head(check_url(job.url), MARKER) is None:
             return None
-        tidy(job.url)
+        delete_records(job.url)
         job = dataclasses.replace(job, output=view_of(job.url, whole=False))
     if not (job.output / MARKER).is_file():
         return None

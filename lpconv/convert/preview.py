@@ -46,11 +46,11 @@ def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tu
 
 def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     """One tensor encoded and decoded again, block by block."""
-    found = workers.measured(t)
+    found = workers.measure(t)
     values = torch.empty(t.info.num_elements)
 
     def convert(block: TensorBlock) -> Encoded:
-        with workers.borrowed() as work:
+        with workers.borrow() as work:
             encoded = t.form.encode(workers.read(block, work), block.start, found, work)
             values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, found.side)
             return dataclasses.replace(encoded, data=())

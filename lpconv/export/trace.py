@@ -56,7 +56,7 @@ class Traceable:
         return output
 
 
-def traceable(checkpoint: Checkpoint) -> Traceable:
+def open_traceable(checkpoint: Checkpoint) -> Traceable:
     """Open a checkpoint for tracing. Without weights for its architecture's head, the base model is opened.
 
     Raises UnsupportedError for models that transformers does not open or that lpconv has no inputs for, ResourceError

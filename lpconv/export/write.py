@@ -12,7 +12,7 @@ import onnx_ir as ir
 from lpconv.errors import VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
-from lpconv.export.trace import Traceable, trace, traceable
+from lpconv.export.trace import Traceable, open_traceable, trace
 from lpconv.export.validate import Case, check_file, compare
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.whole import check_complete
@@ -56,7 +56,7 @@ def _write_model(
     """Write the graph and check it. The record lacks the output's name and the time."""
     provenance = read_marker(checkpoint.directory)
     progress.start("opening the model", 0)
-    opened = traceable(checkpoint)
+    opened = open_traceable(checkpoint)
     progress.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
     progress.start("storing the weights", 0)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lpconv.extras.remote_output import (
         RemoteStaging as RemoteStaging,
         check_free_url as check_free_url,
-        tidy as tidy,
+        delete_records as delete_records,
         working_folder as working_folder,
     )
     from lpconv.extras.remote_view import copy_of as copy_of, view_of as view_of

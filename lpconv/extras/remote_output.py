@@ -70,12 +70,12 @@ class RemoteStaging(Staging):
         super().__init__(working_folder(url), identity, force=True)
         try:
             self._tags: dict[str, str | None] = {}
-            self._take(json.loads(json.dumps(identity)), resume=resume, force=force)
+            self._claim_or_resume(json.loads(json.dumps(identity)), resume=resume, force=force)
         except BaseException:
             self._journal.close()
             raise
 
-    def _take(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+    def _claim_or_resume(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
         """Claim the URL, or continue the claim of an interrupted run of the same command."""
         objects = {o.name: o for o in listing(self.url)}
         if force:
@@ -89,17 +89,17 @@ class RemoteStaging(Staging):
         check_same_run(self.url, identity, _read(self.url, _CLAIM))
         self._claim = head(self.url, _CLAIM)
         for name in (n for n in objects if n.startswith(UNFINISHED) and n != _CLAIM):
-            self._take_over(_read(self.url, name), objects)
+            self._reuse_record(_read(self.url, name), objects)
 
-    def _take_over(self, record: dict[str, Any], objects: dict[str, RemoteObject]) -> None:
+    def _reuse_record(self, record: dict[str, Any], objects: dict[str, RemoteObject]) -> None:
         """Mark the files of a record as written if the objects in the store are the recorded ones."""
         recorded = {name: objects.get(name) for name in record["tags"]}
         if all(o is not None and o.e_tag == record["tags"][name] for name, o in recorded.items()):
             for o in filter(None, recorded.values()):
-                self.uploaded(o)
+                self.record_upload(o)
             self.done.append(record["line"])
 
-    def uploaded(self, o: RemoteObject) -> None:
+    def record_upload(self, o: RemoteObject) -> None:
         """Represent an uploaded object in the working folder: a copy if it is small, else a pointer."""
         path = self.directory / o.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ class RemoteStaging(Staging):
             raise OutputExistsError(f"another run has taken `{self.url}`", hint="choose another --output")
 
     def _lose(self) -> NoReturn:
-        tidy(self.url)  # including files that arrived after the other run's clean-up
+        delete_records(self.url)  # including files that arrived after the other run's clean-up
         # The output may be this run's own, if the answer to its first request was lost.
         raise OutputExistsError(
             f"another run has just finished `{self.url}`",
@@ -145,7 +145,7 @@ class RemoteStaging(Staging):
             self._put_small(name, paths[name].read_bytes())
         if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
             self._lose()
-        tidy(self.url)
+        delete_records(self.url)
         shutil.rmtree(self.directory)
 
     def _put_small(self, name: str, data: bytes) -> None:
@@ -160,14 +160,14 @@ class RemoteStaging(Staging):
         with contextlib.suppress(LpconvError):  # the original error is reported instead
             self.check_alone()
             delete(self.url, sorted(self._tags))
-            tidy(self.url)
+            delete_records(self.url)
 
     def set_aside(self) -> str:
         """Keep the uploaded objects, without the marker that would complete the output."""
         return self.url
 
 
-def tidy(url: str) -> None:
+def delete_records(url: str) -> None:
     """Delete a run's claim and records next to a published output."""
     names = sorted(o.name for o in listing(url) if o.name.startswith(UNFINISHED))
     delete(url, sorted(names, key=lambda name: name == _CLAIM))  # the claim last: it covers the records
@@ -199,7 +199,7 @@ class _Upload(PartFile):
         uploaded = head(self._staging.url, self._name)
         if uploaded is None or uploaded.size_bytes != self._size:
             raise ResourceError(f"`{self._name}` was uploaded and is not there", hint="run again with --resume")
-        self._staging.uploaded(uploaded)
+        self._staging.record_upload(uploaded)
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
     def abandon(self) -> None:

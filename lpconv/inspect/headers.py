@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from lpconv.errors import InputError, LpconvError, UnsupportedError, finding
+from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
 from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.foreign import unread
 from lpconv.inspect.defects import Findings, from_headers
@@ -84,7 +84,7 @@ def _unread_parts(layout: str | None) -> tuple[str, ...]:
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 
 
-def beside_model(record: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
+def check_against_model(record: InspectResult, checkpoint: Checkpoint, *, thorough: bool) -> InspectResult:
     """Add a comparison of names and shapes with the model described by config.json, if nothing else is wrong.
 
     Only shapes of known families are computed directly; other models are built only if `thorough`, since importing
@@ -116,7 +116,7 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]],
         try:
             header = header_of(checkpoint.directory / file, checkpoint.config)
         except LpconvError as e:
-            problems.append(finding(e))
+            problems.append(problem_text(e))
             continue
         for info in header.tensors.values():
             if info.name in file_of:

@@ -58,7 +58,7 @@ class Scales(Summed):
     bound: float = joined(max, 0.0)
 
 
-def judged(record: InspectResult, model: Openable) -> InspectResult:
+def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
     """Add the defects found in the scales to a checkpoint's record.
 
     Returns `record` unchanged if the headers have problems, or if the scales are stored among the codes. Raises

@@ -18,7 +18,7 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import VALUES, describe, inspect
-from lpconv.inspect.scales import judged
+from lpconv.inspect.scales import judge_scales
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult, StoredTensor
@@ -45,7 +45,7 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
             record = describe(checkpoint, infos)
         if record.layout not in READ:
             return _with_statistics(record, source, progress)
-    record = judged(record, checkpoint)
+    record = judge_scales(record, checkpoint)
     if record.problems or record.not_judged:
         return record
     with StoredTensors.open(checkpoint) as stored:

@@ -12,7 +12,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
-from lpconv.options import check, options_of, words_for
+from lpconv.options import check, command_words, options_of
 from lpconv.plan.options import FEEDBACK_BITS, GPTQ, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
 from lpconv.plan.patterns import FormatRule, check_pattern
 from lpconv.plan.schemes import SCHEMES
@@ -104,7 +104,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
         value = getattr(options, d.field)
         if not d.option.of_run and value != unsaid.get(d.field, d.default):
             values[name] = Path(value).name if d.option.is_path and value is not None else value
-    return shlex.join(["lpconv", "convert", model, *words_for(ConvertOptions, values)])
+    return shlex.join(["lpconv", "convert", model, *command_words(ConvertOptions, values)])
 
 
 def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:

@@ -93,7 +93,7 @@ class Workers:
         self._free.put(work)
 
     @contextlib.contextmanager
-    def borrowed(self) -> Iterator[Workspace]:
+    def borrow(self) -> Iterator[Workspace]:
         """Context manager that borrows a workspace."""
         work = self.take()
         try:
@@ -105,7 +105,7 @@ class Workers:
         """The elements of a block in the source's dtype, 1-D, stored in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
-    def over(
+    def map_blocks(
         self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]
     ) -> Generator[tuple[TensorBlock, T]]:
         """Apply `job` to (elements, start, workspace) of each block of a tensor; results in order.
@@ -114,16 +114,16 @@ class Workers:
         """
 
         def read_and_do(block: TensorBlock) -> T:
-            with self.borrowed() as work:
+            with self.borrow() as work:
                 return job(self.read(block, work), block.start, work)
 
         return self.in_order(blocks_of([tensor]), read_and_do)
 
-    def measured(self, tensor: PlannedTensor) -> Measured:
+    def measure(self, tensor: PlannedTensor) -> Measured:
         """Statistics of the first pass over a tensor; empty if its form needs none."""
         return tensor.form.measure(self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
-    def guessed(self, tensor: PlannedTensor) -> Measured | None:
+    def guess(self, tensor: PlannedTensor) -> Measured | None:
         """Statistics of the first pass predicted from a sample; None if the pass should be made instead."""
         if tensor.info.num_elements < _LEAST_GUESSED:
             return None
@@ -138,12 +138,12 @@ class Workers:
             self._source.read_bytes(tensor.name, start * size, row.data)
         return raw.view(TORCH_DTYPES[tensor.info.dtype])
 
-    def concluded(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
+    def conclude(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
         """Statistics of the first pass, from the statistics of all blocks."""
         return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def _reading(self, tensor: PlannedTensor) -> Over:
-        return lambda job, /: (result for _, result in self.over(tensor, job))
+        return lambda job, /: (result for _, result in self.map_blocks(tensor, job))
 
     def in_order(
         self, blocks: Iterable[TensorBlock], job: Callable[[TensorBlock], T]

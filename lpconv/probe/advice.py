@@ -57,7 +57,7 @@ def assess(
     return tuple(sorted(pairs, key=lambda f: (-f[1].lost, math.inf if math.isnan(f[1].sqnr_db) else f[1].sqnr_db)))
 
 
-def at_risk(result: ProbeResult) -> tuple[str, ...]:
+def operands_at_risk(result: ProbeResult) -> tuple[str, ...]:
     """Descriptions of the operands that fp8 with one scale per tensor represents badly, worst first, and then a remedy.
 
     Activations and weights are assessed in e4m3fn, gradients in e5m2. An element far above all others multiplies a
@@ -188,7 +188,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
         tensors=tensors,
         loss_scales=tuple(scales.values()),
         findings=findings(result, formats),
-        at_risk=at_risk(result),
+        at_risk=operands_at_risk(result),
         warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
     )
 

@@ -17,7 +17,7 @@ from lpconv.scaled.tensor import ScaledTensor
 
 
 @torch.no_grad()
-def kept_value(optimizer: Optimizer, p: Tensor) -> Tensor:
+def weight_value(optimizer: Optimizer, p: Tensor) -> Tensor:
     """The value of a weight as a new fp32 tensor, including low parts, compensations and master copies."""
     if isinstance(p, DTensor):
         raise UnsupportedError("sharded parameters cannot be followed", hint="measure on one process, without FSDP")
@@ -78,7 +78,7 @@ def _updates_by_copy(optimizer: Optimizer) -> dict[Tensor, Tensor]:
 
 def _twin(optimizer: Optimizer, p: Tensor) -> Tensor:
     """The weight as a plain fp32 parameter with a plain fp32 gradient."""
-    twin = torch.nn.Parameter(kept_value(optimizer, p))
+    twin = torch.nn.Parameter(weight_value(optimizer, p))
     assert p.grad is not None
     twin.grad = p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad.detach().float().clone()
     return twin

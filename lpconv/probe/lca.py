@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lpconv.errors import UsageError
-from lpconv.probe.intended import intended_updates, kept_value
+from lpconv.probe.intended import intended_updates, weight_value
 from lpconv.probe.track import model_loss
 from lpconv.scaled.tensor import ScaledTensor
 
@@ -102,7 +102,7 @@ class LossChange:
 
         lca = LossChange(model, optimizer, probe_batches)
         ...
-        with lca.measured():          # or lca.before_step(); optimizer.step(); lca.after_step()
+        with lca.measure():          # or lca.before_step(); optimizer.step(); lca.after_step()
             optimizer.step()
         print(summarise(lca.steps).rounding_share)
 
@@ -141,7 +141,7 @@ class LossChange:
         self.steps: list[LossChangeStep] = []
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Context manager around `optimizer.step()`."""
         self.before_step()
         yield
@@ -180,7 +180,7 @@ class LossChange:
         return step
 
     def _kept(self) -> Tensor:
-        return _flatten(kept_value(self._optimizer, p) for p in self._parameters.values())
+        return _flatten(weight_value(self._optimizer, p) for p in self._parameters.values())
 
     def _allot(self, gradient: Tensor, moved: Tensor, rounded: Tensor) -> Iterator[Allocation]:
         sizes = [p.numel() for p in self._parameters.values()]

@@ -7,12 +7,12 @@ from pathlib import PurePath
 
 from lpconv.report.convert import auto_class
 from lpconv.report.convert_compare import RUN_FIGURES, figures
-from lpconv.report.convert_tables import done_row, worst_table
+from lpconv.report.convert_tables import action_row, worst_table
 from lpconv.report.convert_words import method_name, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
-from lpconv.report.tensors import converted_tensors, done_groups
+from lpconv.report.tensors import action_groups, converted_tensors
 from lpconv.report.verify import verification_section
 from lpconv.results import ConvertResult, FinetuneResult
 
@@ -109,7 +109,7 @@ def _figure_table(result: ConvertResult) -> Table:
 
 def _tensor_section(result: ConvertResult) -> Section | None:
     columns = ("action", "tensors", "format", "before", "after", "why")
-    done = Table(columns=columns, rows=tuple(map(done_row, done_groups(result.tensors))))
+    done = Table(columns=columns, rows=tuple(map(action_row, action_groups(result.tensors))))
     worst = dataclasses.replace(
         worst_table(result.tensors, _WORST), caption="The tensors with the lowest signal-to-noise ratio"
     )

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from lpconv.report.convert_tables import done_sections, layer_section, listed_tensors, tensor_section, worst_section
-from lpconv.report.convert_words import done_and_lost, headline, method_name
+from lpconv.report.convert_tables import action_sections, layer_section, listed_tensors, tensor_section, worst_section
+from lpconv.report.convert_words import conversion_summary, headline, method_name
 from lpconv.report.document import Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
@@ -19,7 +19,7 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensor_charts import flat_words, rms_chart, sqnr_chart
+from lpconv.report.tensor_charts import flat_sqnr_text, rms_chart, sqnr_chart
 from lpconv.report.tensors import (
     converted_tensors,
     worst_tensors,
@@ -33,7 +33,7 @@ _SHARDS = 8  # most files shown on a terminal
 def convert_document(result: ConvertResult) -> Document:
     """What was done, saved and lost, how the output was verified, and how to open it."""
     listed = listed_tensors(result.tensors)
-    flat = flat_words(converted_tensors(result.tensors))
+    flat = flat_sqnr_text(converted_tensors(result.tensors))
     residual = f", {result.residual} residual" if result.residual else ""
     form = f"{method_name(result.method)}, {result.format}{residual}"
     return Document(
@@ -41,7 +41,7 @@ def convert_document(result: ConvertResult) -> Document:
         title=PurePath(result.output).name or result.output,
         subtitle=f"{result.source.name} → {result.output}: {form}",
         verdict=Verdict(outcome=outcome_of(result.verify), text=headline(result)),
-        summary=done_and_lost(result),
+        summary=conversion_summary(result),
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
@@ -49,7 +49,7 @@ def convert_document(result: ConvertResult) -> Document:
             verification_section(result.verify),
             section("", rms_chart(replace(result, tensors=listed))),
             section("Signal-to-noise ratios", flat, only="page"),
-            *done_sections(result.tensors),
+            *action_sections(result.tensors),
             worst_section(result.tensors),
             layer_section(result.tensors),
             tensor_section(result, listed),
@@ -77,7 +77,7 @@ def plan_document(plan: PlanResult) -> Document:
         title=f"{plan.source.name} → {plan.output}",
         summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing has been written.",
         facts=facts,
-        sections=sections_of(*done_sections(plan.tensors), files_section(plan.shards)),
+        sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
     )
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lpconv.report.convert_words import besides_rounding
+from lpconv.report.convert_words import other_error_causes
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
+    action_groups,
     converted_tensors,
-    done_groups,
     in_layer_order,
     layer_groups,
     num_elements,
@@ -32,18 +32,18 @@ def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...
     return tuple(t for i, t in enumerate(tensors) if i % step == 0 or t.name in worst)
 
 
-def done_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
+def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
     """What was done to groups of tensors, and why; on a page with an example of each."""
-    groups = done_groups(tensors)
+    groups = action_groups(tensors)
     if not groups:
         return (section("Tensors", "The checkpoint holds no tensors."),)
     columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
-    whole = Table(columns=(*columns, "<For example"), rows=tuple((*done_row(g), g[0].name) for g in groups))
-    brief = Table(columns=columns, rows=tuple(map(done_row, groups)), most=_GROUPS)
+    whole = Table(columns=(*columns, "<For example"), rows=tuple((*action_row(g), g[0].name) for g in groups))
+    brief = Table(columns=columns, rows=tuple(map(action_row, groups)), most=_GROUPS)
     return section("What was done, and why", whole, only="page"), section("Tensors", brief, only="terminal")
 
 
-def done_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
+def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
     """A table row for a group of tensors: action, count, formats, size before and after, reason."""
     t, before, after = group[0], sum(t.bytes_in for t in group), sum(t.bytes_out for t in group)
     formats = f"{t.source_dtype} → {t.format}" if t.action == "convert" else t.source_dtype
@@ -53,7 +53,14 @@ def done_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     """The tensors with the lowest SQNR, and any causes of error besides rounding."""
     rows = tuple(
-        (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), besides_rounding(t))
+        (
+            t.name,
+            t.format,
+            sqnr_text(t.sqnr_db),
+            error_text(t.max_rel_error),
+            scale_text(t.scale),
+            other_error_causes(t),
+        )
         for t in worst_tensors(tensors, count)
     )
     columns = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")

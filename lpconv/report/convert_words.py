@@ -31,10 +31,10 @@ def headline(result: ConvertResult) -> str:
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that can be quoted."""
     verdict = verify_headline(result.verify)
-    return f"{done_and_lost(result)} {_size_sentence(result)} {verdict[:1].upper()}{verdict[1:]}."
+    return f"{conversion_summary(result)} {_size_sentence(result)} {verdict[:1].upper()}{verdict[1:]}."
 
 
-def done_and_lost(result: ConvertResult) -> str:
+def conversion_summary(result: ConvertResult) -> str:
     """What was done, what it cost the weights, and where input scales come from."""
     sentences = (_done_sentence(result), _error_sentence(result.tensors), _inputs_sentence(result))
     return " ".join(filter(None, sentences))
@@ -122,7 +122,7 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
     return f"{clipped} and {zeroed}"
 
 
-def besides_rounding(t: TensorRecord) -> str:
+def other_error_causes(t: TensorRecord) -> str:
     """Causes of error besides rounding: "3 saturated", "0.06 % to zero", "nothing"."""
     causes = []
     if t.num_nan or t.num_inf:

@@ -74,7 +74,7 @@ class Drawing:
         _, _, width, height = self.rectangle(box)
         return len(box.label) * _CHARACTER < width and height > _LABEL_HEIGHT
 
-    def labelled(self) -> list[tuple[float, str]]:
+    def axis_labels(self) -> list[tuple[float, str]]:
         """Positions and texts of the labels below the frame. A label that would collide with an earlier one is dropped.
 
         In a wide chart labels name groups, so labels at the ends may move inwards; in other charts they are dropped.
@@ -93,7 +93,7 @@ class Drawing:
                 taken.append((x - half, x + half))
         return placed
 
-    def beside(self, x: float) -> tuple[float, str]:
+    def label_position(self, x: float) -> tuple[float, str]:
         """Position and SVG text anchor of a label for a point at `x`, on the side with more room."""
         is_left = self.x(x) < (self.left + self.right) / 2
         return (self.x(x) + 9, "start") if is_left else (self.x(x) - 9, "end")

@@ -147,7 +147,7 @@ def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "
     )
 
 
-def flat_words(tensors: Sequence[TensorRecord]) -> str:
+def flat_sqnr_text(tensors: Sequence[TensorRecord]) -> str:
     """A sentence with the SQNR range of each format, if a chart would show no more: no range exceeds 1 dB."""
     measured = sorted((t for t in tensors if _is_number(t.sqnr_db)), key=lambda t: t.format or "")
     ranges = []

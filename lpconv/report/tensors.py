@@ -31,7 +31,7 @@ def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRe
     return tuple(sorted(noisy, key=lambda t: (not math.isnan(t.sqnr_db or 0), t.sqnr_db, t.name))[:count])
 
 
-def done_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
+def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
     """Tensors grouped by action and reason: converted, kept, tied; within each, the largest group first."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
     for t in tensors:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lpconv.errors import InputError
-from lpconv.lookup import no_directory
+from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
 from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
 from lpconv.storage.partfile import read_error
@@ -33,7 +33,7 @@ _IGNORED_FOLDERS = {".git", ".cache", "__pycache__", ".ipynb_checkpoints"}
 def read_config(directory: Path) -> dict[str, Any]:
     """Read the config of a checkpoint directory. Raises InputError if it is missing or damaged."""
     if not directory.is_dir():
-        raise no_directory(directory, hint="pass a checkpoint directory or a hub id")
+        raise missing_directory(directory, hint="pass a checkpoint directory or a hub id")
     path = directory / "config.json"
     if not path.exists():
         raise _no_checkpoint_error(directory)

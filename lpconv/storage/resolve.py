@@ -13,7 +13,7 @@ from pathlib import Path
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.extras import view_of
-from lpconv.lookup import nearest, nearest_beside, no_directory
+from lpconv.lookup import missing_directory, nearest, nearest_sibling
 from lpconv.storage.aliases import ALIASES, find_alias
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import cached_snapshot, commit_of, download
@@ -66,7 +66,7 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
     if name and (os.path.isdir(path) or os.path.isfile(path)):
         return _local(name, path, revision)
     if looks_like_path(name):
-        raise no_directory(name, hint="pass a directory that exists, a hub id or an alias")
+        raise missing_directory(name, hint="pass a directory that exists, a hub id or an alias")
     return _from_hub(name, revision)
 
 
@@ -134,7 +134,7 @@ def _from_hub(name: str, revision: str | None) -> Resolved:
         check_promises(snapshot)
         return _snapshot(name, repo_id, snapshot)
     except InputError as e:
-        near = nearest_beside(Path(name))
+        near = nearest_sibling(Path(name))
         if near is None:
             raise
         raise InputError(e.message, hint=f"did you mean the directory `{near}`? {e.hint}") from e
@@ -145,7 +145,7 @@ def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:
 
 
 def _unknown_name(name: str) -> InputError:
-    near, beside = nearest(name, ALIASES), nearest_beside(Path(name))
+    near, beside = nearest(name, ALIASES), nearest_sibling(Path(name))
     suggestions = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
     suggestions += f"did you mean the directory `{beside}`? " if beside else ""
     return InputError(

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
-from lpconv.lookup import no_directory
+from lpconv.lookup import missing_directory
 from lpconv.storage.contents import read_json
 from lpconv.storage.gguf import find_gguf
 from lpconv.storage.holding import is_locked, locked_error, try_lock
@@ -206,7 +206,7 @@ def check_is_output(directory: Path) -> None:
     if (directory / MARKER).exists():
         return
     if not os.path.exists(directory):
-        raise no_directory(directory, hint="pass an output of `lpconv convert`")
+        raise missing_directory(directory, hint="pass an output of `lpconv convert`")
     if (directory / SUMS).exists() or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError, UnsupportedError, UsageError, finding
+from lpconv.errors import InputError, UnsupportedError, UsageError, problem_text
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.reader import open_readable
@@ -29,7 +29,7 @@ from lpconv.verify.written import check_outputs, check_stored, output_problems, 
 _ABSENT = object()
 
 
-def prepare_again(
+def prepare_verification(
     provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
 ) -> Job:
     """The conversion that made an output, prepared for verification at level `verify`. The caller closes its source.
@@ -77,7 +77,7 @@ def check_source(
     try:
         checked = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
     except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
-        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, finding(e)))
+        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, problem_text(e)))
     depth = job.plan.options.verify
     if depth != "weights":
         progress.start("running both models", 0)

@@ -63,10 +63,12 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or parsed):
         return result
-    from lpconv.verify.against import check_source, prepare_again  # imports torch (seconds)
+    from lpconv.verify.against import check_source, prepare_verification  # imports torch (seconds)
 
     depth = "logits" if asked else "auto" if automatic else "weights"
-    job = prepare_again(provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code)
+    job = prepare_verification(
+        provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code
+    )
     try:
         checked = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
         # The config is not compared: it was already recomputed and found equal.

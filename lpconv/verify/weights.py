@@ -159,7 +159,7 @@ def _compare_whole(
     side = _stored_side(t, output)
 
     def look(block: TensorBlock) -> tuple[Looked | None, _Compared]:
-        with workers.borrowed() as work:
+        with workers.borrow() as work:
             x = workers.read(block, work)
             seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
             found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
@@ -170,11 +170,11 @@ def _compare_whole(
         total = total + found
         looked += [] if seen is None else [seen]
         progress.advance(block.source_bytes)
-    implied = workers.concluded(t, looked) if t.form.needs_first_pass else Measured()
+    implied = workers.conclude(t, looked) if t.form.needs_first_pass else Measured()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
     def compare(block: TensorBlock) -> _Compared:
-        with workers.borrowed() as work:
+        with workers.borrow() as work:
             x = workers.read(block, work)
             return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
 
@@ -197,7 +197,7 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
     count, right = 0, t.format is None or t.form.scale(side) == output.records[t.name].scale
     for start, stop in _sample_ranges(t.info.num_elements):
         first, last = t.form.widened(start, stop)
-        with workers.borrowed() as work:
+        with workers.borrow() as work:
             block = TensorBlock(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
             found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)

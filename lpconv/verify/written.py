@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, finding
+from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, problem_text
 from lpconv.gates import CONVERT_GATES, needs_logits
 from lpconv.machine import out_of_memory
 from lpconv.plan.job import Job
@@ -34,7 +34,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
         with OutputReader(directory, tensors, find_residual(directory)) as output:
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
     except InputError as e:  # also for the source, which then cannot be compared
-        return VerifyResult(level="weights", passed=False, problems=(finding(e),))
+        return VerifyResult(level="weights", passed=False, problems=(problem_text(e),))
     problems = weights_problems(weights)
     logits = None
     if level in ("logits", "auto") or needs_logits(job.gates):

@@ -14,9 +14,9 @@ from lpconv.batch.lock import Lock, read_lock
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, SilentEvents, run_batch
-from lpconv.batch.runners import JobRunner, converted, planned
+from lpconv.batch.runners import JobRunner, conversion_outcome, plan_outcome
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.outcome import problem
+from lpconv.bench.outcome import final_error
 from lpconv.errors import (
     InputError,
     InterruptedRunError,
@@ -103,10 +103,10 @@ class Engine:
     @property
     def runners(self) -> dict[str, JobRunner]:
         def run(job: BatchJob, progress: Progress) -> JobOutcome:
-            return converted(self.convert(job.model, job.output, options_of(job)))
+            return conversion_outcome(self.convert(job.model, job.output, options_of(job)))
 
         def look(job: BatchJob) -> JobOutcome:
-            return planned(self.plan(job.model, job.output, options_of(job)))
+            return plan_outcome(self.plan(job.model, job.output, options_of(job)))
 
         return {"convert": JobRunner(run=run, plan=look)}
 
@@ -372,7 +372,7 @@ class Bench:
         result = BenchResult(rows=(row,), gates=gates)
         job.output.mkdir(parents=True, exist_ok=True)
         (job.output / "bench.json").write_text(json_text(result))
-        error = problem(result)
+        error = final_error(result)
         if error is not None:
             raise error
         source = SourceRecord(name=job.model, resolved=job.model)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.outcome import compare, problem
+from lpconv.bench.outcome import compare, final_error
 from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.results import BenchResult, BenchRow
@@ -26,7 +26,7 @@ def test_a_gate_judges_variants_only(gate: str, passes: bool) -> None:
     found = judged(row("plain"), row("static"), gate=gate)
 
     assert [g.passed for g in found.gates] == [passes]
-    error = problem(found)
+    error = final_error(found)
     assert (error is None) == passes
     assert error is None or error.exit_code == 5
 
@@ -63,7 +63,7 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
     changes = compare(rows, old)
 
     assert [c.change for c in changes] == [change, "not in the older document"]  # which has no mx
-    error = problem(dataclasses.replace(result(*rows), changes=changes))
+    error = final_error(dataclasses.replace(result(*rows), changes=changes))
     assert (error and error.exit_code) == code
 
 
@@ -74,14 +74,14 @@ def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: d
     found = compare(rows, result(row("static")))
 
     assert [(c.before, c.change) for c in found] == [(None, "not in the older document")]
-    error = problem(dataclasses.replace(result(*rows), changes=found))
+    error = final_error(dataclasses.replace(result(*rows), changes=found))
     assert error is not None
     assert "nothing was compared" in error.message
 
 
 @pytest.mark.parametrize(("status", "code"), [("failed", 5), ("too large", 7), ("skipped", 4)])
 def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code: int) -> None:
-    error = problem(result(row("plain"), row("static", status=status, reason="because")))
+    error = final_error(result(row("plain"), row("static", status=status, reason="because")))
 
     assert error is not None
     assert error.exit_code == code
@@ -90,4 +90,4 @@ def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code
 
 
 def test_a_skipped_row_beside_a_measured_one_is_no_error() -> None:
-    assert problem(result(row("plain"), row("static"), row("te", status="skipped", reason="no"))) is None
+    assert final_error(result(row("plain"), row("static"), row("te", status="skipped", reason="no"))) is None

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from lpconv.bench.cases import Case
 from lpconv.bench.models import find_model, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, join, most, rows_of, spread
+from lpconv.bench.parallel import check_parallel, join, max_over_processes, rows_of, wrap_parallel
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL
@@ -52,13 +52,13 @@ def two_ranks(rank: int, folder: str) -> None:
         average = gradients(model, batch)
         dist.all_reduce(average)
         average /= 2
-        found = gradients(spread(model, mine, batch), batch)
+        found = gradients(wrap_parallel(model, mine, batch), batch)
         errors[kind] = float((found - average).norm() / average.norm())
     rows = plan.build("cpu", rows_of(mine, plan)).model
     assert all(isinstance(p, DTensor) for p in rows.parameters())
-    found = gradients(spread(rows, mine, batch), batch)
+    found = gradients(wrap_parallel(rows, mine, batch), batch)
     errors["by rows"] = float((found - average).norm() / average.norm())
-    torch.save((errors, most(3 + rank)), f"{folder}/{rank}.pt")
+    torch.save((errors, max_over_processes(3 + rank)), f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort an ordinary exit
 

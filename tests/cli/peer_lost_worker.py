@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from lpconv.cli.handling import handled
+from lpconv.cli.handling import handle_failures
 
 
 def lose_a_peer() -> None:
@@ -13,7 +13,7 @@ def lose_a_peer() -> None:
     torch.distributed.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
-    handled(_add_up)()
+    handle_failures(_add_up)()
 
 
 def _add_up() -> None:

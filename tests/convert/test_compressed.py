@@ -27,7 +27,7 @@ from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Settings
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judged
+from lpconv.inspect.scales import judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import FormatRule, matches
 
@@ -164,7 +164,7 @@ def test_weights_that_readers_fuse_share_their_one_scale(presets: dict[str, Path
     found = {n.split(".")[-2]: float(x) for n, x in state.items() if n.endswith("_global_scale")}
     assert found["q_proj"] == found["k_proj"] == found["v_proj"]
     assert found["gate_proj"] == found["up_proj"] < found["down_proj"] / 100
-    told = judged(inspect(presets["NVFP4A16"]), presets["NVFP4A16"])
+    told = judge_scales(inspect(presets["NVFP4A16"]), presets["NVFP4A16"])
     assert not [w for w in (*told.problems, *told.warnings) if "unequal" in w]
 
 
@@ -211,7 +211,7 @@ def test_formats_by_rule_are_read_as_they_were_written(name: str, presets: dict[
         fmt = next((f for p, f in asked["rules"].items() if matches(p, weight)), asked["format"])
         assert form.format is not None
         assert form.format.name == fmt
-    told = judged(inspect(path), path)
+    told = judge_scales(inspect(path), path)
     assert not told.problems
     lpconv.load(path, resident=True).save_pretrained(tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (path, tmp_path))

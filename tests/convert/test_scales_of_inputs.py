@@ -28,7 +28,7 @@ from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judged
+from lpconv.inspect.scales import judge_scales
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions
@@ -129,7 +129,7 @@ def test_weights_that_readers_fuse_share_scales(made: dict[str, Path]) -> None:
             }
             assert all(len(found) <= 1 for found in shared.values()), name
             assert any(shared[leaf] for leaf in SCALES), name
-        told = judged(inspect(path), path)
+        told = judge_scales(inspect(path), path)
         assert (told.problems, told.warnings) == ((), ())
 
 

@@ -12,7 +12,7 @@ from lpconv.formats.spec import BLOCK_FORMATS
 from lpconv.probe.advice import (
     MAX_UNDERFLOW,
     assess,
-    at_risk,
+    operands_at_risk,
     own_scale,
     recommend_loss_scale,
     sentence,
@@ -140,7 +140,7 @@ def test_no_gradients_no_loss_scale() -> None:
 def test_operands_with_an_outlier_are_at_risk_and_the_cure_is_named() -> None:
     with_outlier = normal(1.0).clone()
     with_outlier[3] = 5000.0
-    found = at_risk(
+    found = operands_at_risk(
         result(
             probed("a", "input", normal(1.0)),
             probed("b", "input", with_outlier),
@@ -153,4 +153,4 @@ def test_operands_with_an_outlier_are_at_risk_and_the_cure_is_named() -> None:
     assert found[0].startswith("input of b: its largest element is")
     assert "--recipe unit-fp8" in found[1]
     assert "--critical auto" in found[1]
-    assert at_risk(result(probed("a", "input", normal(1.0)))) == ()
+    assert operands_at_risk(result(probed("a", "input", normal(1.0)))) == ()

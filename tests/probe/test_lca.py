@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW
-from lpconv.probe.intended import intended_updates, kept_value
+from lpconv.probe.intended import intended_updates, weight_value
 from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.scaled import AdamW, scaled
 
@@ -35,7 +35,7 @@ def follow(
     for step in range(steps):
         optimizer.zero_grad()
         model(**batch(step)).loss.backward()
-        with lca.measured():
+        with lca.measure():
             optimizer.step()
     return summarise(lca.steps)
 
@@ -100,7 +100,7 @@ X = torch.tensor([1.0, 1.5, 2.0])
 def one_step(model: Well, optimizer: torch.optim.Optimizer, **options: float) -> LossChangeStep:
     lca = LossChange(model, optimizer, [{"x": X}], **options)
     model(X).loss.backward()
-    with lca.measured():
+    with lca.measure():
         optimizer.step()
     return lca.steps[0]
 
@@ -138,7 +138,7 @@ def test_a_step_that_was_left_out_allots_nothing() -> None:
     lca = LossChange(model, optimizer, [{"x": X}])
     model(X).loss.backward()
     model.w.grad[0] = math.inf
-    with lca.measured():
+    with lca.measure():
         pass
     assert (lca.steps[0].change, lca.steps[0].rounding, lca.steps[0].closure_error) == (0, 0, 0)
 
@@ -164,7 +164,7 @@ def test_in_fp32_every_optimizer_goes_where_it_means_to_and_looking_changes_noth
     for _ in range(3):
         for w in weights[:2]:
             w.grad = torch.randn_like(w)
-        before = [kept_value(optimizer, w) for w in weights]
+        before = [weight_value(optimizer, w) for w in weights]
         state = copy.deepcopy(optimizer.state_dict())
 
         meant = intended_updates(optimizer)
@@ -175,7 +175,7 @@ def test_in_fp32_every_optimizer_goes_where_it_means_to_and_looking_changes_noth
         optimizer.step()
         schedule.step()
         for w, start in zip(weights[:2], before, strict=False):
-            torch.testing.assert_close(kept_value(optimizer, w) - start, meant[w], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(weight_value(optimizer, w) - start, meant[w], rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_uses_are_refused() -> None:
@@ -206,7 +206,7 @@ def test_only_steps_in_a_row_have_a_sum() -> None:
         if step == 2:
             optimizer.step()
             continue
-        with lca.measured():
+        with lca.measure():
             optimizer.step()
     assert summarise(lca.steps[:2]).closure_error < 1e-4
     for wrong in ([], lca.steps):

@@ -35,7 +35,7 @@ def test_a_label_at_an_end_of_the_axis_is_left_out_rather_than_cut(interval: tup
     chart = bar_chart("X", "", [Bar(name="a", text="", lengths=(0.001,), interval=interval)], x_label="gap")
     assert chart is not None
     drawing = Drawing(chart)
-    halves = [(x, 7 * len(label) / 2) for x, label in drawing.labelled()]
+    halves = [(x, 7 * len(label) / 2) for x, label in drawing.axis_labels()]
     assert len(halves) >= 3
     assert all(half <= x <= drawing.width - half for x, half in halves)
 
@@ -54,7 +54,7 @@ def test_values_lie_between_the_ends_of_their_axis_and_ticks_that_collide_go() -
     drawing = Drawing(chart)
     assert (drawing.x(0), drawing.x(10), drawing.x(99)) == (drawing.left, drawing.right, drawing.right)
     assert drawing.y(1) < drawing.y(0)
-    places = [x for x, _ in drawing.labelled()]
+    places = [x for x, _ in drawing.axis_labels()]
     assert len(places) == 3
     assert all(drawing.left < x < drawing.right for x in places), "labels of groups move inwards"
     mark = Mark(kind="peak", shape="whisker", points=((2, 0.5), (4, 0.5)))

@@ -4,7 +4,7 @@ import math
 
 from report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
 
-from lpconv.report.tensors import done_groups, in_layer_order, layer_groups, modules_of, worst_tensors
+from lpconv.report.tensors import action_groups, in_layer_order, layer_groups, modules_of, worst_tensors
 from lpconv.results import TensorRecord
 
 
@@ -46,12 +46,12 @@ def test_a_name_without_dots_is_its_own_module() -> None:
 
 def test_every_tensor_is_in_one_group() -> None:
     tensors = make_tensors(bert_shapes(), "e4m3fn", scaled=True)
-    for groups in (layer_groups(tensors).values(), done_groups(tensors)):
+    for groups in (layer_groups(tensors).values(), action_groups(tensors)):
         assert sorted(t.name for group in groups for t in group) == sorted(t.name for t in tensors)
 
 
 def test_converted_groups_come_first() -> None:
-    assert [group[0].action for group in done_groups(bert_result().tensors)] == ["convert", "keep", "keep"]
+    assert [group[0].action for group in action_groups(bert_result().tensors)] == ["convert", "keep", "keep"]
 
 
 def test_worst_first_with_nan_worst_of_all_and_exact_left_out() -> None:

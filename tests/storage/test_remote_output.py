@@ -29,7 +29,7 @@ from lpconv.extras import WINDOW_BYTES, remote
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.urls import UNFINISHED
-from lpconv.verify.against import prepare_again
+from lpconv.verify.against import prepare_verification
 from lpconv.verify.reader import read_provenance
 
 URL = "s3://bucket/out"
@@ -301,7 +301,9 @@ def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, t
     convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="none"))
     needed = {}
     for output in (tmp_path / "local", resolve(URL).directory):
-        job = prepare_again(read_provenance(output), output, str(source), verify="weights", trust_remote_code=False)
+        job = prepare_verification(
+            read_provenance(output), output, str(source), verify="weights", trust_remote_code=False
+        )
         job.source.close()
         needed[output] = job.memory.needed_bytes
     here, there = needed.values()

@@ -17,7 +17,7 @@ from torch import Tensor
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judged
+from lpconv.inspect.scales import judge_scales
 from lpconv.inspect.statistics import inspect_with_statistics
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
@@ -366,7 +366,7 @@ def said_of(path: Path, plain: Path) -> str:
     """All that inspect and verify say against a checkpoint, but of k of the demo: a block of 128 has twice its rows."""
     found = inspect(path)
     if found.layout and not found.problems:
-        found = judged(found, path)
+        found = judge_scales(found, path)
     said = [w for w in (*found.problems, *found.warnings) if "no multiple of its blocks" not in w]
     return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).failures)
 
@@ -439,7 +439,7 @@ def test_codes_of_ours_that_use_few_of_their_numbers_are_not_odd(folder: Path, t
     save_file({n: x * 20 for n, x in weights.items()}, tmp_path / "large" / "model.safetensors")
     options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", granularity="row", verify="none")
     convert(str(tmp_path / "large"), tmp_path / "out", options)
-    assert judged(inspect(tmp_path / "out"), tmp_path / "out").warnings == ()
+    assert judge_scales(inspect(tmp_path / "out"), tmp_path / "out").warnings == ()
 
 
 def test_statistics_of_a_scale_of_zero_are_a_verdict(folder: Path, tmp_path: Path) -> None:
@@ -489,9 +489,9 @@ def test_converting_again_makes_unequal_scales_equal(
     tensors = load_file(source / "model.safetensors")
     next(do for name, _, do in _PLANTED[layout] if name == what)(tensors, {})
     save_file(tensors, source / "model.safetensors")
-    assert any("unequal" in w for w in judged(inspect(source), source).warnings)
+    assert any("unequal" in w for w in judge_scales(inspect(source), source).warnings)
 
     convert(str(source), tmp_path / "out", ConvertOptions(layout="compressed-tensors", verify="weights", **form))
 
-    assert not any("unequal" in w for w in judged(inspect(tmp_path / "out"), tmp_path / "out").warnings)
+    assert not any("unequal" in w for w in judge_scales(inspect(tmp_path / "out"), tmp_path / "out").warnings)
     assert not compare(tmp_path / "out", folder / "plain", gates=(), progress=Silent()).failures
