@@ -64,7 +64,7 @@ class _Step:
 
 
 class Placement:
-    """Runs `jobs` of a manifest on an executor.
+    """Placement of the `jobs` of a manifest on an executor.
 
     `known` returns the result of a job that is up to date, and raises an error for a job that must not run. `started`
     and `finished` are called with the index of a job.

@@ -61,7 +61,7 @@ class Job:
 
 
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
-    """Open the source of a conversion, without torch; refuses sources that names, headers and texts rule out."""
+    """Open the source of a conversion without torch. Raises every error that names, headers and texts reveal."""
     if options.calibrate is not None:
         check_text(text_at(options.calibrate))
     checkpoint = open_readable(model, revision=options.revision)
@@ -73,8 +73,8 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
 def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
     """Plan the conversion of a checkpoint from `open_model`, with filled options, and open its tensors.
 
-    With `headers_only` the weights are not compared with the hashes that a hub promised. Raises everything that can be
-    refused without reading them.
+    With `headers_only` the weights are not compared with the hub's hashes. Raises every error that can be found without
+    reading the weights.
     """
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     checkpoint = checkpoint.local_copy() if options.cache else checkpoint

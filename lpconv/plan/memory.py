@@ -43,7 +43,7 @@ _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
-MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs that are gathered in one pass, one at least
+MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs collected per pass, at least one
 # 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
 
@@ -151,7 +151,7 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 
 def _rounding(plan: Plan) -> int:
-    """States of the text and of the windows that run together, and what rounding the largest weight takes."""
+    """Memory of `--rounding gptq`: states of the text and of one pass, and rounding the largest weight."""
     weights = [t.info for t in plan.tensors if t.action == "convert" and len(t.info.shape) == 2]
     cols = max((i.shape[1] for i in weights), default=0)
     states = 4 * (plan.options.calibration_tokens or 0) * min((i.shape[1] for i in weights), default=0)

@@ -49,7 +49,7 @@ def _granularity(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Settings of one conversion, as asked. `fill_options` (`settings.py`) decides what is None.
+    """Settings of one conversion as the user gave them. `fill_options` (`settings.py`) fills in None.
 
     Patterns are globs on dotted tensor names, or regular expressions after ``re:`` (matched anywhere in the name).
     """

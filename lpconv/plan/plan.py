@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def format_name(self) -> str:
-        """The format that no rule changes, which `fill_options` has filled in."""
+        """The format of tensors without a rule, filled in by `fill_options`."""
         assert self.options.format is not None
         return self.options.format
 

@@ -41,7 +41,7 @@ _Decision = tuple[Format | None, str]
 
 
 def form_type(options: ConvertOptions) -> type[Form]:
-    """The form that converted tensors get, or that decides which other one they get."""
+    """The form of converted tensors, or the form that selects another one."""
     return METHODS[options.method].form(options.layout)
 
 

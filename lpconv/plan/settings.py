@@ -1,4 +1,4 @@
-"""The options of a conversion with their defaults filled in; refuses those that do not fit together."""
+"""Fill in the defaults of a conversion's options, and reject options that do not fit together."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
 
 
 def fill_options(options: ConvertOptions) -> ConvertOptions:
-    """The options with what their scheme means and the method's defaults: format, scale, residual or budget of points.
+    """The options with the values of their scheme and the method's defaults filled in.
 
     Filled options are returned as they are. Raises UsageError for options that do not fit together.
     """
@@ -108,7 +108,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
 
 
 def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
-    """The options with what error feedback needs filled in. Raises UsageError for options that do not go with it."""
+    """The options with the defaults of error feedback filled in. Raises UsageError if others contradict it."""
     if options.rounding != GPTQ:
         wrong = next((n for n in _OF_FEEDBACK[1:] if getattr(options, n) not in (None, False)), None)
         if wrong is not None:
@@ -152,7 +152,7 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
 
 
 def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> None:
-    """Refuse a search where it changes nothing, or where the one scale of a tensor is what its method trains with."""
+    """Raise UsageError if a scale search has no effect, or if the method trains with the tensor's single scale."""
     if options.scale == "search" and (grain is None or not grain.is_searched(fmt)):
         raise UsageError(
             f"--scale search does not apply to {fmt.name} codes with {grain.words if grain else 'one scale'}",
@@ -230,7 +230,7 @@ def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain |
 def _budget(
     method: Method, fmt: Format, budget_bits: float | None, points_max: int | None
 ) -> tuple[float | None, int | None]:
-    """The bits per element and the points of a row that multipoint may use; None and None for other methods."""
+    """(bits per element, points per row) that multipoint may use; (None, None) for other methods."""
     if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(

@@ -80,14 +80,14 @@ class OutputReader(StoredTensors):
         return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS
 
     def as_chosen(self, form: Form) -> Form:
-        """The form of a tensor whose codes error feedback has chosen: those in these files. Other forms as they are."""
+        """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged."""
         record = self.records[form.name].rounding if form.name in self.records else None
         if record is None or not isinstance(form, Scaled) or not self.holds(form):
             return form
         return Rounded.around(form, self._fetch, self.read_side(form), record)
 
     def changed(self, forms: Iterable[Form]) -> Iterator[str]:
-        """The tensors whose codes error feedback has chosen, but not those whose hash is recorded."""
+        """Names of tensors with codes from error feedback whose hash differs from the recorded one."""
         for form in forms:
             if form.rounding is not None:
                 stored = {c.name: read_tensor(self._root, c.name) for c in form.components}

@@ -40,7 +40,7 @@ _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger of two numbers, where NaN is larger than any."""
+    """The larger of two numbers; NaN counts as the largest."""
     return max(a, b, key=lambda x: math.inf if math.isnan(x) else x)
 
 
