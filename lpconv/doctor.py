@@ -87,10 +87,7 @@ def _missing_parts(name: str, formats: tuple[str, ...], result: DoctorResult) ->
         yield ", ".join(missing) + " not installed", f"pip install 'lpconv[{name}]'"
     native = {s.format for s in result.formats if s.level == NATIVE}
     for fmt in [f for f in formats if f not in native][:1]:
-        yield (
-            ", ".join(f"{s.level} on {s.device}" for s in result.formats if s.format == fmt),
-            f"use {_native_hardware(fmt)}",
-        )
+        yield ", ".join(f"{s.level} on {s.device}" for s in result.formats if s.format == fmt), f"use {_needs(fmt)}"
     gpus = [d for d in result.devices if d.kind != "cpu"]
     if name == "gpu" and all(d.problem for d in gpus):
         why = "; ".join(f"{d.name}: {d.problem}" for d in gpus) or "torch finds no GPU"
@@ -152,7 +149,7 @@ def _support(fmt: Format, device: DeviceRecord) -> FormatSupport:
         level, note = UNAVAILABLE, device.problem
     elif not _is_native(fmt.name, device):
         wider = "bf16" if _fits_bf16(fmt) and _is_native("bf16", device) else "fp32"
-        level, note = EMULATED, f"decoded exactly to {wider}; native needs {_native_hardware(fmt.name)}"
+        level, note = EMULATED, f"decoded exactly to {wider}; native needs {_needs(fmt.name)}"
     return FormatSupport(format=fmt.name, device=device.label, level=level, note=note)
 
 
@@ -168,7 +165,7 @@ def _fits_bf16(fmt: Format) -> bool:
     return fmt.name != "bf16" and fmt.mantissa_bits <= bf16.mantissa_bits and in_range
 
 
-def _native_hardware(format_name: str) -> str:
+def _needs(format_name: str) -> str:
     """Description of the hardware that multiplies a format natively."""
     where = [f"a CPU with {'/'.join(_CPU_FLAGS[format_name])}"] if format_name in _CPU_FLAGS else []
     if format_name in _CAPABILITIES:

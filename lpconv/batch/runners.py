@@ -169,6 +169,5 @@ def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:
-    """The measured metrics that gates can use."""
     figures = {name: figure(result) for name, figure in FINETUNE_GATES.metrics.items()}
     return {name: value for name, value in figures.items() if value is not None}

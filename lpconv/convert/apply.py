@@ -118,7 +118,7 @@ class Engine:
 
         def over(job: Callable[[Tensor, int, Workspace], T], /) -> Iterator[T]:
             is_first = next(readings) == 0
-            for block, found in self._workers.map_blocks(t, job):
+            for block, found in self._workers.apply(t, job):
                 if is_first:
                     self._progress.advance(block.source_bytes)
                 yield found

@@ -66,7 +66,6 @@ def copy_of(url: str, name: str) -> Path:
 
 
 def _folder_of_url(url: str) -> Path:
-    """Folder in the cache for a URL."""
     return cache_folder("remote") / PurePosixPath(url.replace("://", "/").replace(":", "_"))
 
 

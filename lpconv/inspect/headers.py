@@ -79,7 +79,7 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
 
 
 def _unread_parts(layout: str | None) -> tuple[str, ...]:
-    """Checks that headers do not allow. "scales" comes first and is removed once `judged` has read them."""
+    """Checks that headers do not allow. "scales" comes first and is removed once `judge_scales` has read them."""
     scales = {None: (), "lpconv": ("codes and scales (`lpconv verify`)",)}.get(layout, ("scales",))
     return (*scales, *([] if layout == "lpconv" else [VALUES]))
 

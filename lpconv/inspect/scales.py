@@ -83,34 +83,23 @@ def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
 
 
 def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Checkpoint, *, is_ours: bool) -> Findings:
-    scales = {n: _scale_statistics(grid, source) for n, grid in grids.items()}
+    stats = {n: _scale_statistics(grid, source) for n, grid in grids.items()}
     config = checkpoint.config.get("quantization_config") or {}
-    problems = (
-        *_invalid_scales(scales),
-        *_zero_scales(scales, grids, source),
-        *_inconsistent_parts(grids, source, config),
-    )
-    ones = {n: torch.tensor(s.one) for n, s in scales.items() if s.one is not None and 0 < s.one < math.inf}
+    problems = (*_invalid_scales(stats), *_zero_scales(stats, grids, source), *_mismatched_parts(grids, source, config))
+    ones = {n: torch.tensor(s.one) for n, s in stats.items() if s.one is not None and 0 < s.one < math.inf}
     unequal = _unequal_scales("scales,", ones, "who takes one scale for them decodes the others wrongly")
-    warnings = (
-        *unequal,
-        *_product_findings(grids, scales, source),
-        *_lost_scales(scales, is_ours=is_ours),
-        *_clipped_scales(scales),
-    )
-    return Findings(
-        problems=(*problems, *_inverted_scales(scales, grids)),
-        warnings=(*warnings, *_outlier_scales(scales, grids, source)),
-    )
+    lost = (*_lost_scales(stats, is_ours=is_ours), *_clipped_scales(stats), *_outlier_scales(stats, grids, source))
+    warnings = (*unequal, *_product_findings(grids, stats, source), *lost)
+    return Findings(problems=(*problems, *_inverted_scales(stats, grids)), warnings=warnings)
 
 
-def _product_findings(grids: Mapping[str, Grid], statistics: Mapping[str, Scales], source: Source) -> Iterator[str]:
+def _product_findings(grids: Mapping[str, Grid], stats: Mapping[str, Scales], source: Source) -> Iterator[str]:
     """Warnings about `weight_scale_2`, by which readers divide weights to fit e4m3fn, and multiply the sums."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM takes one for them, and refuses others"
     yield from _unequal_scales("scales of their products, `weight_scale_2`,", sound, why)
-    largest = {n: statistics[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
+    largest = {n: stats[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
     odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
     if odd:
         yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
@@ -138,7 +127,6 @@ def _unequal_scales(what: str, scales: Mapping[str, Tensor], why: str) -> Iterat
 
 
 def _fetch_from(source: Source) -> Fetch:
-    """A function that reads elements of stored tensors."""
 
     def fetch(component: Component, start: int, stop: int) -> Tensor:
         return read_range(source, component.name, start, stop)
@@ -147,7 +135,6 @@ def _fetch_from(source: Source) -> Fetch:
 
 
 def _matrix_spans(grid: Grid) -> Iterator[Span]:
-    """The full span of each matrix of a weight, in file order."""
     rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
     for index in range(math.prod(grid.shape[:-2])):
         yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
@@ -263,7 +250,7 @@ def _inverted_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid]) ->
         )
 
 
-def _inconsistent_parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
+def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
     """Shapes, group orders, factors and zero points that contradict the rest of the file."""
     for name, grid in grids.items():
         side = _side_of(grid, source)

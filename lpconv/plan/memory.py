@@ -73,11 +73,7 @@ def plan_memory(
     """
     options = plan.options
     taken = psutil.Process().memory_info().rss
-    now = (
-        taken
-        + (0 if "torch" in sys.modules else _TORCH_BYTES)
-        + _store_bytes(plan, checkpoint, output, uploads=uploads)
-    )
+    now = taken + (0 if "torch" in sys.modules else _TORCH_BYTES) + _network(plan, checkpoint, output, uploads=uploads)
     available = taken + available_memory()
     budget = min(options.max_memory or available, available)
     is_light = "model_type" not in checkpoint.config or known_shapes(checkpoint.config) is not None
@@ -89,22 +85,18 @@ def plan_memory(
     if needed > budget:
         raise _memory_error("the conversion", needed, budget, options)
     if options.rounding != NEAREST:
-        needed = max(
-            needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + _rounding(plan)
-        )
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _rounding(plan))
         if needed > budget:
             raise _memory_error("rounding with error feedback", needed, budget, options)
     if options.has_input_scales:
-        needed = max(
-            needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + CALIBRATING_BYTES
-        )
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + CALIBRATING_BYTES)
         if needed > budget:
             raise _memory_error("running the model for the scales of its inputs", needed, budget, options)
     running = now + _models_bytes(plan, checkpoint)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:
             return Memory(workers=workers, needed_bytes=max(needed, running))
-        running = now + _models_in_files_bytes(plan, checkpoint)
+        running = now + _streamed_models_bytes(plan, checkpoint)
         if running > budget:
             raise _memory_error("running both models for their outputs", running, budget, options)
         return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
@@ -128,7 +120,7 @@ def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _store_bytes(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
+def _network(plan: Plan, checkpoint: Checkpoint, output: Path, *, uploads: bool) -> int:
     """Memory for reading from and writing to a store. Uploaded files are read back for verification."""
     written = [p.name for p in output.glob("*.safetensors")] if os.path.isdir(output) else []
     downloads = any_pointer(checkpoint.directory, checkpoint.weight_files) or any_pointer(output, written)
@@ -166,23 +158,22 @@ def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
     return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + max(models, _logits_bytes(checkpoint))
 
 
-def _models_in_files_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
+def _streamed_models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
     """Activations, rows of matrices, and vectors of both models, one at a time; then their outputs.
 
     Models with their own code may use a weight in any way, so they are counted in full.
     """
     if "auto_map" in checkpoint.config:
         return _models_bytes(plan, checkpoint)
-    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _model_in_files_bytes(plan) + _logits_bytes(checkpoint)
+    return _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _logits_bytes(checkpoint)
 
 
-def _model_in_files_bytes(plan: Plan) -> int:
+def _streamed_bytes(plan: Plan) -> int:
     """Memory of a model whose matrices stay in its files: vectors, and a few rows."""
     return _ROWS_BYTES + sum(4 * t.info.num_elements for t in plan.tensors if len(t.info.shape) < 2)
 
 
 def _logits_bytes(checkpoint: Checkpoint) -> int:
-    """Memory for outputs as wide as the vocabulary."""
     has_head = any("LM" in name or "For" in name for name in checkpoint.config.get("architectures") or ())
     inner = checkpoint.config.get("text_config")
     words = (inner if isinstance(inner, dict) else checkpoint.config).get("vocab_size")

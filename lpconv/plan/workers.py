@@ -105,7 +105,7 @@ class Workers:
         """The elements of a block in the source's dtype, 1-D, stored in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
-    def map_blocks(
+    def apply(
         self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]
     ) -> Generator[tuple[TensorBlock, T]]:
         """Apply `job` to (elements, start, workspace) of each block of a tensor; results in order.
@@ -143,7 +143,7 @@ class Workers:
         return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def _reading(self, tensor: PlannedTensor) -> Over:
-        return lambda job, /: (result for _, result in self.map_blocks(tensor, job))
+        return lambda job, /: (result for _, result in self.apply(tensor, job))
 
     def in_order(
         self, blocks: Iterable[TensorBlock], job: Callable[[TensorBlock], T]

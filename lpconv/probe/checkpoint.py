@@ -96,7 +96,7 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
     with quiet_transformers():
         result = probe(
             opened.model,
-            _with_progress(prepared.batches, progress),
+            _announce(prepared.batches, progress),
             steps=options.steps,
             every=options.every,
             loss=prepared.loss,
@@ -148,7 +148,7 @@ def _embedded_text() -> tuple[Path, str]:
     return demo_text("heldout"), "held-out plays that ship with lpconv"
 
 
-def _with_progress(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
+def _announce(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
     for i, batch in enumerate(batches):
         progress.start(f"step {i + 1} forward and backward", 0)
         yield batch

@@ -208,9 +208,7 @@ def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
         loss_before=steps[0].loss_before,
         loss_after=steps[-1].loss_after,
         segments=max(s.segments for s in steps),
-        parameters=tuple(
-            _sum_allocations(same[0].name, same) for same in zip(*(s.parameters for s in steps), strict=True)
-        ),
+        parameters=tuple(_total(same[0].name, same) for same in zip(*(s.parameters for s in steps), strict=True)),
     )
 
 
@@ -223,7 +221,7 @@ def by_layer(step: LossChangeStep) -> LossChangeStep:
     for allocation in step.parameters:
         layers.setdefault(_layer_of(allocation.name), []).append(allocation)
     return dataclasses.replace(
-        step, parameters=tuple(_sum_allocations(layer, allocations) for layer, allocations in layers.items())
+        step, parameters=tuple(_total(layer, allocations) for layer, allocations in layers.items())
     )
 
 
@@ -233,7 +231,7 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[: number + 1] if number is not None else parts[:-1]) or name
 
 
-def _sum_allocations(name: str, same: Sequence[Allocation]) -> Allocation:
+def _total(name: str, same: Sequence[Allocation]) -> Allocation:
     return Allocation(
         name=name,
         change=math.fsum(a.change for a in same),

@@ -187,7 +187,6 @@ class Tracker:
             self._fold()
 
     def _fold(self) -> None:
-        """Add the pending counts to the histograms."""
         for name, role, histogram in self._pending:
             new, before = histogram(), self._histograms.get((name, role))
             self._histograms[name, role] = new if before is None else before + new

@@ -84,12 +84,10 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
 
 
 def _of_purpose(result: AdviceResult, purpose: str) -> tuple[AdviceRow, ...]:
-    """The rows for a purpose, best first."""
     return tuple(r for r in result.rows if r.purpose == purpose)
 
 
 def _cells(result: AdviceResult, row: AdviceRow) -> tuple[str, ...]:
-    """A row of the table for its purpose."""
     gap, interval = _gap_cells(row.gap, _unit_of(result, row))
     size = (size_text(row.size_bytes),) if row.purpose == "infer" else ()
     return (row.name, *size, size_text(row.memory_bytes), duration_text(row.step_time_s), gap, interval, _why(row))
@@ -122,7 +120,6 @@ def _value_text(value: float, unit: str) -> str:
 
 
 def _gap_text(gap: GapEstimate, unit: str) -> str:
-    """A gap with its interval, for use in a sentence."""
     value, interval = _gap_cells(gap, unit)
     return f"{value}{'' if unit == 'output' else ' nats'} ({interval})"
 
@@ -224,7 +221,6 @@ def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[L
 
 
 def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
-    """Table rows of the tensors that cost most, with the share of each."""
     unit = " nats" if result.metric == "loss" else ""
     return tuple(
         (p.tensor, p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")

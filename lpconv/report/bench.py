@@ -201,7 +201,6 @@ def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
 
 
 def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
-    """Energy and clocks of each row, from NVML."""
     rows = []
     for label, r in named:
         if r.gpu is not None:
@@ -215,7 +214,6 @@ def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
 
 
 def _change_section(result: BenchResult) -> Section | None:
-    """Comparison of each row with the same row of an older result."""
     rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
     table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
     return section("Speed-up against the older document", table)

@@ -147,7 +147,6 @@ def _outputs_tile(result: ConvertResult) -> Tile:
 
 
 def _opening_section(result: ConvertResult) -> Section | None:
-    """Python code that opens the output."""
     if result.options.get("layout", "lpconv") == "lpconv":
         lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
     else:

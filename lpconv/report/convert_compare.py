@@ -41,7 +41,6 @@ def figures(result: ConvertResult) -> dict[str, str]:
 
 
 def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
-    """The SQNR of each converted tensor in each run."""
     by_name = [{t.name: t for t in converted_tensors(r.tensors)} for r in results]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
     table = Table(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lpconv.report.convert_words import other_error_causes
+from lpconv.report.convert_words import error_causes
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
@@ -53,14 +53,7 @@ def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     """The tensors with the lowest SQNR, and any causes of error besides rounding."""
     rows = tuple(
-        (
-            t.name,
-            t.format,
-            sqnr_text(t.sqnr_db),
-            error_text(t.max_rel_error),
-            scale_text(t.scale),
-            other_error_causes(t),
-        )
+        (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), error_causes(t))
         for t in worst_tensors(tensors, count)
     )
     columns = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")

@@ -47,7 +47,6 @@ def _done_sentence(result: ConvertResult) -> str:
 
 
 def _done_words(result: ConvertResult) -> str:
-    """The method and what was done to the tensors."""
     changed = len(converted_tensors(result.tensors))
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
@@ -93,7 +92,6 @@ def scale_words(result: ConvertResult) -> str:
 
 
 def _size_sentence(result: ConvertResult) -> str:
-    """Weight bytes before and after."""
     read, written = result.bytes.read, result.bytes.written
     return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
 
@@ -122,7 +120,7 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
     return f"{clipped} and {zeroed}"
 
 
-def other_error_causes(t: TensorRecord) -> str:
+def error_causes(t: TensorRecord) -> str:
     """Causes of error besides rounding: "3 saturated", "0.06 % to zero", "nothing"."""
     causes = []
     if t.num_nan or t.num_inf:

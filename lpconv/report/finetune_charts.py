@@ -105,7 +105,6 @@ def heat_map(result: FinetuneResult) -> HeatMap | None:
 
 
 def _thin_out(steps: list[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly spaced, with the first and the last."""
     if len(steps) <= most:
         return steps
     return [steps[round(i * (len(steps) - 1) / max(most - 1, 1))] for i in range(most)]

@@ -67,7 +67,6 @@ def _facts(record: InspectResult) -> dict[str, str]:
 
 
 def _first_notes(notes: Sequence[str], most: int | None) -> Bullets:
-    """The first `most` notes, and the number of remaining ones."""
     if most is None or len(notes) <= most:
         return Bullets(lines=tuple(notes))
     return Bullets(lines=(*notes[:most], f"and {len(notes) - most} more (--all)"))

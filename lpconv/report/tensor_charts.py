@@ -220,7 +220,6 @@ def _column_axis(tensors: Sequence[_Measured], label: str) -> Axis:
 
 
 def _module_dividers(tensors: Sequence[_Measured]) -> tuple[float, ...]:
-    """x values between neighbouring modules."""
     return tuple(first for _, first, _ in _module_columns(tensors) if first > 0)
 
 

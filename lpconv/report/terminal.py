@@ -145,7 +145,6 @@ def _abbreviate(name: str, width: int) -> str:
 
 
 def _with_gap(body: RenderableType) -> RenderableType:
-    """`body` with an empty line before it."""
     return Padding(body, (1, 0, 0, 0))
 
 
