@@ -228,10 +228,10 @@ _MERGES: dict[str, Callable[[list[Any]], Any]] = {"measure": _slowest, "memory":
 
 
 def processes_of(asked: int | None, environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of measuring processes; None in those of torchrun's processes that have nothing to do.
+    """The number of measuring processes; None in torchrun's processes of nonzero rank, which do nothing.
 
-    The children are started by this process, in the number that torchrun used: baseline and variant need a set each, to
-    take turns.
+    Rank 0 starts as many children as torchrun started processes, because baseline and variant need a set each to take
+    turns.
     """
     world = int(environ.get("WORLD_SIZE", "1"))
     if world == 1:

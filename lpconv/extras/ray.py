@@ -70,7 +70,7 @@ class RayExecutor:
         sys.stdout = self._stdout
 
     def _pass_on(self, ended: Future[Answer], future: Future[Answer]) -> None:
-        """Convert Ray's outcome of a task to an Answer or an exception of ours."""
+        """Set the result of `future` from a task that Ray has ended, or its exception as one of lpconv's."""
         errors = self._ray.exceptions
         try:
             future.set_result(ended.result())

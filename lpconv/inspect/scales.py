@@ -94,7 +94,7 @@ def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Chec
 
 
 def _product_findings(grids: Mapping[str, Grid], stats: Mapping[str, Scales], source: Source) -> Iterator[str]:
-    """Warnings about `weight_scale_2`, by which readers divide weights to fit e4m3fn, and multiply the sums."""
+    """Warnings about `weight_scale_2`, which readers divide out of weights and multiply into the product."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM takes one for them, and refuses others"

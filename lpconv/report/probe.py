@@ -136,7 +136,7 @@ def _loss_scale_section(report: ProbeReport) -> Section | None:
 
 
 def _fit_section(report: ProbeReport) -> Section | None:
-    """How many tensors of each class fit each format: "3 of 26", or "0 (26) of 26" if scales per tensor help."""
+    """Tensors of each class that fit each format: "3 of 26", or "0 (26) of 26" if 26 fit with their own scales."""
     title, rows = "Tensors that each format holds", []
     for words in report.classes:
         members = [t for t in report.tensors if t.words == words]

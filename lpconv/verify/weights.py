@@ -208,7 +208,7 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
 
 
 def _stored_side(t: PlannedTensor, output: OutputReader) -> Side:
-    """The side tensors stored for the planned form, even if a reader knows the files under a form with fewer."""
+    """The stored side tensors of the planned form; the form that the reader assumes may have fewer."""
     held = output.side(t.name)
     return held if held.keys() >= {c.name for c in t.form.side} else output.read_side(t.form)
 
