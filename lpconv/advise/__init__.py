@@ -1,4 +1,4 @@
-"""What low precision buys a model and what it costs: candidates measured, one advised, and the jobs that do it."""
+"""Advice on low precision for a model: measure candidates, recommend one, and write the jobs that carry it out."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""`--bits`: a format for each tensor, so that the whole checkpoint takes no more than so many bits per weight.
+"""`--bits`: choose a format for each tensor so that the checkpoint has at most so many bits per weight.
 
-All tensors begin in a narrow format. Those whose part in the cost is largest for the bits that more would take (parts
-are measured: the model with that tensor alone converted) are raised to a wider one, as long as the bits last. The
-choice is a list of rules, which `convert` takes as `--rule`.
+All tensors start in a narrow format. The cost of each is measured by converting that tensor alone; those with the
+largest cost per additional byte are raised to a wider format until the bits are used up. The choice is a list of rules
+for `convert --rule`.
 """
 
 import math
@@ -21,8 +21,8 @@ from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.logits import compare, outputs_of
 
-# Where all tensors begin, widest first, and what they are raised to where the source is wider than 16 bits; else they
-# are kept, at the same size and without loss.
+# Base settings, widest first, and the format for raised tensors if the source is wider than 16 bits; otherwise raised
+# tensors are kept, at the same size and without loss.
 _LADDERS: tuple[tuple[Settings, str], ...] = (
     ({"method": "unit", "format": "e4m3fn", "granularity": "row"}, "fp16"),
     ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, "keep"),
@@ -32,7 +32,7 @@ _WINDOWS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """The narrow conversion to begin with, what tensors are raised to, and the bytes that are left for it."""
+    """The narrow conversion to start from, the format of raised tensors, and the bytes available for raising."""
 
     settings: Settings
     raised: str
@@ -41,7 +41,7 @@ class Base:
 
 
 def base_for(subject: Subject, bits: float) -> Base:
-    """The widest base that fits; UsageError, with the least bits that are possible, where none does."""
+    """The widest base that fits. Raises UsageError, with the minimum number of bits, if none does."""
     least = 0.0
     for settings, raised in _LADDERS:
         with job_of(subject, settings) as job:
@@ -65,7 +65,7 @@ def base_for(subject: Subject, bits: float) -> Base:
 
 
 def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progress: Progress) -> tuple[str, Settings]:
-    """The name and the settings of the base with the tensors raised that cost most for what they take."""
+    """(name, settings) of the base with those tensors raised whose cost per additional byte is largest."""
     model, records = open_converted(subject, base.settings, progress)
     parts = parts_of(subject, model, records, deadline, progress)
     sizes = {r.name: r.bytes_out for r in records}
@@ -77,7 +77,7 @@ def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progr
 
 
 def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:
-    """Greedily, by divergence saved for each byte."""
+    """Choose tensors greedily, by divergence saved per byte."""
 
     def extra(part: LayerPart) -> float:
         return sizes[part.tensor] * (base.raised_bits / part.bits - 1)
@@ -93,9 +93,9 @@ def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> li
 def parts_of(
     subject: Subject, model: Any, records: Sequence[TensorRecord], deadline: Deadline, progress: Progress
 ) -> tuple[LayerPart, ...]:
-    """The parts of the parameters in which `model`, a converted one, differs from the subject's; as far as time goes.
+    """The cost of each parameter in which the converted `model` differs from the subject, as far as time allows.
 
-    The largest are first in line, since those are what formats are chosen for.
+    The largest parameters come first, because formats are chosen for those.
     """
     own, other = dict(subject.model.named_parameters()), dict(model.named_parameters())
     changed = sorted((n for n in own if not torch.equal(own[n], other[n])), key=lambda n: -own[n].numel())
@@ -115,7 +115,7 @@ def parts_of(
 
 
 def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], wanted: Sequence[Tensor]) -> float:
-    """Divergence of the outputs while one parameter has the other model's values."""
+    """Divergence of the outputs when one parameter has the other model's values."""
     kept, own.data = own.data, other.data
     try:
         with torch.inference_mode():
@@ -127,7 +127,7 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
 
 
 def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
-    """The tensor that a parameter came from: transformers may put a prefix on its name, or take one off."""
+    """The record of a parameter's tensor: transformers may add or remove a prefix of its name."""
     return next((r for r in records if r.action == "convert" and _same_name(parameter, r.name)), None)
 
 

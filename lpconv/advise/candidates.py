@@ -1,4 +1,4 @@
-"""What can be advised: every way to convert, of the tables of methods and formats, and every recipe."""
+"""Candidates for advice: every conversion in the tables of methods and formats, and every recipe."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,19 +10,19 @@ from lpconv.options import make
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import parse_rule
 
-Settings = dict[str, Any]  # of a conversion, as a job of a manifest has them
-_GRANULARITIES = (*GRAINS, "group:128", "group:32")  # the groups that runtimes have kernels for
+Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
+_GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
 
 
 def convert_options(settings: Settings, **further: Any) -> ConvertOptions:
-    """The options that the settings of a manifest's job come to."""
+    """The options for the settings of a manifest job."""
     rules = tuple(map(parse_rule, settings.get("rules", ())))
     return make(ConvertOptions, settings | {"rules": rules} | further)
 
 
 def conversions() -> dict[str, Settings]:
-    """The conversions to try by name: one for each method, format, granularity and residual that stores other bytes."""
+    """The conversions to try, by name: one per method, format, granularity and residual that stores different bytes."""
     found: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
         for settings in _settings(method):
@@ -56,19 +56,19 @@ def _settings(method: Method) -> Iterator[Settings]:
 
 
 def _formats_with(method: Method, grain: Grain) -> tuple[str, ...]:
-    """The formats worth a granularity: blocks cost formats of 16 bits and more what rows cost, and gain nothing."""
+    """The formats for which a granularity is useful. In 16 bits and more, blocks gain nothing over rows."""
     if grain.formats or not grain.tile[1]:
         return grain.formats or method.formats
     return tuple(f for f in method.formats if method.format(f).storage_bits <= 8)
 
 
 def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
-    """The first layout that holds a format with a granularity: ours, but for NVFP4."""
+    """The first layout that supports a format with a granularity: lpconv's own, except for NVFP4."""
     return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
 
 
 def describe_conversion(settings: Settings) -> str:
-    """A conversion in a few words: "unit e4m3fn, rows"."""
+    """A short description of a conversion: "unit e4m3fn, rows"."""
     words = f"{settings['method']} {settings['format']}"
     if "residual" in settings and settings["residual"] != settings["format"]:
         words += f" + {settings['residual']}"

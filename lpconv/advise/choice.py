@@ -1,4 +1,4 @@
-"""Gaps estimated, rows judged, and one advised: of those within the budget the smallest, or of least memory."""
+"""Estimate gaps, check rows against the budget, and choose one: the smallest, or the one with least memory."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ _ORDER = ("measured", "unmeasured", "pruned", "failed")
 
 
 def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
-    """The mean of paired differences, with Student's interval, which has no ends for a single or a non-finite gap."""
+    """The mean of paired differences with Student's interval, which is infinite for a single or non-finite gap."""
     mean, count = statistics.fmean(gaps), len(gaps)
     if count == 1 or not math.isfinite(mean):
         return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
@@ -22,7 +22,7 @@ def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimat
 
 
 def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
-    """The row with whether it stays within the budget."""
+    """The row with `meets` set: whether it is within the budget."""
     if row.status != "measured" or row.gap is None:
         return replace(row, meets=None)
     fits = row.memory_bytes is None or budget.memory_bytes is None or row.memory_bytes <= budget.memory_bytes
@@ -30,7 +30,7 @@ def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
 
 
 def rank_rows(rows: Iterable[AdviceRow]) -> tuple[AdviceRow, ...]:
-    """Best first, inference before training: those within the budget by what they take, others by their gap."""
+    """Rows best first, inference before training: those within the budget by cost, others by gap."""
     return tuple(sorted(rows, key=_place))
 
 
@@ -42,12 +42,14 @@ def _place(row: AdviceRow) -> tuple[object, ...]:
 
 
 def _taken(row: AdviceRow) -> float:
-    """What a candidate is chosen by: bytes on disk, or of memory in a step, to two digits so that noise decides
-    nothing."""
+    """Cost used for ranking: bytes on disk, or bytes of memory in a step.
+
+    It is rounded to two digits, so that noise does not decide.
+    """
     taken = row.size_bytes if row.purpose == "infer" else row.memory_bytes
     return math.inf if not taken else float(f"{taken:.1e}")
 
 
 def best(rows: Iterable[AdviceRow], purpose: str) -> AdviceRow | None:
-    """The best row for a purpose that stays within the budget."""
+    """The best row for a purpose within the budget, or None."""
     return next((r for r in rank_rows(rows) if r.purpose == purpose and r.meets), None)

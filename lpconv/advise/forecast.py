@@ -1,4 +1,4 @@
-"""Step time and memory of a converted model, estimated: from a roofline of its Linears, and from counted bytes."""
+"""Estimate step time and memory of a converted model, from a roofline of its Linears and from byte counts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,18 +15,18 @@ _NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 
 
 def opened_in(settings: Mapping[str, Any]) -> str:
-    """The format in which the output of a conversion opens: 16 bits, or fp32 if its weights hold more than that."""
+    """The format in which a conversion opens: bf16, or fp32 if its weights have more than 16 bits."""
     return "bf16" if str(settings["format"]) in _NARROW and "residual" not in settings else "fp32"
 
 
 def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: str) -> dict[str, Any]:
-    """Fields of an `AdviceRow`: memory and time of a step of a model opened in bf16 or fp32, and their sources."""
+    """Estimated fields of an `AdviceRow`: memory and time of a step of a model opened in bf16 or fp32."""
     model, seq_len = subject.model, subject.prepared.seq_len
     case = Case(
         model="", layers=None, format=opened, method=PLAIN, mode="infer", optimizer=None, seq=seq_len,
         batch=batch_size, compiled="off", device="cpu",
     )  # fmt: skip
-    if opened == "fp32":  # products of four-byte numbers
+    if opened == "fp32":  # operands have four bytes
         peaks = replace(peaks, bf16_flops=peaks.fp32_flops, bytes_per_s=peaks.bytes_per_s / 2)
     return {
         "memory_bytes": running_bytes(model, case, vocabulary_size(model.config)),

@@ -1,12 +1,12 @@
-"""Conversions tried on a model until the smallest that keeps the quality is known.
+"""Try conversions of a model until the smallest one that keeps the quality is known.
 
-A sample of each tensor's rows gives noise over signal and the plan gives the size: a conversion that is larger and
-noisier than another is pruned, so that of the remaining ones the larger has less noise. They are encoded in memory, and
-the model is run with the decoded weights, next to itself on the same windows of text; so the gap is a mean of paired
-differences. The first is the smallest with little noise. If it keeps the quality the next smaller one follows, until
-one surely does not keep it, or has so much more noise that it cannot; else larger ones, until one does. The others are
-larger than the answer, or noisier than a conversion that did not keep the quality. One whose interval leaves that open
-rules out nothing.
+A sample of each tensor's rows gives the noise-to-signal ratio and the plan gives the size. A conversion that is larger
+and noisier than another is pruned, so among the rest the larger ones have less noise. A trial encodes in memory and
+runs the model with the decoded weights and with its own on the same windows of text, so the gap is a mean of paired
+differences. The first trial is the smallest conversion with little noise. If it keeps the quality, smaller ones follow
+until one certainly does not keep it, or has so much more noise that it cannot; otherwise larger ones follow until one
+keeps it. All others are larger than the answer, or noisier than a conversion that failed. A conversion whose interval
+leaves this open rules out nothing.
 """
 
 import math
@@ -28,20 +28,20 @@ from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate
 from lpconv.verify.logits import compare, outputs_of
 
-_SAMPLE = 2**13  # elements of a tensor
-# After 8, 16, 32 and 64 windows an interval is looked at, and is the last if it says whether the quality is kept. That
-# is four chances to be wrong: at 1 % each and 2 % in the end, what is told holds in 95 % of cases (Bonferroni).
+_SAMPLE = 2**13  # elements per tensor
+# The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
+# kept. With error probabilities of 1 % each and 2 % at the end, the decision is right in 95 % of cases (Bonferroni).
 _FIRST_LOOK = 8
 _EARLY, _LAST = 0.99, 0.98
-_SHARE = 1 / 3  # of the time that is left, for the windows of one candidate: the remainder is enough for another
+_SHARE = 1 / 3  # share of the remaining time for the windows of one candidate; the rest is enough for another
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
-_LITTLE_NOISE = 1e-3  # of the signal: 30 dB, as e4m3fn has
+_LITTLE_NOISE = 1e-3  # relative to the signal: 30 dB, as for e4m3fn
 _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quality to be ruled out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What conversions are tried on: a model, the budget, and forecasts by the format that a model is opened in."""
+    """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened."""
 
     subject: Subject
     budget: Budget
@@ -50,7 +50,7 @@ class Trial:
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
-    """All conversions, and again those that are known better; one is measured in any case, more while there is time."""
+    """Yield all conversions, then updated rows. At least one is measured, and more as time allows."""
     rows = _screened(trial)
     yield rows
     quality = trial.budget.quality
@@ -59,7 +59,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
     start = is_little.index(True) if any(is_little) else len(front) - 1
     smaller, larger = front[:start], front[start:]
     kept = missed = False
-    last_s = -math.inf  # seconds that the last one took
+    last_s = -math.inf  # seconds of the last trial
     while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
         limit = deadline.part(_SHARE)
         row = measure(trial, waiting.pop(-1 if kept else 0), limit)
@@ -78,20 +78,20 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
 
 
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
-    """One conversion measured, whatever it takes."""
+    """Measure one conversion, however long it takes."""
     row = _sampled(trial, name, settings)
     return row if row.status == "failed" else measure(trial, row, deadline)
 
 
 def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
-    """The rows, which need not be measured any more and are taken off the list."""
+    """Mark all `rows` as pruned, and empty the list."""
     pruned = [replace(row, status="pruned", why=why) for row in rows]
     rows.clear()
     return pruned
 
 
 def _screened(trial: Trial) -> list[AdviceRow]:
-    """Every conversion with its size and the noise of a sample, the smallest first, the beaten ones pruned."""
+    """Every conversion with its size and sampled noise, smallest first, with dominated ones pruned."""
     candidates, found = conversions(), []
     trial.progress.start("sampling weights", len(candidates), unit="steps")
     for name, settings in candidates.items():
@@ -101,7 +101,7 @@ def _screened(trial: Trial) -> list[AdviceRow]:
 
 
 def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
-    """A conversion with its size, the noise of a sample, and a forecast of what running it takes."""
+    """A conversion with its size, sampled noise, and a forecast of its memory and time."""
     why = "no time was left to try it"
     row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
     try:
@@ -113,14 +113,14 @@ def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
 
 
 def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-    """A sampled row with the gap of the converted model, judged; windows are run while there is time."""
+    """Measure the gap of a sampled row and check it against the budget; windows are run as time allows."""
     subject = trial.subject
     trial.progress.start(f"trying {row.name}", 0)
     try:
         model, records = open_converted(subject, row.settings, trial.progress)
         gap = _gap(subject, model, trial.budget.quality, deadline)
         if subject.metric == "output":
-            gap = replace(gap, low=max(gap.low, 0.0))  # a relative error
+            gap = replace(gap, low=max(gap.low, 0.0))  # relative errors are not negative
         figures = _figures(subject, model)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
@@ -131,7 +131,7 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
 
 
 def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> GapEstimate:
-    """The gap on a few windows, then on twice as many, until its interval says whether the quality is kept."""
+    """The gap on a few windows, then on twice as many, until its interval decides whether the quality is kept."""
     gaps: list[float] = []
     while True:
         first, count = len(gaps), min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
@@ -144,7 +144,7 @@ def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> Ga
 
 
 def _figures(subject: Subject, model: Any) -> dict[str, float]:
-    """The figures that the gates of `convert --verify logits` will meet."""
+    """The metrics that the gates of `convert --verify logits` will check."""
     inputs = example_inputs(subject.model)
     with torch.inference_mode():
         check = compare(outputs_of(subject.model, inputs), outputs_of(model, inputs), "", "")
@@ -153,10 +153,10 @@ def _figures(subject: Subject, model: Any) -> dict[str, float]:
 
 
 def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:
-    """The least gap that a conversion should have, from another that was measured.
+    """The smallest gap to expect of a conversion, given another one that was measured.
 
-    Small noise of weights changes outputs in proportion to its root, and the loss of a trained model, whose gradient
-    is small, in proportion to itself.
+    Small noise in the weights changes outputs in proportion to its square root, and the loss of a trained model, whose
+    gradient is small, in proportion to the noise itself.
     """
     if row.noise is None or not measured.noise or measured.gap is None:
         return 0.0
@@ -165,7 +165,7 @@ def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:
 
 
 def prune_rows(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
-    """The rows, pruned where another one is as good in size and noise and better in either, or alike and before it."""
+    """The rows, with those pruned that another one beats in size and noise, or equals and precedes."""
     found: list[AdviceRow] = []
     for row in rows:
         better = next((r.name for r in rows if _no_worse(r, row) and not _no_worse(row, r)), None)

@@ -1,4 +1,4 @@
-"""What an advice is asked for, and where it goes. Plain Python."""
+"""Options of `lpconv advise`. Plain Python."""
 
 import functools
 import math
@@ -13,16 +13,16 @@ from lpconv.options import AllowMissing, Force, Option, Revision, check, parse_s
 from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
-ADVICE_FILE = "advice.json"  # in an output; says whose the folder is
+ADVICE_FILE = "advice.json"  # in an output; marks the folder as an advice
 _PURPOSES = ("infer", "train", "both")
 _train = functools.partial(Option, panel="The training to advise on")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a model may lose and take, and how long the measurements may.
+    """Limits on the loss of quality, on memory, and on the time of measurements.
 
-    `quality` is the largest gap: of a loss in nats, of outputs as a relative error. `memory_bytes` bounds a step.
+    `quality` is the largest gap: in nats for a loss, relative for outputs. `memory_bytes` is for one step.
     """
 
     quality: float = 0.01
@@ -31,7 +31,7 @@ class Budget:
 
 
 def parse_budget(text: str) -> Budget:
-    """``quality=0.01,memory=8GB,minutes=5``, any of them. Raises UsageError for other keys and values."""
+    """Parse ``quality=0.01,memory=8GB,minutes=5`` or some of these. Raises UsageError for other keys and values."""
     quality, memory, minutes = Budget.quality, Budget.memory_bytes, Budget.minutes
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
@@ -57,7 +57,7 @@ def _positive(key: str, text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviseOptions:
-    """How to advise. `finetune` has what the runs of training are made of."""
+    """Options of `lpconv advise`, including the settings of its training runs."""
 
     purpose: Annotated[
         str, Option("What the model is for", name="purpose", flag="for", what="purpose", choices=_PURPOSES)
@@ -103,12 +103,14 @@ class AdviseOptions:
 
     @property
     def purposes(self) -> tuple[str, ...]:
-        """The purposes asked for, one by one."""
+        """The requested purposes, one by one."""
         return ("infer", "train") if self.purpose == "both" else (self.purpose,)
 
     def training(self, recipe: str, *, steps: int) -> FinetuneOptions:
-        """A run of the training in a recipe: no checkpoints, and evaluations only at the end, and in the middle of what
-        is shorter than the training."""
+        """Options of a training run with a recipe: without checkpoints, and evaluated only at the end.
+
+        Runs shorter than the training are also evaluated in the middle.
+        """
         return FinetuneOptions(
             arithmetic=RECIPES[recipe].arithmetic,
             task=self.task,
@@ -125,7 +127,7 @@ class AdviseOptions:
 
 
 def check_advise(options: AdviseOptions) -> None:
-    """Raises UsageError for names that are unknown and numbers out of range."""
+    """Raise UsageError for unknown names and numbers out of range."""
     check(options)
     if "train" in options.purposes:
         check_options(options.training("fp32", steps=options.steps))

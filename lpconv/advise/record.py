@@ -1,4 +1,4 @@
-"""The folder of an advice: the record, a page about it, and the manifest that carries it out."""
+"""The output folder of an advice: the record, a page, and the manifest that carries it out."""
 
 import math
 import os
@@ -25,12 +25,12 @@ from lpconv.train.options import FinetuneOptions
 PAGE = "advice.html"
 MANIFEST = "jobs.yaml"
 _HEAD = "# Written by lpconv advise; `lpconv batch jobs.yaml` carries it out. Gates are the estimates.\n"
-_SQNR_DB = 0.5  # where publishing compares a sample of the weights, its worst tensor may read a little better or worse
-_MARGIN = 1.1  # of figures that the number of threads may change
+_SQNR_DB = 0.5  # allowance, since publishing compares only a sample of the weights
+_MARGIN = 1.1  # allowance for metrics that depend on the number of threads
 
 
 def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions) -> None:
-    """What is known so far, each file in one go. A manifest is there once anything is recommended."""
+    """Write the current result, each file atomically. The manifest is written once something is recommended."""
     write_small(directory / ADVICE_FILE, json_text(result))
     write_small(directory / PAGE, html(advice_document(result)))
     advised = {(r.purpose, r.row) for r in result.recommendations}
@@ -43,9 +43,9 @@ def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions)
 def kept(
     directory: Path, options: AdviseOptions, show_partial: Callable[[AdviceResult], None]
 ) -> Iterator[Callable[[AdviceResult], None]]:
-    """Yield what writes each result so far; the folder is published at the end.
+    """Context manager that yields a function to save each intermediate result; publishes the folder at the end.
 
-    If the body is interrupted, the last result is published too, and goes to `show_partial`.
+    If the block is interrupted, the last result is published and passed to `show_partial`.
     """
     latest: list[AdviceResult] = []
     with Staging(directory, {"advise": directory.name}, force=options.force, marker=ADVICE_FILE) as staging:
@@ -59,7 +59,7 @@ def kept(
                 yield keep
             except Exception:
                 raise
-            except BaseException:  # an interrupt
+            except BaseException:  # interrupts
                 for partial in latest:
                     staging.publish()
                     show_partial(partial)
@@ -68,7 +68,7 @@ def kept(
 
 
 def read_advice(path: Path) -> AdviceResult:
-    """The record in a file; InputError where it is none."""
+    """Read an advice from a file. Raises InputError if it contains none."""
     document = read_json(path)
     if document.get("kind") != "advice":
         raise InputError(f"`{path}` is no advice", hint="pass an output of `lpconv advise`")
@@ -76,7 +76,7 @@ def read_advice(path: Path) -> AdviceResult:
 
 
 def gates_of(row: AdviceRow) -> list[str]:
-    """The conditions under which the advice held."""
+    """Gates that hold for the measured row."""
     if row.purpose == "train":
         return [] if row.gap is None else [f"loss_gap_own<={_rounded_up(row.gap.high)}"]
     found = [f"{metric}<={_rounded_up(max(value, 1e-9) * _MARGIN)}" for metric, value in row.figures.items()]
@@ -86,22 +86,22 @@ def gates_of(row: AdviceRow) -> list[str]:
 
 
 def _rounded_up(value: float) -> str:
-    """Two significant digits, not below `value`."""
+    """`value` rounded up to two significant digits."""
     if value == 0:
         return "0"
     unit = 10.0 ** (math.floor(math.log10(abs(value))) - 1)
-    return f"{math.ceil(round(value / unit, 6)) * unit:.2g}"  # rounded, since 1.1 / 0.1 is a little above 11
+    return f"{math.ceil(round(value / unit, 6)) * unit:.2g}"  # rounded first, because 1.1 / 0.1 is slightly above 11
 
 
 def command_for(model: str, row: AdviceRow, options: AdviseOptions) -> str:
-    """The command that carries a row out, gates included."""
+    """The command that carries a row out, including gates."""
     record: type[Any] = ConvertOptions if row.purpose == "infer" else FinetuneOptions
     command = "convert" if row.purpose == "infer" else "finetune"
     return shlex.join(["lpconv", command, model, *command_words(record, _settings(row, options))])
 
 
 def manifest_text(model: str, rows: Sequence[AdviceRow], options: AdviseOptions) -> str:
-    """The manifest of the rows that are recommended, one job each."""
+    """The manifest of the recommended rows, one job each."""
     document = {"version": 1, "jobs": [_job(model, row, options) for row in rows]}
     return _HEAD + yaml.safe_dump(document, sort_keys=False, width=10_000, allow_unicode=True)
 
@@ -116,7 +116,7 @@ def _job(model: str, row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
 
 
 def _settings(row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
-    """Options of `convert` or `finetune` that carry a row out, as far as they are not the default."""
+    """Options of `convert` or `finetune` that carry a row out, without defaults."""
     asked = {"revision": options.revision, **row.settings}
     if row.purpose == "train":
         asked |= {name: getattr(options, name) for name in ("steps", "batch_size", "lr", "data", "seq_len", "task")}

@@ -1,4 +1,4 @@
-"""`lpconv advise` as a library call: its light checks, before torch and transformers are imported."""
+"""`lpconv advise` as a library call: cheap checks first, before torch and transformers are imported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +20,16 @@ def advise(
     keep: Callable[[AdviceResult], object] = lambda result: None,
     command: str | None = None,
 ) -> AdviceResult:
-    """The gain and the cost of low precision for `model`, measured on text within the minutes of the budget.
+    """Gain and cost of low precision for `model`, measured on text within the minutes of the budget.
 
-    `keep` gets the result so far after each measurement, marked as interrupted. Raises an `LpconvError` for a model or
-    data that cannot be measured at all; a candidate that fails is a row that says so.
+    `keep` receives the result so far after each measurement, marked as interrupted. Raises an `LpconvError` for a model
+    or data that cannot be measured at all; a failing candidate becomes a row with that status.
     """
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     progress = progress or Silent()
     progress.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
-    from lpconv.advise.study import study  # torch and transformers, which take seconds to import, from here on
+    from lpconv.advise.study import study  # imports torch and transformers (seconds)
 
     return study(checkpoint, output, options, progress, keep, command)

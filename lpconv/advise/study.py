@@ -1,6 +1,6 @@
-"""One advice: open the model, measure the candidates of each purpose, choose, and say how to carry the choice out.
+"""One advice: open the model, measure the candidates for each purpose, choose, and write the commands.
 
-The result is a record that grows: each stage takes it and yields it again as more is known.
+The result is a record that grows: each stage takes it and yields it with more measurements.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from lpconv.report.advise import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint
 
-_INFER_SHARE = 0.4  # of the time if training is to be advised on as well
-_PARTS_SHARE = 0.3  # of the time of conversions, for the parts of layers, which no choice depends on
+_INFER_SHARE = 0.4  # share of the time for inference if training is included
+_PARTS_SHARE = 0.3  # share of the time of conversions for the cost of single tensors, on which no choice depends
 _KNOWN = ("measured", "failed")
 
 
@@ -42,7 +42,7 @@ def study(
     keep: Callable[[AdviceResult], object],
     command: str | None,
 ) -> AdviceResult:
-    """The advice on the model of a checkpoint, until the time is over; raises and calls `keep` as `advise` does."""
+    """The advice on a checkpoint's model within the time budget; raises and calls `keep` as `advise` does."""
     deadline = Deadline(60 * options.budget.minutes)
     subject = open_subject(checkpoint, options, progress)
     with quiet_transformers():
@@ -72,7 +72,7 @@ def study(
 def _begun(
     subject: Subject, output: Path, options: AdviseOptions, command: str | None, found: tuple[str, ...]
 ) -> AdviceResult:
-    """The result before anything is measured."""
+    """The result before any measurement."""
     prepared, checkpoint = subject.prepared, subject.prepared.checkpoint
     return AdviceResult(
         name=subject.name,
@@ -93,7 +93,7 @@ def _begun(
 
 
 def _probed(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
-    """Findings of one step forward and backward: its gradients say what training needs, the rest what formats hold."""
+    """Findings of one forward and backward step: gradients matter for training, the other tensors for formats."""
     progress.start("one step forward and backward", 0)
     with quiet_transformers(), eagerly():
         found = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
@@ -103,10 +103,10 @@ def _probed(subject: Subject, options: AdviseOptions, progress: Progress) -> tup
 
 
 def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Deadline) -> Iterator[AdviceResult]:
-    """The result with conversions tried, and the parts of layers in the cost of the best."""
+    """Yield the result with conversions tried, and then with the cost of each tensor for the best one."""
     subject, progress = trial.subject, trial.progress
     with job_of(subject, {}):
-        pass  # a model that no conversion takes is refused at once
+        pass  # raises an error for a model that cannot be converted
     for rows in measure_conversions(trial, deadline.part(1 - _PARTS_SHARE)):
         result = _with(result, rows)
         yield result
@@ -125,7 +125,7 @@ def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Dead
 def _train(
     result: AdviceResult, subject: Subject, options: AdviseOptions, deadline: Deadline, progress: Progress
 ) -> Iterator[AdviceResult]:
-    """The result with recipes tried."""
+    """Yield the result with recipes tried."""
     runs = Runs(subject.prepared.checkpoint, options, progress)
     rows = recipe_rows(subject.model, options.budget)
     result = _with(replace(result, facts=result.facts | {"Training": runs.words}), rows)
@@ -138,13 +138,13 @@ def _train(
 
 
 def _with(result: AdviceResult, rows: Iterable[AdviceRow]) -> AdviceResult:
-    """The result with rows that are new, or known better."""
+    """The result with new or updated rows."""
     known = {(row.purpose, row.name): row for row in result.rows} | {(row.purpose, row.name): row for row in rows}
     return replace(result, rows=tuple(known.values()))
 
 
 def _concluded(result: AdviceResult, options: AdviseOptions, deadline: Deadline, *, interrupted: bool) -> AdviceResult:
-    """The result with its rows ranked, what it recommends, and what it does not know."""
+    """The result with ranked rows, recommendations, and what it does not know."""
     rows = rank_rows(result.rows)
     result = replace(result, rows=rows, seconds=deadline.spent_s, interrupted=interrupted)
     chosen = [(purpose, best(result.rows, purpose)) for purpose in options.purposes]

@@ -1,4 +1,4 @@
-"""The model that is advised on, opened once in fp32; its converted copies, text to try them on, and the time left."""
+"""The model under advice, opened once in fp32; its converted copies, test windows, and the remaining time."""
 
 import copy
 import itertools
@@ -36,28 +36,28 @@ from lpconv.verify.logits import compare, outputs_of
 Window = dict[str, Tensor]
 _NO_TEXT = "`lpconv convert MODEL --verify logits` says what a conversion does to its outputs"
 _MAX_WINDOWS = 64
-_PROBED = 2  # windows in the step that is looked into
+_PROBED = 2  # windows in the probed step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The model to advise on: `prepared` is how the probe runs it, `windows` are batches of one sequence, none twice.
+    """The model to advise on. `prepared` is its probe setup, `windows` are batches of one sequence without repeats.
 
-    `metric` says what a gap is: "loss" if the model predicts tokens, else "output", the relative error of its outputs.
+    `metric` is the kind of gap: "loss" if the model predicts tokens, else "output", the relative error of its outputs.
     """
 
     prepared: ProbeSetup
     windows: tuple[Window, ...]
-    _own: list[Any] = field(default_factory=list)  # figures of the model itself, as far as they were asked for
+    _own: list[Any] = field(default_factory=list)  # cache of the model's own figures
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The user's name for the model."""
         return self.prepared.checkpoint.origin.name
 
     @property
     def model(self) -> Any:
-        """The model itself, in fp32."""
+        """The model, in fp32."""
         return self.prepared.opened.model
 
     @property
@@ -70,25 +70,25 @@ class Subject:
         return replace(self.prepared.batches, batch_size=_PROBED)
 
     def with_tensors(self, state: dict[str, Tensor]) -> Any:
-        """Another model of the same class, with tensors by their names in a checkpoint."""
+        """Another model of the same class, with tensors by checkpoint name."""
         with quiet_transformers():
             config = copy.deepcopy(self.model.config)
             return load_from_state(type(self.model), config, state, dtype=torch.float32)[0]
 
     def own_figures(self, count: int) -> list[Any]:
-        """The `figures` of the model itself on the first `count` windows; each window is run once."""
+        """The `figures` of the original model on the first `count` windows; each window is run only once."""
         self._own.extend(self.figures(self.model, self.windows[len(self._own) : count]))
         return self._own[:count]
 
     def figures(self, model: Any, windows: Sequence[Window]) -> list[Any]:
-        """The loss of a model on each window, or its output; gaps are their differences."""
+        """The loss of a model on each window, or its outputs. Gaps are differences of these."""
         with torch.inference_mode():
             if self.metric == "output":
                 return [outputs_of(model, w) for w in windows]
             return [float(self.prepared.loss(model(**w))) for w in windows]
 
     def gaps(self, wanted: Sequence[Any], got: Sequence[Any]) -> list[float]:
-        """The gap of each window, from the `figures` of the model itself and of another."""
+        """The gap on each window, from the `figures` of the original and of another model."""
         if self.metric == "loss":
             return [b - a for a, b in zip(wanted, got, strict=True)]
         checks = (compare(a, b, "", "") for a, b in zip(wanted, got, strict=True))
@@ -125,13 +125,13 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
 
 
 def _shuffled(tokens: Tokens, seed: int) -> Tokens:
-    """The windows in an order in which the first few are of the whole text, not of its beginning."""
+    """The windows in random order, so that the first few sample the whole text instead of its beginning."""
     order = torch.randperm(len(tokens.windows), generator=torch.Generator().manual_seed(seed))
     return replace(tokens, windows=tokens.windows[order])
 
 
 def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
-    """A file of nothing but text: the data themselves, or what their column of texts has."""
+    """A plain text file: the data file itself, or the text column of the data."""
     if options.data is None or is_text(options.data):
         return None if options.data is None else Path(options.data)
     rows = read_rows(options.training("fp32", steps=1))
@@ -142,7 +142,7 @@ def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
 
 @contextmanager
 def job_of(subject: Subject, settings: Settings) -> Iterator[Job]:
-    """The planned job of a conversion, with its source open."""
+    """Context manager for the planned job of a conversion, with its source open."""
     options = fill_options(convert_options(settings, verify="none"))
     job = prepare(subject.prepared.checkpoint, Path("advised"), options, headers_only=True)
     try:
@@ -152,14 +152,14 @@ def job_of(subject: Subject, settings: Settings) -> Iterator[Job]:
 
 
 def open_converted(subject: Subject, settings: Settings, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:
-    """The model as opening the output of a conversion would give it, and what happened to each tensor."""
+    """The model as it would open from the output of a conversion, and the record of each tensor."""
     with job_of(subject, settings) as job:
         state, records = decoded_tensors(job, progress)
     return subject.with_tensors(state), records
 
 
 class Deadline:
-    """Counts down from `seconds`. A part of it may be given away, as a deadline of its own."""
+    """A time limit of `seconds` from now. A part of it can become a deadline of its own."""
 
     def __init__(self, seconds: float) -> None:
         self._start_s = time.perf_counter()
@@ -167,14 +167,14 @@ class Deadline:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since creation."""
         return time.perf_counter() - self._start_s
 
     @property
     def left_s(self) -> float:
-        """Seconds left, below zero where it is over."""
+        """Remaining seconds; negative if the deadline has passed."""
         return self._end_s - time.perf_counter()
 
     def part(self, share: float) -> "Deadline":
-        """A deadline after that share of what is left."""
+        """A deadline after the given share of the remaining time."""
         return Deadline(max(self.left_s, 0.0) * share)

@@ -1,17 +1,17 @@
-"""Recipes tried on a model: a few steps of the training next to the fp32 twin, on the same batches.
+"""Try recipes on a model: a few training steps next to the fp32 twin, on the same batches.
 
-A pilot of the twin says what a step costs, and so how many steps a few recipes can have from three seeds within the
-time. Those that keep least memory come first. Each trains from one seed; if that leaves hope for the quality, from two
-more, whose spread says what a single run may differ by. The first that keeps the quality is the answer:
-what is left keeps more memory.
+A pilot of the twin measures the cost of a step, and so how many steps a few recipes can have with three seeds within
+the time. Recipes with the least memory come first. Each trains with one seed; if it may keep the quality, with two
+more, whose spread shows how much a single run may differ. The first recipe that keeps the quality is the answer: the
+remaining ones need more memory.
 
-A few steps do not show what the whole training will cost. The interval given is that of one new run at its end, and
-three things widen it:
+A few steps do not show the cost over the whole training. The interval is for one new run at its end, widened by three
+effects:
 
-- *Seeds.* Runs of one recipe differ from seed to seed; one run alone says nothing about another.
+- *Seeds.* Runs of one recipe differ between seeds; a single run says nothing about another.
 - *Drift.* If the gap still changed in the second half of the steps, it may change as much with each doubling.
 - *Lost updates.* A 16-bit optimizer that drops part of each intended update (1 - EDQ, arXiv 2405.03637 §4.2) may fall
-  behind by that part of what the twin will still learn. It shows late, so that few steps do not measure it.
+  behind by that part of what the twin has yet to learn. This shows late, so a few steps do not measure it.
 """
 
 import math
@@ -38,23 +38,23 @@ from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
 
 _TWIN = "fp32"
-_PILOT_STEPS = 6  # the least that times and measures memory
+_PILOT_STEPS = 6  # minimum for measuring time and memory
 _MORE_SEEDS = 2
-_PLANNED = 3  # recipes that there should be time for, from all seeds
-_SLOWER = 2.0  # a step in low precision beside the twin's, where it is emulated
+_PLANNED = 3  # recipes to allow time for, with all seeds
+_SLOWER = 2.0  # time of an emulated low-precision step relative to the twin's
 _METRIC = "eval_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A finished run and what it took, its start included."""
+    """A finished run and its total time, including start-up."""
 
     record: RunRecord
     seconds: float
 
 
 class Runs:
-    """Short runs of a training in any recipe. Raises as `training_job` does for data and tasks that do not fit."""
+    """Short training runs in any recipe. Raises the errors of `training_job` for unsuitable data and tasks."""
 
     def __init__(self, checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> None:
         self.options = options
@@ -64,12 +64,12 @@ class Runs:
 
     @property
     def words(self) -> str:
-        """The training in words."""
+        """Description of the training."""
         o = self.options
         return f"{self._job.task.name}, {o.steps} steps of {o.batch_size} x {self._job.seq_len} tokens, lr {o.lr:g}"
 
     def longest(self, deadline: Deadline) -> int:
-        """The steps that a few recipes can have from all seeds within the time, by a pilot run of the twin."""
+        """Number of steps that a few recipes can have with all seeds within the time, from a pilot run of the twin."""
         pilot = self.twin(self.options.seed, min(_PILOT_STEPS, self.options.steps))
         runs, twins = _PLANNED * (1 + _MORE_SEEDS), 1 + _MORE_SEEDS
         step_s = pilot.record.step_time_s or pilot.seconds / _PILOT_STEPS
@@ -79,13 +79,13 @@ class Runs:
         return max(min(_PILOT_STEPS, self.options.steps), min(most, self.options.steps))
 
     def twin(self, seed: int, steps: int) -> _Run:
-        """The run of a seed in fp32, which is trained once."""
+        """The fp32 run of a seed, trained once and cached."""
         if (seed, steps) not in self._twins:
             self._twins[seed, steps] = self.run(_TWIN, seed, steps, role="twin")
         return self._twins[seed, steps]
 
     def run(self, recipe: str, seed: int, steps: int, *, role: str = "run") -> _Run:
-        """Train in a recipe."""
+        """Train with a recipe."""
         started = time.perf_counter()
         job, _ = with_critical(replace(self._job, options=self.options.training(recipe, steps=steps)))
         with tempfile.TemporaryDirectory() as folder:
@@ -100,17 +100,17 @@ class Runs:
             )
             self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is known of a recipe stands in its row
+                warnings.simplefilter("ignore")  # the row of a recipe contains these warnings
                 record = train_one(job, work, Silent()).record
         return _Run(record=record, seconds=time.perf_counter() - started)
 
 
 def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
-    """The recipes to try on a model; those are pruned that the budget has no memory for."""
+    """The recipes to try on a model. Those whose memory exceeds the budget are pruned."""
     num_parameters = sum(p.numel() for p in model.parameters())
     rows = []
     for name, recipe in RECIPES.items():
-        # A rate of the others means nothing to native recipes, nor do they take a trained model.
+        # Native recipes need another learning rate, and do not accept trained models.
         if name == _TWIN or recipe.arithmetic.is_native:
             continue
         needed = weight_bytes(num_parameters, recipe.arithmetic)
@@ -132,14 +132,14 @@ def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
 
 
 def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline: Deadline) -> Iterator[AdviceRow]:
-    """The rows known better and better: the first is tried in any case, others until one stays within the budget."""
-    o, costs_s = runs.options, list[float]()  # of runs and their twins
+    """Yield updated rows. The first recipe is always tried, others until one is within the budget."""
+    o, costs_s = runs.options, list[float]()  # seconds per run, including its twin
     waiting = sorted((row for row in rows if row.status != "pruned"), key=lambda row: _kept_bytes(row.name))
     while waiting:
         row, ends = waiting.pop(0), list[Ends]()
         for seed in range(o.seed, o.seed + 1 + _MORE_SEEDS):
             if seed != o.seed and not (ends and least_high(ends, steps=steps, horizon=o.steps) <= o.budget.quality):
-                continue  # no hope to keep the quality
+                continue  # it cannot keep the quality
             if costs_s and statistics.fmean(costs_s) > deadline.left_s:
                 continue
             started = time.perf_counter()
@@ -160,12 +160,12 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
 
 
 def _kept_bytes(recipe: str) -> float:
-    """Bytes that the optimizer of a recipe keeps for each parameter."""
+    """Bytes of optimizer state per parameter in a recipe."""
     return TRAINING_OPTIMIZERS[RECIPES[recipe].arithmetic.optimizer].bytes_per_parameter
 
 
 def _measured(row: AdviceRow, run: RunRecord, gap: GapEstimate) -> AdviceRow:
-    """The row with the gap of all its runs, and what the last one took."""
+    """The row with the gap over all its runs, and memory and time of the last one."""
     row = replace(row, status="measured", why="", gap=gap, step_time_s=run.step_time_s, time_from="measured here")
     if run.memory is None:
         return row
@@ -174,9 +174,9 @@ def _measured(row: AdviceRow, run: RunRecord, gap: GapEstimate) -> AdviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """A run beside its twin: the gap of held-out losses halfway and at the end, and what the twin learnt between.
+    """Held-out gaps of a run halfway and at the end, and the twin's improvement in between.
 
-    `kept` is the share of the intended updates that reached what is kept, 1 where nothing measured it.
+    `kept` is the share of the intended updates that reached the stored weights, 1 if it was not measured.
     """
 
     half: float
@@ -186,7 +186,7 @@ class Ends:
 
     @classmethod
     def of(cls, run: RunRecord, twin: RunRecord) -> Self:
-        """Of two finished runs of one seed."""
+        """Make the record from two finished runs of one seed."""
         ours, theirs = _losses(run), _losses(twin)
         kept = [u.edq for u in run.updates]
         return cls(
@@ -202,21 +202,21 @@ def _losses(run: RunRecord) -> tuple[float, ...]:
 
 
 def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
-    """The gap of a recipe after `horizon` steps, from runs of `steps`; of one run the interval has no ends."""
+    """Forecast of a recipe's gap after `horizon` steps, from runs of `steps`; with one run the interval is infinite."""
     known = estimate_mean([e.last for e in found])
-    seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # of one new run, not of their mean
+    seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # half width for one new run instead of the mean
     drift, behind = _later(found, math.log2(horizon / steps))
     return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
 
 
 def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
-    """The upper end of the gap of a recipe after `horizon` steps, if all seeds gave the same."""
+    """Upper end of a recipe's gap after `horizon` steps if all seeds agreed."""
     drift, behind = _later(found, math.log2(horizon / steps))
     return statistics.fmean(e.last for e in found) + drift + behind
 
 
 def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
-    """What the gap may change by in either direction, and what it may grow by, in the steps that are still to come."""
+    """(change of the gap in either direction, its possible growth) over the remaining steps."""
     drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
     lost = 1 - statistics.fmean(e.kept for e in found)
     return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
