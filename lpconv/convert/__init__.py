@@ -1,4 +1,4 @@
-"""Conversion: carry out a plan, verify, publish; and back to a plain checkpoint."""
+"""Conversion: run a plan, verify and publish the output; and restore a plain checkpoint."""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,14 @@
-"""Carry out a plan: read blocks, encode them on worker threads, hash and write them in order.
+"""Run a plan: read blocks, encode them on worker threads, and write and hash them in file order.
 
-Scales stand before the codes in the file, and everything is written, and hashed, front to back. So they have to be
-known before the first code: tensors whose form stores scales are read twice, from the page cache where the shard fits.
-The first pass finds the scales, the second encodes. Where a sample leaves no doubt of a scale, one pass does both, and
-what it saw of all blocks confirms the scale. Where each block says its own scales, one pass does both as well, and the
-scales stand behind the codes. A shard in which one was wrong is written again, with those that were found.
+Scales come before the codes in the file, which is written and hashed front to back. So they must be known before the
+first code: tensors whose form stores scales are read twice (from the page cache if the shard fits), once for the scales
+and once to encode. If a sample predicts the scale with near certainty, one pass does both, and its statistics over all
+blocks confirm the scale. If each block has its own scales, one pass does both as well, and the scales follow the codes.
+A shard with a wrong prediction is written again with the correct scales.
 
-Workers read, encode and write; the plan says where every block goes. The calling thread hashes what they wrote, in the
-order of the file, whatever order they finish in. So the output does not depend on the number of workers. Hashing is the
-longest step that cannot be shared, which is why that thread does nothing else.
+Workers read, encode and write; the plan fixes the position of every block. The calling thread hashes the blocks in file
+order, whatever order they finish in, so the output does not depend on the number of workers. Hashing is the longest
+step that cannot be parallelised, so that thread does nothing else.
 """
 
 import functools
@@ -35,26 +35,26 @@ from lpconv.storage.partfile import PartFile
 from lpconv.storage.source import Source
 
 T = TypeVar("T")
-Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # of `Staging`
+Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # `Staging.create`
 
 
 class _Output:
-    """A file that is being written, and where in it each tensor begins."""
+    """A file that is being written, and the position of each tensor in it."""
 
     def __init__(self, create: Create, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
         self.part = create(file.name, file.size_bytes, flusher)
         self._places = {i.name: (len(file.header) + i.begin, DTYPE_BITS[i.dtype]) for i in file.tensors}
 
     def write(self, name: str, first: int, data: Tensor) -> None:
-        """Put data from element `first` of a tensor on in its place, from any thread."""
+        """Write data at element `first` of a tensor. May be called from any thread."""
         begin, bits = self._places[name]
         self.part.write(begin + first * bits // 8, _bytes(data))
 
 
 class Engine:
-    """Runs plans. `source` is read from `workers` threads; `progress` hears of source bytes in both passes.
+    """Runs plans. `source` is read from `workers` threads; `progress` counts source bytes in both passes.
 
-    With `guesses` scales are guessed by samples, many small pieces of a tensor.
+    With `guesses`, scales are predicted from samples of many small pieces of a tensor.
     """
 
     def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool) -> None:
@@ -68,7 +68,7 @@ class Engine:
         self._flusher.shutdown(wait=True, cancel_futures=True)
 
     def write_shard(self, shard: PlannedShard, create: Create) -> tuple[list[FileRecord], list[TensorRecord]]:
-        """Write one shard's files, made by `create`; returns the finished files and what happened to each tensor."""
+        """Write the files of one shard through `create`. Returns the finished files and the record of each tensor."""
         measured = {t.name: self._measured(t) for t in shard.tensors if t.form.needs_first_pass}
         while True:
             written = self._written(shard, create, measured)
@@ -78,7 +78,7 @@ class Engine:
     def _written(
         self, shard: PlannedShard, create: Create, measured: dict[str, Measured]
     ) -> tuple[list[FileRecord], list[TensorRecord]] | None:
-        """As `write_shard`; None where a guess was wrong. What was found takes the place of guesses in `measured`."""
+        """Like `write_shard`, but None if a prediction was wrong. `measured` then holds the correct statistics."""
         assumed = dict(measured)
         files: list[_Output] = []
         try:
@@ -97,7 +97,7 @@ class Engine:
             raise
 
     def _measured(self, t: PlannedTensor) -> Measured:
-        """What the first pass over a tensor finds, or a guess of it."""
+        """Statistics of the first pass over a tensor, or a prediction of them."""
         if t.form.late:
             return t.form.begin(max(map(self._largest, (t, *t.fused))) if t.form.shares else 0.0)
         guess = self._workers.guess(t) if self._guesses else None
@@ -107,13 +107,13 @@ class Engine:
         return guess
 
     def _largest(self, t: PlannedTensor) -> float:
-        """The largest magnitude of a tensor, which is read once, however many share a scale with it."""
+        """The largest magnitude of a tensor. It is read only once, even if several tensors share its scale."""
         if t.name not in self._magnitudes:
             self._magnitudes[t.name] = max(self._over(t)(lambda x, _, work: finite_absmax(x, work)), default=0.0)
         return self._magnitudes[t.name]
 
     def _over(self, t: PlannedTensor) -> Over:
-        """What gives a form the blocks of a tensor. Only the first reading counts as progress."""
+        """A function that maps a form's job over the blocks of a tensor. Only the first pass counts as progress."""
         readings = itertools.count()
 
         def over(job: Callable[[Tensor, int, Workspace], T], /) -> Iterator[T]:
@@ -128,8 +128,10 @@ class Engine:
     def _write_tensors(
         self, shard: PlannedShard, files: Sequence[_Output], measured: dict[str, Measured]
     ) -> list[TensorRecord]:
-        """Everything in the order of the root file, where scales and counts of points stand between other tensors: by
-        the time that theirs are encoded they are in `measured`."""
+        """Write all tensors in the order of the root file.
+
+        Scales and counts of points are between other tensors; they are in `measured` by the time they are written.
+        """
         owners = {c.name: t.name for t in shard.tensors for c in t.form.side}
         by_name = {t.form.data[0].name: t for t in shard.tensors}
         records: list[TensorRecord] = []
@@ -157,7 +159,7 @@ class Engine:
     def _encode_block(
         self, block: TensorBlock, *, files: Sequence[_Output], measured: dict[str, Measured]
     ) -> tuple[Workspace, Looked | None, Encoded]:
-        """Read, encode and write a block. The workspace holds what was encoded, and is given back by who hashes it."""
+        """Read, encode and write a block. The workspace holds the encoded data, and the hashing thread returns it."""
         work, form = self._workers.take(), block.tensor.form
         try:
             found, seen = measured.get(form.name, Measured()), None
@@ -167,7 +169,7 @@ class Engine:
             else:
                 encoded = form.encode(x, block.start, found, work)
             first, _ = form.place(block.start, block.stop, found.side)
-            for file, part, data in zip(files, form.data, encoded.data, strict=False):  # only pairs have a residual
+            for file, part, data in zip(files, form.data, encoded.data, strict=False):  # pairs also have a residual
                 file.write(part.name, first, data)
             return work, seen, encoded
         except BaseException:
@@ -175,7 +177,7 @@ class Engine:
             raise
 
     def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measured]) -> TensorRecord:
-        """What happened to a tensor. What all blocks say takes the place of a guess in `measured`."""
+        """The record of a written tensor. Replaces a prediction in `measured` by the statistics of all blocks."""
         if sums.looked:
             measured[t.name] = self._workers.conclude(t, sums.looked)
             sums.stats = measured[t.name].stats
@@ -185,14 +187,14 @@ class Engine:
 
 @dataclass(kw_only=True)
 class _Sums:
-    """Of the blocks of a tensor so far; None is what nobody measured. `looked` is what a guess will be judged by."""
+    """Sums over the blocks of a tensor so far; None if not measured. `looked` is for checking a prediction."""
 
     stats: BlockStats | None
     error: BlockError | None = None
     looked: list[Looked] = field(default_factory=list)
 
     def add(self, seen: Looked | None, encoded: Encoded) -> None:
-        """One more block."""
+        """Add one block."""
         if encoded.error is not None:
             self.error = (self.error or BlockError()) + encoded.error
         if encoded.stats is not None:
@@ -202,7 +204,7 @@ class _Sums:
 
 
 def _is_confirmed(assumed: Measured, found: Measured) -> bool:
-    """Whether what was written by a guess is what would have been written without one."""
+    """Whether the file written with a prediction equals the one written without."""
     if not assumed.is_guess:
         return True
     return (

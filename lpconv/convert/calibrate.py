@@ -1,8 +1,8 @@
-"""Scales of inputs that lie in a file: from the largest input that each layer meets when the source runs on a text.
+"""Calibrate input scales that are stored in the output: from the largest input of each layer on a text.
 
-The source runs once, in fp32, its matrices read from its files as they are multiplied by (`models/load.py`,
-`open_in_files`), so that memory is that of activations. How many windows run together depends on the model alone:
-the same machine finds the same numbers, however much memory is free.
+The source runs once, in fp32, with its matrices read from its files during multiplication (`models/load.py`,
+`open_in_files`), so memory holds only activations. The number of windows per pass depends only on the model, so a
+machine finds the same scales however much memory is free.
 """
 
 import math
@@ -35,12 +35,12 @@ _HINT = "leave --calibrate out: inputs then stay as they are"
 
 
 def check_calibration(job: Job) -> None:
-    """Refuse, before the work, a model that does not read text, and a text that its tokenizer does not read."""
+    """Raise an error, before the work, if the model does not read text, or if its tokenizer cannot read this text."""
     calibration_windows(job)
 
 
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
-    """The largest inputs of the modules whose weights get a scale of inputs, on the job's text.
+    """The largest inputs, on the job's text, of the modules that store an input scale.
 
     Raises InputError for inputs that are NaN or infinite, UnsupportedError for modules that the text never reaches.
     """
@@ -61,8 +61,10 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 
 
 def calibration_windows(job: Job) -> tuple[Any, Tokens, int]:
-    """The config of the model, windows of the text, and their length: the first windows, or a random choice by the
-    seed of an error feedback."""
+    """(config of the model, windows of the text, their length) for calibration.
+
+    The windows are the first ones, or with `calibration_seed` a random choice.
+    """
     config, options = read_text_config(job.plain, hint=_HINT), job.plan.options
     path = text_at(str(options.calibrate))
     if options.calibration_seed is None:
@@ -75,9 +77,9 @@ def calibration_windows(job: Job) -> tuple[Any, Tokens, int]:
 
 
 def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
-    """How many windows run at once, by the model alone: whoever has more memory finds the same numbers.
+    """Number of windows per pass, from the model alone, so that results do not depend on free memory.
 
-    `num_outputs` is the number of outputs of a token if a head runs, too.
+    `num_outputs` is the number of outputs per token if the head runs as well.
     """
     size = window_bytes(config, length) + 4 * length * num_outputs
     return max(min(AT_ONCE // length, CALIBRATING_BYTES // size), 1)

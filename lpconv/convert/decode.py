@@ -1,7 +1,7 @@
-"""From a checkpoint that others quantised to a plain one: the values that its codes stand for, in a dtype of choice.
+"""Decode a third-party quantised checkpoint to a plain one in a chosen dtype.
 
-Nothing but the checkpoint says what it was made from, so nothing is claimed of a source; what is known is whether the
-dtype holds every decoded value.
+The original weights are unknown, so the result is not compared with any source; the record says only whether the dtype
+represents every decoded value.
 """
 
 from collections.abc import Sequence
@@ -37,10 +37,10 @@ DTYPES = ("fp32", "bf16", "fp16")
 def decode_checkpoint(
     model: Openable, output: Path, *, dtype: str | None, force: bool, progress: Progress
 ) -> RestoreResult:
-    """Write the plain checkpoint of a quantised one; decoded weights in `dtype`, by default that of the config.
+    """Write the plain checkpoint of a quantised one, with decoded weights in `dtype` (default: the config's).
 
-    What is not quantised keeps its bits. Raises UnsupportedError for a plain checkpoint and for unknown layouts,
-    InputError where parts of a weight are missing or make no sense.
+    Tensors that are not quantised keep their bits. Raises UnsupportedError for plain checkpoints and unknown layouts,
+    InputError if parts of a weight are missing or invalid.
     """
     checkpoint = Checkpoint.open(model)
     directory = checkpoint.directory
@@ -77,7 +77,7 @@ def decode_checkpoint(
 
 
 def _dtype_of(config: dict[str, object]) -> str:
-    """The format that the config names for weights, fp32 where it names none of ours."""
+    """The format of the config's dtype; fp32 if it is none of `DTYPES`."""
     found = config.get("dtype", config.get("torch_dtype"))
     return next((n for n in DTYPES if FORMATS[n].torch == found), "fp32")
 
@@ -85,7 +85,7 @@ def _dtype_of(config: dict[str, object]) -> str:
 def _write_all(
     source: Source, dtypes: dict[str, str], checkpoint: Checkpoint, directory: Path, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], bool]:
-    """The weight files with their index, and whether any value lost digits."""
+    """Write the weight files and their index. Returns the files, and whether any value was rounded."""
     files, lost, index = [], False, {}
     for old, new in zip(checkpoint.weight_files, shard_names(len(checkpoint.weight_files)), strict=True):
         members = [n for n in dtypes if source.entries[n].file == old]
@@ -113,7 +113,7 @@ def _write(
         part = PartFile(directory, file, len(header) + position, flusher)
         part.append(header)
         for info in infos:
-            for start, stop in block_ranges(info.num_elements, 8):  # whole bytes of the narrowest dtype
+            for start, stop in block_ranges(info.num_elements, 8):  # whole bytes in the narrowest dtype
                 value = read_range(source, info.name, start, stop)
                 if source.entries[info.name].info.dtype != info.dtype:
                     decoded, value = value, value.to(TORCH_DTYPES[info.dtype])
@@ -124,6 +124,6 @@ def _write(
 
 
 def _origin(method: str, dtype: str, *, exact: bool) -> dict[str, object]:
-    """What lpconv.json of a plain checkpoint says: by what it was quantised, and whether the dtype holds the values."""
+    """lpconv.json of a decoded checkpoint: how it was quantised, and whether the dtype represents all values."""
     converted = {"method": method, "dtype": dtype}
     return {"format_version": 1, "kind": "restore", "exact": exact, "converted": converted, "version": __version__}

@@ -1,14 +1,14 @@
-"""Rounding with error feedback along a model: each layer on what the rounded layers before it make of a text.
+"""Round with error feedback through a model: each layer on the outputs of the rounded layers before it, on a text.
 
-The source runs layer by layer (`models/layer_walk.py`), its matrices read from its files. Within a layer weights are
-rounded in the order in which they are used: those that meet the same input share its second moment Σ x xᵀ, and what
-comes after them sees what they have become. Of experts all are next at once, each with the tokens that reach it.
+The source runs layer by layer (`models/layer_walk.py`), with its matrices read from its files. Within a layer, weights
+are rounded in order of use: those with the same input share its second moment Σ x xᵀ, and later ones see the outputs of
+rounded weights. All experts are next at once, each with the tokens routed to it.
 
-Every rounded layer becomes a file in the working folder, which holds what will be stored: codes and scales. A run that
-resumes reads it instead of rounding again. The output is then written and checked as any other, from forms that read
-their codes there (`forms/rounded.py`), and the files go before it is published.
+Every rounded layer is saved as a file in the working folder with its final codes and scales. A resumed run reads it
+instead of rounding again. The output is then written and verified as usual, from forms that read their codes there
+(`forms/rounded.py`), and the files are deleted before the output is published.
 
-A weight that no input reaches, or that is no matrix of a linear layer, is left to be rounded to nearest.
+A weight that no input reaches, or that is not a matrix of a linear layer, is rounded to nearest.
 """
 
 import dataclasses
@@ -59,15 +59,15 @@ from lpconv.storage.resolve import Resolved
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
 
-_FOLDER = "journal.rounded"  # like the journal, no file of the output
-_SAMPLED = 1024  # rows of a weight that its output errors are taken on
+_FOLDER = "journal.rounded"  # not part of the output, like the journal
+_SAMPLED = 1024  # rows of a weight used for its output errors
 _HINT = "--rounding nearest needs no text"
-_INDEX = re.compile(r"\.\d+\.")  # of a layer, and of an expert in it
+_INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """A line of the journal: layer `rounded_layer` of `count` is in `files`, its weights rounded as `records` say."""
+    """A journal line: layer `rounded_layer` of `count` is in `files`, with its weights rounded as in `records`."""
 
     rounded_layer: int
     count: int
@@ -77,7 +77,7 @@ class _Layer:
 
 @contextmanager
 def rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
-    """The job with codes that error feedback has chosen, now or in a run that this one resumes.
+    """The job with the codes chosen by error feedback, computed now or in the run that this one resumes.
 
     Raises InputError for inputs that are not finite, UnsupportedError for a model whose layers cannot run one by one.
     """
@@ -93,7 +93,7 @@ def rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
 
 
 def remove_rounded(staging: Staging) -> None:
-    """Delete the layers from the working folder: what is in them has been written."""
+    """Delete the rounded layers from the working folder, once their contents are written."""
     shutil.rmtree(staging.directory / _FOLDER, ignore_errors=True)
 
 
@@ -105,7 +105,7 @@ def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedT
 
 
 def _finished(staging: Staging) -> list[_Layer]:
-    """The first layers, as far as the journal has them."""
+    """The leading layers that the journal lists without a gap."""
     found = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
     count = next((i for i in range(len(found)) if i not in found), len(found))
     return [found[i] for i in range(count)]
@@ -123,7 +123,7 @@ def _as_checkpoint(staging: Staging, layers: Sequence[_Layer]) -> Checkpoint:
 
 
 def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
-    """All layers: those that are `done` run with their rounded weights, the others are rounded and written."""
+    """All layers: those in `done` run with their rounded weights, the others are rounded and written."""
     config, tokens, length = calibration_windows(job)
     layers = list(done)
     workers = Workers(job.source, job.memory.workers)
@@ -180,7 +180,7 @@ def _figures(records: dict[str, RoundingRecord]) -> str:
 
 
 class _Weights(StoredTensors):
-    """The tensors of the source. Those in `rounded` have the values of their codes instead."""
+    """The tensors of the source, except that those in `rounded` have their decoded values."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -193,7 +193,7 @@ class _Weights(StoredTensors):
 
 
 class _Rounding:
-    """Rounds the layers of a walk one after the other; the results are in `weights.rounded`."""
+    """Rounds the layers of a walk in order; the results are in `weights.rounded`."""
 
     def __init__(self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk) -> None:
         self._job, self._workers, self._weights, self._walk = job, workers, weights, walk
@@ -201,7 +201,7 @@ class _Rounding:
         self._work = Workspace()
 
     def take(self, files: Iterator[dict[str, Tensor]]) -> None:
-        """Take the weights of a layer from the files that `round_layer` led to."""
+        """Load the rounded weights of a layer from the files of an earlier run."""
         for stored in files:
             for t in self._planned.values():
                 if t.form.components[0].name in stored:
@@ -209,21 +209,21 @@ class _Rounding:
                     self._weights.rounded[t.name] = t.form, parts
 
     def round_layer(self, index: int) -> dict[str, RoundingRecord]:
-        """Round the weights of layer `index`, which is the next one of the walk."""
+        """Round the weights of layer `index`, the next one of the walk."""
         records: dict[str, RoundingRecord] = {}
         left = {n for n in _names_of(self._walk.layers[index]) if n in self._planned}
         while left:
             moments = self._moments(index, left)
             if not moments:
-                break  # no input reaches what is left
+                break  # no input reaches the remaining weights
             left -= moments.keys()
             for moment in {id(m): m for m in moments.values()}.values():
                 records |= self._round_together([n for n, m in moments.items() if m is moment], moment)
-                moment.hessian_CC = torch.empty(0)  # the largest thing here
+                moment.hessian_CC = torch.empty(0)  # frees the largest tensor
         return records
 
     def _moments(self, index: int, left: set[str]) -> dict[str, "_Moment"]:
-        """The second moments of the inputs of the weights that are used next among `left`, by their names."""
+        """Second moments of the inputs, by weight name, for the weights of `left` that are used next."""
         watch = _Watch(left)
         for batch in self._walk.batches:
             watch.begin()
@@ -235,7 +235,7 @@ class _Rounding:
         return watch.moments
 
     def _round_together(self, names: list[str], moment: "_Moment") -> dict[str, RoundingRecord]:
-        """Round weights that meet the same inputs."""
+        """Round weights that share their inputs."""
         try:
             inverse = inverse_factor(moment.hessian_CC)
         except ValueError as e:
@@ -246,7 +246,7 @@ class _Rounding:
         return {name: record for name, record in found if record is not None}
 
     def _round(self, t: PlannedTensor, inverse: InverseFactor, moment: "_Moment") -> RoundingRecord | None:
-        """Round one weight. None for one that has NaN or Inf, which is left to be rounded to nearest."""
+        """Round one weight. Returns None if it has NaN or Inf; it is then rounded to nearest."""
         form, element = t.form, t.form.format
         assert isinstance(form, Scaled)
         assert element is not None
@@ -272,7 +272,7 @@ class _Rounding:
         )
 
     def _stored(self, form: Scaled, rounded_RC: Tensor, found: Measured) -> dict[str, Tensor]:
-        """What is stored of numbers that lie on the form's grid, by name."""
+        """The components to store, by name, for numbers on the form's grid."""
         values, data = rounded_RC.view(-1), []
         for start, stop in block_ranges(len(values), form.cols):
             codes = form.encode(values[start:stop], start, found, self._work).data
@@ -284,7 +284,7 @@ class _Rounding:
 
 
 def _can_be_rounded(t: PlannedTensor) -> bool:
-    """Whether a tensor gets codes of few bits, and may be the weight of a linear layer."""
+    """Whether a tensor gets codes of at most 8 bits and may be the weight of a linear layer."""
     return (
         t.action == "convert"
         and isinstance(t.form, Scaled)
@@ -294,19 +294,19 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
 
 
 def _names_of(layer: torch.nn.Module) -> Iterator[str]:
-    """The stored tensors that a layer is made of."""
+    """Names of the stored tensors of a layer."""
     for parameter in layer.parameters():
         if isinstance(parameter, CodedTensor):
             yield from (piece.form.name for piece in parameter.pieces)
 
 
 class _EnoughSeen(Exception):
-    """The rest of a layer depends on weights that are about to be rounded."""
+    """Stops a layer whose remainder depends on weights that have yet to be rounded."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Moment:
-    """Σ x xᵀ over the inputs x that some weights have in common."""
+    """Σ x xᵀ over the inputs x that some weights share."""
 
     hessian_CC: Tensor
     num_inputs: int = 0
@@ -318,10 +318,10 @@ class _Moment:
 
 
 class _Watch:
-    """Gathers the moments of the weights that are used first among `left`.
+    """Collects the moments of the weights of `left` that are used first.
 
-    Those are the first one that a layer multiplies by, what else meets its input, and of experts all weights of that
-    kind. Raises _EnoughSeen at another weight of `left`.
+    These are the first weight that a layer multiplies by, others with the same input, and for experts all weights of
+    that kind. Raises _EnoughSeen at another weight of `left`.
     """
 
     def __init__(self, left: set[str]) -> None:
@@ -330,14 +330,14 @@ class _Watch:
         self._last: tuple[Tensor, _Moment] | None = None
 
     def begin(self) -> None:
-        """A batch begins."""
+        """Begin a batch."""
         self._last = None
 
     def __call__(self, x: Tensor, weight: CodedTensor) -> None:
         names = [p.form.name for p in weight.pieces if p.is_whole and p.form.name in self._left]
         if not names:
             return
-        if self._last is not None and self._last[0] is x:  # counted already
+        if self._last is not None and self._last[0] is x:  # already counted
             self._share(names, self._last[1])
             return
         moment = self.moments.get(names[0]) or self._begun(names, x.shape[-1])
@@ -351,7 +351,7 @@ class _Watch:
         self.moments |= dict.fromkeys(names, moment)
 
     def _begun(self, names: list[str], columns: int) -> _Moment | None:
-        """A moment of its own for weights that are met for the first time; None if another pass gathers it."""
+        """A new moment for weights that are used for the first time; None if another pass collects it."""
         is_next = not self._kinds or bool(self._kinds & {*map(_kind, names)})
         if not is_next and not ("*" in _kind(names[0]) and any("*" in k for k in self._kinds)):
             raise _EnoughSeen
@@ -363,5 +363,5 @@ class _Watch:
 
 
 def _kind(name: str) -> str:
-    """The name of a weight within its layer; experts have a star for their number."""
+    """The name of a weight within its layer, with a star for the number of an expert."""
     return _INDEX.sub(".*.", _INDEX.sub(".", name, count=1))

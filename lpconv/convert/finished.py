@@ -1,4 +1,4 @@
-"""What `--resume` finds where the run that it was to resume has published: nothing is left to do."""
+"""`--resume` after the earlier run has published: check the output and report that nothing is left to do."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ _DEPTH = ("none", "auto", "weights", "logits")
 
 
 def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
-    """The record of an output that the same command has made, None where there is nothing of ours.
+    """The record of an output that the same command made; None if there is no lpconv output.
 
     Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.
     """
@@ -48,12 +48,12 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
             hint="--force makes it anew",
             details={"mismatched": list(damaged)},
         )
-    (job.output / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between publishing and tidying up
+    (job.output / JOURNAL).unlink(missing_ok=True)  # left by a run that was killed between publishing and cleaning up
     return from_json(ConvertResult, read_json(job.output / "report.json"))
 
 
 def _changed(job: Job, record: dict[str, Any]) -> list[str]:
-    """What the record of an output says otherwise than the job; as `identity` of a run that is not finished."""
+    """Facts in which the output's record differs from the job, like `identity` for an unfinished run."""
     wanted = {
         "options": shaping_options(job.plan.options),
         "source": to_json(public_source(source_record(job))),

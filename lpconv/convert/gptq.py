@@ -1,16 +1,16 @@
-"""Rounding with error feedback: a layer's weights are rounded so that its outputs, not its weights, change least.
+"""Round with error feedback (GPTQ): round a layer's weights so that its outputs, not its weights, change least.
 
 GPTQ (Frantar et al. 2022, arXiv 2210.17323). For inputs X of a linear layer and H = X Xᵀ, the squared error of the
-outputs is tr((W - Q) H (W - Q)ᵀ). Columns of W are rounded one after the other, and what a column loses is made up for
-by the columns that are not rounded yet, along the inverse of H. With U upper triangular and UᵀU = H⁻¹ (algorithm 1):
+outputs is tr((W - Q) H (W - Q)ᵀ). Columns of W are rounded one after the other, and the error of a column is
+compensated by the columns not yet rounded, along the inverse of H. With U upper triangular and UᵀU = H⁻¹ (algorithm 1):
 
     q_c = round(w_c),  e = (w_c - q_c) / U_cc,  w_j -= e U_cj for all later columns j
 
-This file knows no form and no file: the grid is a format and a scale for each number, fixed before (static groups).
+This module knows no forms and no files: the grid is a format and a fixed scale for each number (static groups).
 
-Departures from the paper: columns go by falling diagonal of H (`desc_act` of the authors' code). U comes from one
-Cholesky factor, H = V Vᵀ with V upper triangular and U = V⁻¹, instead of an inverse between two. Columns that no input
-reaches are rounded to nearest instead of becoming 0, since another text may reach them.
+Departures from the paper: columns are ordered by falling diagonal of H (`desc_act` of the authors' code). U comes from
+a single Cholesky factor, H = V Vᵀ with V upper triangular and U = V⁻¹, instead of an inverse between two. Columns that
+no input reaches are rounded to nearest instead of becoming 0, because another text may reach them.
 
 Letters in shapes: R rows (outputs) and C columns (inputs) of a weight, B columns of a block.
 """
@@ -24,28 +24,28 @@ from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import Format
 from lpconv.plan.workers import SingleThreadedTorch
 
-DAMPING = 0.01  # of the mean of H's diagonal, added to it: the paper's value
-_BLOCK = 64  # columns that are corrected one by one; later ones are corrected once for all of them
-_ROWS = 4096  # rows that are rounded together: each row is rounded alone, so this bounds memory
+DAMPING = 0.01  # added to H's diagonal, times its mean: the paper's value
+_BLOCK = 64  # columns corrected one by one; later columns are corrected once per block
+_ROWS = 4096  # rows rounded together, to bound memory; rows are independent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InverseFactor:
-    """`order` of columns, and U of the columns in that order, fp32 [C, C]."""
+    """`order` of the columns, and U for the columns in that order, fp32 [C, C]."""
 
     order: Tensor
     upper_CC: Tensor
 
 
 def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFactor:
-    """U of `hessian_CC`, Σ x xᵀ over the inputs of a layer or any multiple, taken in fp64.
+    """U of `hessian_CC` (Σ x xᵀ over the inputs of a layer, or any multiple), computed in fp64.
 
     Raises ValueError if it is not finite.
     """
     diagonal = hessian_CC.diagonal()
     if not torch.isfinite(diagonal).all():
         raise ValueError("the inputs of the layer are NaN, infinite or too large to be squared")
-    rising = torch.argsort(diagonal, stable=True)  # U of falling columns is L⁻¹ of rising ones, turned around
+    rising = torch.argsort(diagonal, stable=True)  # U for falling order is L⁻¹ for rising order, reversed
     wide_CC = hessian_CC[rising].double()[:, rising]
     unreached = wide_CC.diagonal() == 0
     wide_CC.diagonal().add_(damping * wide_CC.diagonal().mean())[unreached] = 1.0
@@ -59,7 +59,7 @@ def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFa
 
 
 def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Tensor, element: Format) -> Tensor:
-    """Numbers code · scale, the codes of `element`, that make the outputs of a linear layer nearest to the weight's.
+    """The rounded weight (code · scale, with codes of `element`) whose layer outputs are nearest to the weight's.
 
     Weight and scales are fp32.
     """
@@ -72,25 +72,25 @@ def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Te
 
 
 def round_to_nearest(weight_RC: Tensor, scales_RC: Tensor, element: Format) -> Tensor:
-    """The nearest numbers code · scale, fp32: what there is without feedback."""
+    """Round to the nearest code · scale, fp32, without feedback."""
     return _codes(weight_RC / scales_RC, element).mul_(scales_RC)
 
 
 def output_error(weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor) -> float:
-    """‖(W - Q)X‖² / ‖WX‖², the share of a layer's output that rounding changes."""
+    """‖(W - Q)X‖² / ‖WX‖², the relative squared error of a layer's output due to rounding."""
     lost_RC = weight_RC - rounded_RC
     signal, noise = (float(torch.mm(x, hessian_CC).mul_(x).sum(dtype=torch.float64)) for x in (weight_RC, lost_RC))
     return max(noise, 0.0) / signal if signal > 0 else 0.0
 
 
 def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, element: Format) -> Tensor:
-    """The loop of the paper's algorithm 1, on transposed weights (overwritten), whose columns are then rows."""
+    """The loop of the paper's algorithm 1 on transposed weights (overwritten): columns are rows here."""
     num = len(weight_CR)
     out_CR = torch.empty_like(weight_CR)
     for first in range(0, num, _BLOCK):
         last = min(first + _BLOCK, num)
         errors_BR = torch.empty_like(weight_CR[first:last])
-        with SingleThreadedTorch():  # to wake other threads for one column takes longer than to round it
+        with SingleThreadedTorch():  # waking other threads takes longer than rounding one column
             for c in range(first, last):
                 found = torch.mul(_codes(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
                 error = torch.sub(weight_CR[c], found, out=errors_BR[c - first]).div_(upper_CC[c, c])
@@ -100,7 +100,7 @@ def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, eleme
 
 
 def _codes(unit: Tensor, element: Format) -> Tensor:
-    """The nearest codes of an element, in place; what lies beyond its range becomes its end."""
+    """The nearest codes of an element, in place; values beyond its range are clamped."""
     if element.twos_complement:
         return unit.round_().clamp_(-element.max - 1, element.max)
     return nearest_(unit, element)

@@ -1,8 +1,8 @@
-"""One conversion over many workers: each writes a part, and the last step checks all parts and puts them together.
+"""One conversion by many workers: each writes a part, and the last step checks and combines all parts.
 
-Workers share nothing but the source and a folder. A part that is there is whole, since it appears by a rename; a
-worker that died left `i-of-n.partial`, from which the next one resumes. Files of parts become those of the output by
-hard links, so that parts stay whole until the output is published, and whatever is killed can be done again.
+Workers share only the source and a folder. A part that exists is complete, because it appears by a rename; an
+interrupted worker leaves `i-of-n.partial`, which the next one resumes. Files of parts become files of the output by
+hard links, so parts stay intact until the output is published, and every step can be repeated after a crash.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing
 def convert_part(
     model: Openable, output: Path | str, options: ConvertOptions, part: Part, *, progress: Progress | None = None
 ) -> PartResult:
-    """Write one part of the conversion of `model` into `output`, which `finish` puts together.
+    """Write one part of the conversion of `model` into `output`, for `finish` to combine.
 
-    Raises OutputExistsError where another worker writes the part, or wrote it, unless `options.resume` finds it made by
+    Raises OutputExistsError if another worker writes or wrote the part, unless `options.resume` finds a part made by
     the same command.
     """
     started = time.perf_counter()
@@ -47,9 +47,9 @@ def convert_part(
     check_free(output, resume=True, force=options.force)
     if not (options.resume and (folder / MARKER).is_file()):
         check_free(folder, resume=options.resume, force=options.force)
-    # What is verified is the whole, when it is put together: no worker needs memory for both models.
+    # Verification happens when the parts are combined, so workers need no memory for both models.
     job = prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=()))
-    from lpconv.convert.weight_files import write_shards  # torch takes seconds to import
+    from lpconv.convert.weight_files import write_shards  # imports torch (seconds)
 
     try:
         if options.resume and (folder / MARKER).is_file():
@@ -82,8 +82,10 @@ def convert_part(
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    """What all parts of one output have in common: `identity`, but for the times of files that every machine fetches
-    for itself. A commit of a hub says what they hold."""
+    """Facts that all parts of an output must share: `identity`, without times of files that every machine downloads.
+
+    The hub's commit identifies the contents of those files.
+    """
     known = identity(job)
     if job.checkpoint.origin.revision is not None:
         sizes = [[name, size] for name, size, _ in known["source files"]]
@@ -92,10 +94,10 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
-    """All parts of the job's output, each of the same plan, version and source, with files that match their hashes.
+    """All parts of the job's output, with the same plan, version and source, and files that match their hashes.
 
-    Raises InputError for parts that are missing, OutputExistsError for any that is there twice, was made of something
-    else, or was damaged.
+    Raises InputError for missing parts, OutputExistsError for a part that exists twice, has another origin, or is
+    damaged.
     """
     there = part_folders(job.output)
     counts = sorted({part.count for part in there})
@@ -123,7 +125,7 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
 
 
 def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
-    """The record of a finished part, if it is one of this job and nothing has changed in it since."""
+    """The record of a finished part, checked to belong to this job and to be unchanged."""
     anew = f"--shard {part} --force makes it anew"
     record = read_marker(folder)
     if record.get("kind") != PartResult.kind:
@@ -146,7 +148,7 @@ def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResu
 def _check_files(
     result: PartResult, shards: Sequence[PlannedShard], folder: Path, hint: str, progress: Progress
 ) -> None:
-    """Refuse files that the plan does not give to this part, or whose bytes are not those that were written."""
+    """Raise an error for files that the plan does not assign to this part, or whose bytes have changed."""
     files = [f for s in result.shards for f in s.files]
     if [(f.name, f.size_bytes) for f in files] != [(f.name, f.size_bytes) for s in shards for f in s.files]:
         raise OutputExistsError(f"`{folder}` does not hold the files that the plan gives to it", hint=hint)
@@ -160,7 +162,7 @@ def _check_files(
 
 
 def adopt_parts(job: Job, parts: Sequence[PartResult], staging: Staging) -> None:
-    """Give the files of all parts to a working folder, and enter them into its journal as complete."""
+    """Link the files of all parts into a working folder, and add them to its journal as complete."""
     known = {line.get("shard") for line in staging.done}
     for result in parts:
         folder = Part(number=result.part, count=result.parts).folder(job.output)
@@ -177,15 +179,15 @@ def _adopt(path: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(path, target)
-        except OSError:  # not every file system has links
+        except OSError:  # some file systems have no hard links
             shutil.copyfile(path, target)
         fsync_directory(target.parent)
 
 
 def remove_parts(output: Path) -> None:
-    """Delete the parts of a published output. What else lies in their folder stays."""
+    """Delete the parts of a published output. Other files in their folder are kept."""
     for folder in part_folders(output).values():
         if read_json(folder / MARKER).get("kind") == PartResult.kind:
             shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # there are none, or it is not empty
+    with contextlib.suppress(OSError):  # does not exist, or is not empty
         folder_next_to(output, PARTS).rmdir()

@@ -1,4 +1,4 @@
-"""What a conversion would store, decoded in memory: nothing is written."""
+"""Encode and decode a conversion in memory; nothing is written."""
 
 import dataclasses
 import statistics
@@ -20,13 +20,13 @@ from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 from lpconv.storage.source import read_range, read_tensor
 
-_PLACES, _MIN_ROWS = 4, 64  # of a sample
+_PLACES, _MIN_ROWS = 4, 64  # positions of a sample in a tensor, and least number of rows
 
 
 def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tuple[TensorRecord, ...]]:
-    """The tensors that opening the output of `job` would give, by name, and what happened to each.
+    """The tensors that opening the output of `job` would give, by name, and the record of each.
 
-    Converted ones are in fp32, others as they are in the source; tied ones are left out, as they are in an output.
+    Converted tensors are in fp32, others as in the source; tied ones are left out, as in an output.
     """
     state: dict[str, Tensor] = {}
     records: list[TensorRecord] = []
@@ -45,7 +45,7 @@ def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tu
 
 
 def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
-    """One tensor encoded and decoded again, block by block."""
+    """Encode and decode one tensor, block by block."""
     found = workers.measure(t)
     values = torch.empty(t.info.num_elements)
 
@@ -63,11 +63,11 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
 
 
 def noise_of_sample(job: Job, *, elements: int) -> float:
-    """The mean over all weights of noise over signal, by rows from four places of a few converted tensors.
+    """Estimated noise-to-signal ratio, averaged over all weights, from rows of a few converted tensors.
 
-    Of those with one shape and format, two stand for all. `elements` says how many rows, at least 64: with fewer,
-    those that share a budget of points would get too few of them. So the estimate is within 1 dB (tested). What is kept
-    has no noise. Raises InputError for values that the form cannot hold.
+    Rows come from four positions of two tensors per shape and format. `elements` determines the number of rows, at
+    least 64: with fewer, the rows that share a budget of points would get too few. The estimate is within 1 dB
+    (tested). Kept tensors have no noise. Raises InputError for values that the form cannot represent.
     """
     work, noise = Workspace(), 0.0
     stored = [t for t in job.plan.tensors if t.action != "tie" and t.info.num_elements]

@@ -1,4 +1,4 @@
-"""`lpconv restore` as a library call: its light checks, before torch is imported."""
+"""`lpconv restore` as a library call: cheap checks first, before torch is imported."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ _DTYPES = ("fp32", "bf16", "fp16")
 def restore(
     directory: Path, output: Path, *, dtype: str | None = None, force: bool, progress: Progress
 ) -> RestoreResult:
-    """Write the plain checkpoint of a converted one into `output`, or of one that another tool quantised.
+    """Write the plain checkpoint of a converted or third-party quantised checkpoint into `output`.
 
-    An output of lpconv gets the shards, side files, config and dtypes of its source; what another tool quantised gets
-    `dtype`, by default the config's. Raises InputError for a directory that is neither, or whose files are not what
-    SHA256SUMS says; UnsupportedError for a plain checkpoint and for layouts that are not read.
+    An output of lpconv gets the shards, side files, config and dtypes of its source; a third-party checkpoint gets
+    `dtype` (default: the config's). Raises InputError for a directory that is neither, or whose files do not match
+    SHA256SUMS; UnsupportedError for plain checkpoints and unknown layouts.
     """
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
@@ -30,7 +30,7 @@ def restore(
         check_is_output(directory)
     check_apart(directory, output)
     check_free(output, force=force)
-    # torch, which takes seconds to import, from here on
+    # The imports below load torch (seconds).
     from lpconv.convert.decode import decode_checkpoint
     from lpconv.convert.restore_ours import restore_ours
 

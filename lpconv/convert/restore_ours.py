@@ -1,8 +1,8 @@
-"""From a converted checkpoint back to a plain one, under the source's names, shapes and dtypes.
+"""Restore a plain checkpoint from a converted one, under the source's names, shapes and dtypes.
 
-Bit-exact where the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16. That is
-claimed of files that have the hashes of the conversion, whose record says that decoding lost nothing, and of numbers
-that have the RMS and the largest magnitude of that record. The source itself is not looked at: `lpconv verify` does.
+The result is bit-exact if the form is: unit and Scalify with fp32 codes and power-of-two scales, Collage with exact16.
+Exactness is claimed only if the files have the hashes of the conversion, its record says that decoding lost nothing,
+and the decoded tensors have the recorded RMS and largest magnitude. The source is not read: `lpconv verify` does that.
 """
 
 import math
@@ -32,10 +32,10 @@ from lpconv.version import __version__
 
 
 def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
-    """Write the plain checkpoint of a converted one into `output`; shards, side files and config as the source had.
+    """Write the plain checkpoint of a converted one into `output`, with shards, side files and config of the source.
 
-    A small `lpconv.json` beside them says what was restored, and that `force` may replace it. Raises InputError for a
-    directory that is no output of ours, or whose files are not what SHA256SUMS says.
+    A small `lpconv.json` records what was restored, and lets `force` replace it. Raises InputError for a directory that
+    is not an lpconv output, or whose files do not match SHA256SUMS.
     """
     provenance = read_provenance(directory)
     changed = check_hashes(directory, progress).mismatched
@@ -79,7 +79,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
 
 
 def _is_exact(record: TensorRecord) -> bool:
-    """Whether decoding gives the source's bits. Errors are measured from fp32, to which F64 was rounded first."""
+    """Whether decoding gives the source's bits. F64 is excluded, because errors are measured after rounding to fp32."""
     return record.action == "convert" and record.max_rel_error == 0 and record.source_dtype != "F64"
 
 
@@ -120,7 +120,7 @@ def _has_figures(found: BlockStats, record: TensorRecord) -> bool:
 
 
 def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:
-    """What lpconv.json of a plain checkpoint says: from what it was restored, and whether its bits are the source's."""
+    """lpconv.json of a restored checkpoint: what it was restored from, and whether its bits are the source's."""
     converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
     return {
         "format_version": 1,

@@ -1,4 +1,4 @@
-"""One conversion from a name to a published directory: resolve, plan, check, apply, verify, report, publish."""
+"""A whole conversion, from a name to a published directory: resolve, plan, check, write, verify, report, publish."""
 
 import contextlib
 import dataclasses
@@ -39,13 +39,16 @@ from lpconv.storage.partfile import write_small
 from lpconv.storage.staging import MARKER, Staging, check_free
 from lpconv.storage.urls import is_url
 
-_CALIBRATION = "calibration"  # a line of the journal among those of weight files
+_CALIBRATION = "calibration"  # marks a journal line among the lines of weight files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What a call asks for beside the options: whom to tell how far it is, the command that reports name, whether they
-    name the source, and whether parts are put together."""
+    """Arguments of a call besides the options.
+
+    `command` is the command to name in reports, `names_source` whether they name the source, and `finishing` whether
+    parts are combined.
+    """
 
     progress: Progress
     command: str | None
@@ -55,7 +58,7 @@ class _Asked:
 
 
 def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
-    """What `convert` would do with the same arguments, from headers alone; nothing is written."""
+    """The plan of `convert` for the same arguments, from headers alone; nothing is written."""
     options = fill_options(options)
     job = prepare(open_model(model, output, options), output, options, headers_only=True)
     try:
@@ -88,11 +91,10 @@ def convert(
     command: str | None = None,
     names_source: bool = True,
 ) -> ConvertResult:
-    """Convert a checkpoint into the directory or the URL `output`, which appears only when everything has passed.
+    """Convert a checkpoint into the directory or URL `output`, which is published only after all checks have passed.
 
-    `model` is a directory, a URL, an alias, a hub id or ``demo``. The reports, which stay on this machine, say where it
-    lies, if `names_source`. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in
-    `lpconv.errors`.
+    `model` is a directory, a URL, an alias, a hub id or ``demo``. With `names_source` the local reports contain the
+    source's path. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
     """
     asked = _Asked(progress=progress or Silent(), command=command, names_source=names_source)
     return _published(model, output, options, asked)
@@ -106,10 +108,10 @@ def finish(
     progress: Progress | None = None,
     command: str | None = None,
 ) -> ConvertResult:
-    """Put the parts that `convert_part` wrote together: the same output, byte for byte, as `convert` makes alone.
+    """Combine the parts written by `convert_part`, with the same bytes as a single `convert`.
 
     Arguments and errors are those of `convert`. Every part is checked before anything is written; parts are deleted
-    when the output is published, and stay where a gate fails.
+    once the output is published, and are kept if a gate fails.
     """
     return _published(model, output, options, _Asked(progress=progress or Silent(), command=command, finishing=True))
 
@@ -139,7 +141,7 @@ def _published(model: Openable, output: Path | str, options: ConvertOptions, ask
 
 
 def _check_place(output: Path | str, options: ConvertOptions) -> None:
-    """Refuse a place that is taken, unless a finished run there is resumed: `finished` compares the two."""
+    """Raise an error if the output exists, unless a finished run is being resumed, which `finished_output` checks."""
     if isinstance(output, str) and is_url(output):
         check_free_url(output, resume=options.resume, force=options.force)
     elif not (options.resume and os.path.isfile(Path(output) / MARKER)):
@@ -147,10 +149,10 @@ def _check_place(output: Path | str, options: ConvertOptions) -> None:
 
 
 def _staged(job: Job, asked: _Asked) -> ConvertResult:
-    """Write, judge and publish. Where parts are put together, none of their files is written again."""
+    """Write, verify and publish. When parts are combined, none of their files is written again."""
     _check_can_run(job)
     if job.plan.options.calibrate is not None:
-        from lpconv.convert.calibrate import check_calibration  # transformers takes seconds to import
+        from lpconv.convert.calibrate import check_calibration  # imports transformers (seconds)
 
         check_calibration(job)
     parts = checked_parts(job, asked.progress) if asked.finishing else ()
@@ -176,11 +178,11 @@ def _staged(job: Job, asked: _Asked) -> ConvertResult:
 
 
 def _check_can_run(job: Job) -> None:
-    """Refuse, before the work, what is asked to compare outputs of models that do not run here."""
+    """Raise an error, before the work, if outputs are to be compared but the models cannot run here."""
     options = job.plan.options
     if options.verify != "logits" and not needs_logits(job.gates):
         return
-    from lpconv.verify.logits import check_inputs, check_model  # transformers takes seconds to import
+    from lpconv.verify.logits import check_inputs, check_model  # imports transformers (seconds)
 
     if not job.memory.in_files:
         check_model(job.plain)
@@ -196,12 +198,11 @@ def _working_folder(job: Job) -> Staging:
 
 @contextlib.contextmanager
 def _rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
-    """The job itself if numbers are rounded to nearest; else with what error feedback makes of them, which is deleted
-    when it has been written and judged."""
+    """The job itself when rounding to nearest, else with codes from error feedback, whose files are then deleted."""
     if job.plan.options.rounding == NEAREST:
         yield job
         return
-    from lpconv.convert.feedback import remove_rounded, rounded  # torch takes seconds to import
+    from lpconv.convert.feedback import remove_rounded, rounded  # imports torch (seconds)
 
     with rounded(job, staging, progress) as chosen:
         yield chosen
@@ -209,14 +210,13 @@ def _rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
 
 
 def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationRecord | None:
-    """What the scales of inputs come from: of the run that is resumed, or found now and kept for one that resumes this.
-    None where nothing is calibrated."""
+    """The calibration record: of the resumed run, or computed now and saved for resuming. None without calibration."""
     if not job.plan.num_calibrated and job.plan.options.rounding == NEAREST:
         return None
     known = next((line for line in staging.done if line.get("shard") == _CALIBRATION), None)
     if known is not None:
         return from_json(CalibrationRecord, known[_CALIBRATION])
-    from lpconv.convert.calibrate import calibrate  # torch takes seconds to import
+    from lpconv.convert.calibrate import calibrate  # imports torch (seconds)
 
     with staging.discard_on_failure():
         found = calibrate(job, progress)
@@ -229,17 +229,17 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
     from lpconv.report.convert import convert_document
     from lpconv.report.html import html
     from lpconv.report.markdown import markdown
-    from lpconv.verify.written import verify_written  # torch takes seconds to import
+    from lpconv.verify.written import verify_written  # imports torch (seconds)
 
     before = time.perf_counter()
-    others_wrote = bool(staging.done)  # an interrupted run, or the workers of parts
+    others_wrote = bool(staging.done)  # an interrupted run or workers wrote some files
     files, tensors = _write_weights(job, staging, asked.progress)
     weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.plain, job.plan, files)
     names = sorted({*model_side_files(job.plain), *({CARD} & set(job.checkpoint.side_files))})
     side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: "README.source.md"})
     verify = verify_written(job, staging.directory, tensors, asked.progress)
-    if job.plan.options.layout != "lpconv":  # scales have been compared with the source, where they were to be
+    if job.plan.options.layout != "lpconv":  # verification has compared the scales with the source, if required
         problems = (*verify.problems, *inspect(staging.directory).problems)
         verify = dataclasses.replace(verify, passed=verify.passed and not problems, problems=problems)
     result = ConvertResult(
@@ -280,7 +280,7 @@ def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: Calibrati
 def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
-    from lpconv.convert.weight_files import write_shards  # torch takes seconds to import
+    from lpconv.convert.weight_files import write_shards  # imports torch (seconds)
 
     written = write_shards(job, job.plan.shards, staging, progress)
     records = {t.name: t for shard in written for t in shard.tensors}

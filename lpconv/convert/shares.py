@@ -1,7 +1,7 @@
-"""What each of many workers writes of one conversion, and where. Known from the plan; no weight is touched here.
+"""The share of each worker in a conversion, and its folder, from the plan alone.
 
-A plan is a pure function of headers and options, so every worker makes the same one, and takes its share of the weight
-files. Part i of n is published as `OUT.parts/i-of-n`, by one rename like any output.
+A plan is a pure function of headers and options, so every worker makes the same plan and takes its share of the weight
+files. Part i of n is published as `OUT.parts/i-of-n`, by a rename like any output.
 """
 
 import re
@@ -26,7 +26,7 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> "Part":
-        """``i/n`` as a part. Raises UsageError."""
+        """Parse ``i/n``. Raises UsageError."""
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UsageError(f"`{text}` is no part of a conversion", hint="write i/n with i from 1 to n, such as 2/5")
@@ -36,12 +36,12 @@ class Part:
         return f"{self.number}/{self.count}"
 
     def folder(self, output: Path) -> Path:
-        """Where this part of `output` is published."""
+        """The folder in which this part of `output` is published."""
         return folder_next_to(output, PARTS) / f"{self.number}-of-{self.count}"
 
 
 def check_shareable(options: ConvertOptions) -> None:
-    """Refuse what workers would each do whole, and not all alike. Raises UsageError."""
+    """Raise UsageError for options with work that each worker would have to repeat, with possibly different results."""
     if options.calibrate is not None:
         raise UsageError(
             "a conversion with --calibrate is not shared out: its workers would each run the whole model",
@@ -68,7 +68,7 @@ def folder_for_parts(output: Path | str) -> Path:
 
 
 def share_of(plan: Plan, part: Part) -> tuple[PlannedShard, ...]:
-    """The files that a part writes: the longest first, each goes to the part that has least to read so far."""
+    """The files of a part: the largest file first, each to the part with the fewest bytes to read so far."""
     loads = [0] * part.count
     mine: set[str] = set()
     for shard in sorted(plan.shards, key=lambda s: (-s.bytes_read, s.root.name)):

@@ -1,4 +1,4 @@
-"""Write the weight files of a plan, all or some, into a working folder that remembers which are complete."""
+"""Write some or all weight files of a plan into a working folder whose journal lists the complete ones."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ from lpconv.storage.staging import Staging
 def write_shards(
     job: Job, shards: Sequence[PlannedShard], staging: Staging, progress: Progress
 ) -> tuple[WrittenShard, ...]:
-    """Write those of `shards` that the journal does not have; what was written of each, in their order."""
+    """Write those of `shards` that are not in the journal yet. Returns the records of all `shards`, in order."""
     written = {line["shard"]: from_json(WrittenShard, line) for line in staging.done if "tensors" in line}
     progress.start("converting", sum(s.bytes_read for s in shards))
     with SingleThreadedTorch():
-        # Many small pieces of a remote file take longer than all of it.
+        # Reading many small pieces of a remote file takes longer than reading all of it.
         is_here = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
         engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
         try:
