@@ -1,7 +1,7 @@
-"""What a run found, as plain frozen records. Reports turn records into text; nothing here knows tensors.
+"""Results of runs as plain frozen records. Reports turn records into text; nothing here handles tensors.
 
-Every record becomes JSON by `to_json` and comes back by `from_json`; the documents carry `schema_version`. Sizes are
-bytes, times are seconds, errors are relative to the source's elements unless a name says otherwise.
+Every record converts to JSON by `to_json` and back by `from_json`; documents carry `schema_version`. Sizes are bytes,
+times are seconds, and errors are relative to the source's elements unless a name says otherwise.
 """
 
 from typing import TYPE_CHECKING

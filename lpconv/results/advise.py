@@ -1,4 +1,4 @@
-"""What `lpconv advise` found."""
+"""Records of `lpconv advise`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +21,13 @@ class GapEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRow:
-    """One measured candidate, for ``infer`` or ``train``.
+    """One candidate for ``infer`` or ``train``, with its measurements.
 
-    `settings` are those of a job in a manifest that carries it out. `status` is "measured", "pruned" (by a cheaper
-    measurement), "unmeasured" (time, or somebody, ended the measurements) or "failed"; `why` says more. `noise` is
-    noise over signal of a sample of the weights, `sqnr_db` the smallest signal-to-noise ratio of a tensor; `figures`
-    are further measured ones that gates ask for. `memory_from` and `time_from` say where memory and step time come
-    from. `meets` says whether the gap, its interval included, and the memory stay within the budget.
+    `settings` are those of a manifest job that carries it out. `status` is "measured", "pruned" (ruled out by a cheaper
+    measurement), "unmeasured" (time ran out, or the user stopped) or "failed"; `why` gives the reason. `noise` is the
+    noise-to-signal ratio of a sample of the weights, `sqnr_db` the lowest SQNR of a tensor; `figures` are further
+    metrics for gates. `memory_from` and `time_from` name the origin of memory and step time. `meets`: the gap with its
+    interval, and the memory, are within the budget.
     """
 
     purpose: Purpose
@@ -49,10 +49,10 @@ class AdviceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPart:
-    """Cost of converting one tensor of a candidate alone.
+    """Cost of converting a single tensor of a candidate.
 
-    `divergence` is the mean Kullback-Leibler divergence of the model's predictions on the text in nats, of models that
-    predict no tokens the relative error of the output. `format` is what it is stored in, `bits` per element.
+    `divergence` is the mean KL divergence of the model's predictions on the text in nats, or for models that predict no
+    tokens the relative error of the output. `format` is the stored format, `bits` per element.
     """
 
     tensor: str
@@ -74,11 +74,11 @@ class Recommendation:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceResult(RunResult):
-    """Result of `lpconv advise`: rows, best first, one recommendation for each purpose, and what could not be measured.
+    """Result of `lpconv advise`: rows (best first), one recommendation per purpose, and what could not be measured.
 
-    `metric` says what the gaps of inference are: "loss" or "output". `parts` belong to the row `parts_of`. `findings`
-    are the probe's, in words. `source_bytes` are those of the model's weight files, `steps_tried` the steps that the
-    runs of training had (0: none ran). `interrupted` says that measurements are missing because somebody stopped it.
+    `metric` is the unit of inference gaps: "loss" or "output". `parts` belong to the row `parts_of`. `findings` are
+    sentences from the probe. `source_bytes` is the size of the model's weight files, `steps_tried` the number of steps
+    of the training runs (0 if none ran). `interrupted`: measurements are missing because the user stopped the run.
     """
 
     kind: str = "advice"

@@ -1,4 +1,4 @@
-"""What a batch did."""
+"""Records of `lpconv batch`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ from lpconv.results.convert import ByteCounts, JobEstimate
 from lpconv.results.documents import Result
 from lpconv.results.verify import VerifyResult
 
-# What becomes of a job, beside what its kind calls being done.
+# Status of a job; a finished job has the status of its kind.
 DONE = {"convert": "converted", "finetune": "trained", "bench": "measured", "probe": "probed"}
 UP_TO_DATE = "up to date"
 PLANNED = "planned"
@@ -29,9 +29,9 @@ class JobError:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFindings:
-    """What is known of a job once it has run or been planned.
+    """Results of a job that has run or been planned.
 
-    Plans have an `estimate` if this kind of job can be estimated. `figures` are the figures of a measurement by name.
+    Plans have an `estimate` if this kind of job can be estimated. `figures` are the metrics of a measurement by name.
     """
 
     source: SourceRecord | None = None
@@ -44,8 +44,9 @@ class JobFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOutcome(JobFindings):
-    """Outcome of running or planning a job, with what the lock records: hashes of a conversion's weight files, and the
-    versions of the libraries.
+    """Outcome of running or planning a job, with the facts for the lock file.
+
+    These are hashes of a conversion's weight files, and versions of the libraries.
     """
 
     files: tuple[FileRecord, ...] = ()
@@ -56,8 +57,8 @@ class JobOutcome(JobFindings):
 class JobResult(JobFindings):
     """One job of a batch: its `status` (a constant of this module, or the status of a finished job) and its outcome.
 
-    `what` are its settings in a few words. Tensors and steps are not repeated here: the report of a finished job lies
-    in its `output`.
+    `what` summarises its settings. Tensors and steps are not repeated here: the report of a finished job is in its
+    `output`.
     """
 
     id: str

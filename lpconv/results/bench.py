@@ -1,4 +1,4 @@
-"""What `lpconv bench` found."""
+"""Records of `lpconv bench`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,17 +46,17 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.other
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRecord:
-    """Memory of one step. `peak_bytes` is the maximum of all live tensors, and `parts` are its parts.
+    """Memory of one step. `peak_bytes` is the maximum over time of all live tensors, `parts` its parts.
 
-    `saved_bytes` is what the forward pass keeps for the backward pass (None of CUDA graphs, which hide it),
-    `reserved_bytes` what CUDA's allocator holds (None on a CPU), `process_bytes` the resident process, or its GPU
-    memory, at its peak (0 if only the step was looked at).
+    `saved_bytes` is kept by the forward pass for the backward pass (None for CUDA graphs, which hide it),
+    `reserved_bytes` is held by CUDA's allocator (None on a CPU), `process_bytes` is the peak of the process's resident
+    or GPU memory (0 if only the step was measured).
     """
 
     peak_bytes: int
@@ -68,10 +68,10 @@ class MemoryRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsRecord:
-    """Relative errors ‖y - ŷ‖/‖y‖ with respect to the same weights in fp32.
+    """Relative errors ‖y - ŷ‖/‖y‖ compared with the same weights in fp32.
 
-    `gradient_error` is over the vectors (norms, biases) of the first block, where the whole backward pass arrives; None
-    for inference.
+    `gradient_error` is over the vectors (norms, biases) of the first block, whose gradients depend on the whole
+    backward pass; None for inference.
     """
 
     output_error: float
@@ -90,9 +90,9 @@ class EnergyRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuRecord:
-    """GPU state that NVML reported after a measurement; unknown values are None.
+    """GPU state reported by NVML after a measurement; unknown values are None.
 
-    `foreign_processes` are process ids of others.
+    `foreign_processes` are ids of other users' processes.
     """
 
     sm_clock_mhz: int | None
@@ -107,9 +107,8 @@ class GpuRecord:
 class GemmRecord:
     """Roofline estimate of one matrix product, y_MN = x_MK @ w_NKᵀ, that occurs `count` times in the model.
 
-    `gain` is the predicted time of its products in the baseline's 16 bits over that in fp8 with its casts, and
-    `break_even_tokens` the smallest M (a power of two) at which that exceeds 1; None where fp8 is emulated or never
-    gains.
+    `gain` is the predicted time in the baseline's 16 bits divided by the time in fp8 including casts,
+    `break_even_tokens` the smallest M (a power of two) with a gain above 1; None if fp8 is emulated or never gains.
     """
 
     names: tuple[str, ...]
@@ -138,7 +137,7 @@ class PeakRecord:
 class BenchCase:
     """One configuration at one batch size and sequence length. `layers` None keeps the model's own number.
 
-    `batch` is that of each process; `parallel` says how several work together, None for one.
+    `batch` is per process; `parallel` is the way in which several processes cooperate, None for one.
     """
 
     model: str
@@ -160,10 +159,10 @@ class BenchRow(BenchCase):
     """Measurements of one configuration.
 
     `status` is "ok", "skipped" (something is missing), "too large" (would not fit, see `estimate_bytes`) or "failed";
-    `reason` says why where it is not ok. `emulated` says that the format is decoded to a wider one before products.
-    `recompiles` are those after the warm-up. `baseline` names what `ratio` is relative to, and `baseline_median_s` is
-    the median time of its step while this row was measured. With several `processes`, memory is that of one, times are
-    those of the slowest, and `tokens_per_s` is of all.
+    `reason` explains any status but "ok". `emulated`: the format is decoded to a wider one before products.
+    `recompiles` are counted after the warm-up. `baseline` names the reference of `ratio`, and `baseline_median_s` is
+    the median time of its step while this row was measured. With several `processes`, memory is per process, times are
+    of the slowest, and `tokens_per_s` is the total.
     """
 
     weights: str
@@ -191,7 +190,7 @@ class BenchRow(BenchCase):
 
     @property
     def name(self) -> str:
-        """Format, method and optimizer, as far as they say something."""
+        """Format, method and optimizer, without the defaults."""
         parts = [self.format, "" if self.method == "plain" else self.method]
         parts.append("" if self.optimizer in (None, "adamw") else str(self.optimizer))
         return " ".join(p for p in parts if p)
@@ -204,7 +203,7 @@ class BenchRow(BenchCase):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells rows of two documents apart: everything that was asked for."""
+        """Settings that identify the row across documents."""
         shape = (self.model, str(self.layers), self.mode, str(self.batch), str(self.seq), self.compiled)
         together = (str(self.processes), self.parallel or "")
         return (*shape, self.format, self.method, self.optimizer or "", self.device, self.baseline, *together)
@@ -221,9 +220,9 @@ class VerdictRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchChange:
-    """One row compared with the same row of an older document: both ratios, and whether their intervals are disjoint.
+    """Comparison of one row with the same row of an older document: both ratios, and whether they differ.
 
-    `before` is None where the older document has no such row.
+    `change` is by disjoint intervals. `before` is None if the older document has no such row.
     """
 
     name: str

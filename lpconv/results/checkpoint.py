@@ -1,4 +1,4 @@
-"""What is on the disk: files, sources, dtypes, and what `lpconv inspect` found."""
+"""Records of stored checkpoints: files, sources, dtypes, and the result of `lpconv inspect`."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
-    """Origin of the weights. `name` is what the user typed, `resolved` the hub id or directory it stands for."""
+    """Origin of the weights. `name` is the user's input, `resolved` the hub id or directory that it means."""
 
     name: str
     resolved: str
@@ -38,9 +38,9 @@ class DtypeRecord:
 class StoredTensor:
     """A tensor as stored in a file: header fields, and statistics if its data was read.
 
-    `stored_as` says in words what its numbers are, where it is not kept as it was. Statistics are of codes without
-    their scales in checkpoints of ours, of the decoded weights in those of others, where `saturated_share` is that of
-    the codes which are the largest that there are.
+    `stored_as` describes converted or quantised tensors. Statistics are of unscaled codes for lpconv outputs, and of
+    decoded weights for third-party checkpoints; there `saturated_share` is the share of codes at the end of their
+    range.
     """
 
     name: str
@@ -61,10 +61,10 @@ class StoredTensor:
 class InspectResult(Result):
     """Contents of a checkpoint, from its headers. `method` and `format` are None if lpconv did not write it.
 
-    `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` are those of its quantised weights,
-    scales included. `ties` maps the name of a tensor that is not stored to the weight it shares. `problems` says in
-    words what is wrong, `warnings` what is odd. They cover what `checked` lists and nothing of `not_checked`;
-    `not_judged` says why whole weights are beyond us, and None that they are not.
+    `layout` is the `quant_method` of a quantised checkpoint; `bits_per_weight` is for its quantised weights, including
+    scales. `ties` maps names of tensors that are not stored to the weights that they share. `problems` are descriptions
+    of errors, `warnings` of oddities. They cover the checks in `checked` but not those in `not_checked`; `not_judged`
+    is the reason if lpconv cannot interpret the weights, else None.
     """
 
     kind: str = "inspect"

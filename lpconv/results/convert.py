@@ -1,4 +1,4 @@
-"""What `lpconv convert` and `restore` found."""
+"""Records of `lpconv convert` and `restore`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,11 @@ from lpconv.results.verify import VerifyResult
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingRecord:
-    """How error feedback rounded one tensor, on `num_inputs` inputs of its layer from the calibration text.
+    """Error feedback for one tensor, on `num_inputs` inputs of its layer from the calibration text.
 
-    `output_error` is the share ‖(W - Q)X‖² / ‖WX‖² of the layer's output that rounding changes, `nearest_error` that of
-    rounding to nearest with the same scales. No number is further than `max_steps` times its scale from the source's.
-    `sha256` is the hash of what is stored.
+    `output_error` is ‖(W - Q)X‖² / ‖WX‖², the relative squared error of the layer's output due to rounding, and
+    `nearest_error` the same for rounding to nearest with equal scales. Every number is within `max_steps` times its
+    scale of the source's. `sha256` is the hash of the stored components.
     """
 
     output_error: float
@@ -28,15 +28,14 @@ class RoundingRecord:
 class TensorRecord:
     """Outcome of converting one tensor, with its error and size.
 
-    `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight named by `tied_to`).
-    `format` is the number format on disk, `scale` the factor of the codes (None where there is none), `points` the
-    number of low-bit rows that stand for the tensor's own (None unless multipoint wrote it). `rms` and `absmax`
-    describe the source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite where the form is exact;
-    `max_rel_error` is the largest |x - x̂| / |x|. `num_saturated` elements lay beyond the format's largest number,
-    `num_flushed` non-zero elements became zero. `on_grid` says that the source lay on a grid of codes of this form
-    already, and that decoded numbers, rounded to the source's dtype, are its own; `grid` is a format on whose grid its
-    first numbers lie, if they do. `rounding` is there for error feedback only. The measured fields are None for tensors
-    nobody read.
+    `action`: ``convert``, ``keep`` (bit-identical), or ``tie`` (not stored: it shares the weight `tied_to`). `format`
+    is the number format on disk, `scale` the factor of the codes (None if there is no single one), `points` the number
+    of low-bit rows stored for the tensor's rows (None unless multipoint wrote it). `rms` and `absmax` are over the
+    source's finite elements. `sqnr_db` is 10·log10(Σx² / Σ(x - x̂)²), infinite if the form is exact; `max_rel_error` is
+    the largest |x - x̂| / |x|. `num_saturated` elements exceeded the format's range, `num_flushed` nonzero elements
+    became zero. `on_grid`: the source was already on a grid of codes of this form, and decoding, rounded to the
+    source's dtype, returns the source; `grid` is a format whose grid contains the tensor's first numbers, if there is
+    one. `rounding` is set for error feedback only. Measured fields are None for tensors that were not read.
     """
 
     name: str
@@ -83,7 +82,7 @@ class JobEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult(Result, JobEstimate):
-    """What a conversion would do, from headers alone."""
+    """The plan of a conversion, from headers alone."""
 
     kind: str = "plan"
     method: str
@@ -100,7 +99,7 @@ class PlanResult(Result, JobEstimate):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRecord:
-    """The text of a calibration, and the largest input of each module whose inputs have a scale in the file."""
+    """The calibration text, and the largest input of each module that stores an input scale."""
 
     text: str
     sha256: str
@@ -111,11 +110,11 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertResult(RunResult):
-    """Result of a conversion: what was asked, what was written, what it cost and how it was verified.
+    """Result of a conversion: options, output, errors and verification.
 
-    `weights_seconds` is the time that read, encoded and wrote weights (None if it was not measured). `architecture` is
-    config.json's first. `card` is what the model card repeats of the source's: base model and licence. `calibration` is
-    None if inputs have no scales in the files.
+    `weights_seconds` is the time of reading, encoding and writing weights (None if not measured). `architecture` is the
+    first in config.json. `card` are facts of the source's model card that the output repeats: base model and licence.
+    `calibration` is None if the files have no input scales.
     """
 
     kind: str = "convert"
@@ -137,16 +136,14 @@ class ConvertResult(RunResult):
 
 @dataclass(frozen=True, kw_only=True)
 class InitResult(ConvertResult):
-    """A fresh checkpoint, and the share of its activations, gradients and weight gradients with unit size at the first
-    step.
-    """
+    """A fresh checkpoint, with the shares of tensors (by role) that have unit size at the first step."""
 
     unit_shares: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShard:
-    """Files that were written together, with their hashes: `shard` names the one that holds the weights themselves."""
+    """Files written together, with their hashes. `shard` is the name of the file with the weights."""
 
     shard: str
     files: tuple[FileRecord, ...]
@@ -157,7 +154,7 @@ class WrittenShard:
 class PartResult(Result):
     """Result of converting part `part` of `parts` of one conversion into `output`.
 
-    `bytes` are those of its own files; `identity` is what all parts of the output have to agree on.
+    `bytes` are those of its own files; `identity` are the facts that all parts of the output must share.
     """
 
     kind: str = "part"
@@ -173,10 +170,10 @@ class PartResult(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreResult(Result):
-    """Result of restoring a plain checkpoint from a converted one or from a third-party quantized one.
+    """Result of restoring a plain checkpoint from a converted or third-party quantised one.
 
-    `exact` says that its bytes are the source's, as far as hashes and figures of the conversion tell. Of a checkpoint
-    of others it says that `dtype`, which is None for ours, holds every decoded value; `method` is its quant_method.
+    `exact`: the bytes are the source's, according to hashes and record of the conversion; for a third-party checkpoint,
+    `dtype` (None for lpconv outputs) represents every decoded value, and `method` is its quant_method.
     """
 
     kind: str = "restore"

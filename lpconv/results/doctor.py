@@ -1,4 +1,4 @@
-"""What `lpconv doctor` found."""
+"""Records of `lpconv doctor`."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ ERROR = "error"
 class DeviceRecord:
     """A compute device. `kind` is ``cpu``, ``cuda`` or ``rocm``; `index` counts GPUs.
 
-    `features` are the CPU flags that matter to us, `capability` a GPU's CUDA compute capability as (major, minor), and
-    `problem` says why the device cannot be used, None if it can.
+    `features` are the CPU flags relevant to lpconv, `capability` is a GPU's CUDA compute capability as (major, minor),
+    and `problem` is the reason why the device cannot be used, or None.
     """
 
     kind: str
@@ -27,15 +27,13 @@ class DeviceRecord:
 
     @property
     def label(self) -> str:
-        """The device as torch calls it: ``cpu``, ``cuda:0``."""
+        """torch's name of the device: ``cpu``, ``cuda:0``."""
         return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSupport:
-    """How a device multiplies matrices of a format: natively, emulated in a wider format, or not at all; `note` gives
-    the reason.
-    """
+    """How a device multiplies a format: natively, emulated in a wider format, or not at all. `note` says why."""
 
     format: str
     device: str
@@ -45,9 +43,7 @@ class FormatSupport:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSupport:
-    """Outcome of a scaled matrix product tried on a device: native, emulated in bf16, or an error; `note` gives the
-    reason.
-    """
+    """Outcome of a scaled product on a device: native, emulated in bf16, or an error, with the reason in `note`."""
 
     layout: str
     device: str

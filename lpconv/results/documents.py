@@ -1,4 +1,4 @@
-"""Records as JSON and back: `to_json`, `from_json`, the texts of documents, and the version that they carry."""
+"""Convert records to JSON and back: `to_json`, `from_json`, document text, and the schema version."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ class RunResult(Result):
     warnings: tuple[str, ...] = ()
 
 
-# Strings that may only have these values; `from_json` refuses others.
+# Strings restricted to these values; `from_json` rejects others.
 Role = Annotated[str, ("run", "twin")]
 TensorRole = Annotated[str, ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")]
 Purpose = Annotated[str, ("infer", "train")]
@@ -62,8 +62,8 @@ def to_json(value: Any) -> Any:
 def json_text(record: Any) -> str:
     """Return a record as a JSON document in plain ASCII: sorted keys, two spaces of indent, one final newline.
 
-    Equal records give equal text; option values JSON has no form for become strings. Infinite and NaN figures are the
-    strings that `to_json` makes of them, never bare tokens that no parser accepts.
+    Equal records give equal text; option values without a JSON form become strings. Infinite and NaN numbers become the
+    strings of `to_json`, because parsers reject bare tokens.
     """
     return json.dumps(to_json(record), indent=2, sort_keys=True, allow_nan=False, default=str) + "\n"
 
@@ -79,7 +79,7 @@ def json_line(record: Any) -> str:
 
 
 def fields_from(base: type, record: Any) -> dict[str, Any]:
-    """Return the fields that `record` shares with `base`, by name: what another record that extends `base` takes."""
+    """Return the fields that `record` shares with `base`, by name, to build another record that extends `base`."""
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(base)}
 
 
@@ -106,7 +106,7 @@ def _decode(kind: Any, data: Any) -> Any:
         return _decode(next(a for a in args if a is not type(None)), data)
     if origin is Annotated:
         choices = kind.__metadata__[0]
-        if isinstance(choices, tuple) and data not in choices:  # else an `Option`, which its own reader checks
+        if isinstance(choices, tuple) and data not in choices:  # other metadata is an `Option`, checked elsewhere
             raise ValueError(f"{data!r:.80} is not one of {', '.join(choices)}")
         return _decode(args[0], data)
     if origin is tuple:
@@ -121,7 +121,7 @@ def _decode(kind: Any, data: Any) -> Any:
 
 
 def _checked(kind: Any, data: Any) -> Any:
-    if kind is not Any and type(data) is not kind:  # not isinstance: True is no number here
+    if kind is not Any and type(data) is not kind:  # not isinstance, because True is not a number here
         raise TypeError(f"{data!r:.80} is no {kind.__name__}")
     return data
 
@@ -135,6 +135,6 @@ def _decode_record(cls: type, data: dict[str, Any]) -> Any:
 
 @functools.cache
 def _kinds(cls: type) -> tuple[tuple[str, Any], ...]:
-    """The fields of a record and what they hold, by name: of hundreds of records they are looked up once."""
+    """(name, type) of each field of a record; cached, since type hints are slow to resolve."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple((f.name, hints[f.name]) for f in dataclasses.fields(cls))

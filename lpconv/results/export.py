@@ -1,4 +1,4 @@
-"""What `lpconv export` did."""
+"""Records of `lpconv export`."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from lpconv.results.documents import Result
 class FormatCount:
     """Number of weights of an ONNX graph that are stored in one form, such as ``e4m3fn × scale`` or ``bf16 + bf16``.
 
-    Tensors whose elements are equal lie in the file once, and count once.
+    Tensors with equal elements are stored once and count once.
     """
 
     form: str
@@ -22,8 +22,8 @@ class FormatCount:
 class OnnxCheck:
     """Comparison of the ONNX file in ONNX Runtime with the model in PyTorch, on the same inputs, both in fp32.
 
-    `max_abs_diff` is over all outputs of all `cases` (input shapes in words), `max_rel_diff` is that of a case over its
-    largest output; both are infinite where one side is NaN or Inf and the other is not.
+    `max_abs_diff` is over all outputs of all `cases` (descriptions of input shapes), `max_rel_diff` relative to the
+    largest output of a case; both are infinite if finiteness differs between the two sides.
     """
 
     runtime: str
@@ -42,7 +42,7 @@ class OnnxCheck:
 class ExportResult(Result):
     """Result of an export. `method` and `format` are None if lpconv did not convert the checkpoint.
 
-    `weights` counts the graph's parameters by the form they are stored in. `check` is None where it was not asked for.
+    `weights` counts the graph's parameters by stored form. `check` is None if no validation was requested.
     """
 
     kind: str = "onnx"

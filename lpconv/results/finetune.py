@@ -1,4 +1,4 @@
-"""What `lpconv finetune` found."""
+"""Records of `lpconv finetune`."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from lpconv.results.verify import GateRecord
 class TrackedRecord:
     """Effect of a format on one tensor role of one layer at one step, as shares of its nonzero elements.
 
-    `sqnr_db` is an estimate; `flushed_energy` and `clipped_energy` are shares of the tensor's energy that were lost
-    with elements that became zero or saturated. All three are None in older records, `sqnr_db` also without an error.
+    `sqnr_db` is an estimate; `flushed_energy` and `clipped_energy` are the shares of the tensor's energy lost in
+    elements that became zero or saturated. All three are None in older records, and `sqnr_db` if there is no error.
     """
 
     step: int
@@ -27,11 +27,10 @@ class TrackedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateQuality:
-    """Share of a step's intended update that reached the weights (Collage: effective descent quality;
-    `lpconv.optim.diagnostics`).
+    """Share of a step's intended update that reached the weights (effective descent quality of Collage).
 
-    `edq` is over the intended update's norm, of everything kept; `edq_weights` of the 16-bit weights alone. `lost` is
-    the share of meant changes that left everything as it was.
+    `edq` is relative to the norm of the intended update, for the full stored weights; `edq_weights` for the 16-bit
+    weights alone. `lost` is the share of intended changes that changed nothing.
     """
 
     step: int
@@ -44,7 +43,7 @@ class UpdateQuality:
 class PeakMemory:
     """Bytes at the memory peak of a training step, by kind.
 
-    `measured_bytes` is the peak as another instrument saw it, named by `instrument`.
+    `measured_bytes` is the peak according to another measurement, named in `instrument`.
     """
 
     parts: dict[str, int]
@@ -54,9 +53,9 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChange:
-    """Change of the loss due to one layer; negative is an improvement. `rounding` is the part of it caused by rounding.
+    """Change of the loss due to one layer; negative is an improvement. `rounding` is the part caused by rounding.
 
-    `helped` is the share of its moved elements that lowered the loss, None where none moved.
+    `helped` is the share of its moved elements that lowered the loss, None if none moved.
     """
 
     layer: str
@@ -67,12 +66,11 @@ class LayerChange:
 
 @dataclass(frozen=True, kw_only=True)
 class LossAllocation:
-    """Loss change allocation: the change of the loss on the first `num_batches` held-out batches, split by layer
-    (`lpconv.probe.lca`).
+    """Loss change allocation on the first `num_batches` held-out batches, by layer (`lpconv.probe.lca`).
 
-    It covers the steps from `first_step` to `last_step`. `change` is what was allotted and `rounding` the part that
-    rounding caused; `rounding_share` is what rounding took of the intended change, None where nothing was intended.
-    `closure_error` is the distance of `change` from the true change, over the true change.
+    It covers the steps `first_step` to `last_step`. `change` is the allotted change and `rounding` the part caused by
+    rounding; `rounding_share` is the share of the intended change that rounding undid, None if nothing was intended.
+    `closure_error` is |change - true change| / |true change|.
     """
 
     first_step: int
@@ -89,7 +87,7 @@ class LossAllocation:
 
 @dataclass(frozen=True, kw_only=True)
 class NonfiniteRecord:
-    """The first Inf or NaN of a run: step, layer, forward or backward pass, and what was done about it."""
+    """The first Inf or NaN of a run: step, layer, forward or backward pass, and the reaction to it."""
 
     step: int
     layer: str
@@ -130,7 +128,7 @@ class RecipeMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Of all parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -138,9 +136,9 @@ class RecipeMemory:
 class MemoryPlan(Result):
     """Estimate of the memory that training a model needs, from its config alone.
 
-    `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` for each recipe the smallest number of
-    devices, by their titles, of which each has room; None where no number has. `batch_size` is that of a step over all
-    ranks; each has at least one sequence of `seq_len` tokens. `recipe` is the one that was asked for.
+    `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` has, for each recipe and kind of GPU, the
+    smallest sufficient number of GPUs, or None. `batch_size` is per step over all ranks; each rank has at least one
+    sequence of `seq_len` tokens. `recipe` is the requested one.
     """
 
     kind: str = "memory_plan"
@@ -155,17 +153,14 @@ class MemoryPlan(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One training run; `evaluations` has one series per held-out metric, `held_out` the first and the last value of
-    each.
+    """One training run. `evaluations` has a series per held-out metric, `held_out` its first and last evaluation.
 
-    `losses` and `evaluations` are not empty.
+    `losses` and `evaluations` are not empty. Metrics are in the run's own arithmetic; final metrics of the trained
+    weights in fp32 have the suffix ``_fp32``, and those of the published model, opened in fp32, ``_published`` (missing
+    in older records).
 
-    Metrics are those of the run's own arithmetic; the last figures of its trained weights in fp32 follow under the same
-    names with ``_fp32``, and those of the published model in fp32, as its files open, with ``_published``. Older
-    records lack the latter.
-
-    `role` is ``run`` or ``twin``. `step_time_s` is the median over steps that recorded nothing, `overhead` the time of
-    recording as a share of the rest. `seconds` says what wall time went into, since the last resumption.
+    `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
+    recording divided by the other time. `seconds` is the wall time by activity since the last resumption.
     """
 
     role: Role
@@ -193,11 +188,11 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutRecord:
-    """A held-out metric before the first step and after the last, as means over the seeds of one role.
+    """A held-out metric before the first and after the last step, as means over the seeds of one role.
 
-    It rests on `num_examples` of the `num_available` held out. `baseline` is what a guess gets that knows the training
-    part's share of each class or token only (`lpconv.train.baseline`). `standard_error` is that of `after`,
-    `change_error` of `after` less `before`, both from batch to batch; None with one batch.
+    It uses `num_examples` of the `num_available` held-out examples. `baseline` is the metric of a guess from class or
+    token frequencies in the training data (`lpconv.train.baseline`). `standard_error` is for `after`, `change_error`
+    for `after` - `before`, both between batches; None with one batch.
     """
 
     role: Role
@@ -217,7 +212,7 @@ class HeldOutRecord:
 
     @property
     def beats_baseline(self) -> bool:
-        """Whether the metric is better than the guess's by more than two standard errors."""
+        """Whether the metric is better than the baseline by more than two standard errors."""
         return self.baseline is None or self._better_than(self.baseline, self.standard_error)
 
     def _better_than(self, other: float, error: float | None) -> bool:
@@ -229,9 +224,9 @@ class HeldOutRecord:
 class GapRecord:
     """Difference of a held-out metric between the run and its twin after the last step, as means over seeds.
 
-    `gap` is run less twin. `half_width` is that of its 95 % interval from paired seeds (Student's t), `noise` the
-    standard deviation of the twin from seed to seed; both None with one seed. `standard_error` is that of the gap from
-    one held-out batch to the next, which more seeds do not lessen; None with one batch.
+    `gap` is run minus twin. `half_width` is half of its 95 % interval from paired seeds (Student's t), `noise` the
+    standard deviation of the twin over seeds; both None with one seed. `standard_error` is for the gap between held-out
+    batches, which more seeds do not reduce; None with one batch.
     """
 
     metric: str
@@ -244,18 +239,18 @@ class GapRecord:
 
     @property
     def exceeds_noise(self) -> bool | None:
-        """Whether the interval leaves zero out; None where one seed cannot say."""
+        """Whether the interval excludes zero; None with a single seed."""
         return None if self.half_width is None else abs(self.gap) > self.half_width
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneResult(RunResult):
-    """Result of a fine-tuning: the low-precision run and its twin over all seeds, and the comparison of the two.
+    """Result of a fine-tuning: the low-precision run and its twin over all seeds, and their comparison.
 
-    `facts` says how it was run, label by label. `recipe` names the arithmetic and `twin` that of the twin. `spent` says
-    what the `seconds` of the command went into; the rest is its start and small things. `held_out` has a record for
-    each role and metric; it is empty in documents of older releases. `card` is what the model card repeats of the
-    source's: base model and licence.
+    `facts` are labelled settings. `recipe` names the arithmetic and `twin` that of the twin. `spent` divides the
+    command's `seconds` by activity; the rest is start-up and small tasks. `held_out` has a record per role and metric;
+    it is empty in documents of older versions. `card` are the facts of the source's model card that the output repeats:
+    base model and licence.
     """
 
     kind: str = "finetune"
@@ -273,9 +268,9 @@ class FinetuneResult(RunResult):
     card: dict[str, str] = field(default_factory=dict)
 
     def learned(self, role: str) -> bool | None:
-        """Whether the runs of a role learned anything that the held-out examples show; None where nobody can say.
+        """Whether held-out metrics show that the runs of a role learned anything; None if they cannot tell.
 
-        A metric must have improved, and accuracy must be better than that of naming the largest class.
+        A metric must have improved, and accuracy must exceed that of always naming the largest class.
         """
         found = [r for r in self.held_out if r.role == role]
         if not found:

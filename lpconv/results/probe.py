@@ -1,4 +1,4 @@
-"""What `lpconv probe` found."""
+"""Records of `lpconv probe`."""
 
 from dataclasses import dataclass
 
@@ -25,17 +25,16 @@ class FormatRates:
 
     @property
     def lost(self) -> float:
-        """The share of elements that become zero or lie beyond the range."""
+        """Share of elements that underflow to zero or overflow."""
         return self.underflow + self.overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRecord:
-    """Exponent range of one tensor role of one layer, and what each format does to it; `words` names it.
+    """Exponents of one tensor role of one layer, and the effect of each format; `words` is its display name.
 
-    `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled`
-    those at the scale recommended for each format, which differ for gradients only; both in the order of the report's
-    formats.
+    `exponents` counts the elements by floor(log2|x|), lowest first. `plain` has the rates at loss scale 1, `scaled` at
+    the scale recommended for each format, which differs for gradients only; both in the order of the report's formats.
     """
 
     layer: str
@@ -52,10 +51,9 @@ class ProbedRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleRecord:
-    """Recommended loss scale (a power of two) for one format, and the worst gradient's underflow at 1 and at that
-    scale.
+    """Recommended power-of-two loss scale for one format, with the worst gradient underflow at 1 and at that scale.
 
-    `max_log2_scale` is the largest that leaves headroom above the largest gradient seen.
+    `max_log2_scale` is the largest that leaves headroom above the largest recorded gradient.
     """
 
     format: str
@@ -67,11 +65,11 @@ class LossScaleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport(Result):
-    """Effects of a few formats on the tensors of a probe. `findings` describes each format's worst tensors in words.
+    """Effects of several formats on the tensors of a probe. `findings` describe the worst tensors in each format.
 
-    `at_risk` names the operands that fp8 holds badly even at scales of their own, and ends with what to do about them.
-    `classes` are the roles in words, in the order of a training step. `facts` says how the probe was run, label by
-    label. `overhead` is the time of recording as a share of the rest.
+    `at_risk` lists operands that fp8 represents badly even with scales per tensor, and a remedy last. `classes` are the
+    display names of roles, in the order of a training step. `facts` are labelled settings. `overhead` is the time of
+    recording divided by the other time.
     """
 
     kind: str = "probe-report"

@@ -1,4 +1,4 @@
-"""What a verification found, of a conversion or by `lpconv verify`, and the gates that results are held against."""
+"""Records of verifications (of a conversion or by `lpconv verify`), and of gates."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class HashCheck:
 class FilesCheck:
     """Comparison of config, tokenizer and other small files with those of another checkpoint.
 
-    `different` says in words which values differ; `not_compared` names what nobody judged.
+    `different` describes the values that differ; `not_compared` lists the files and keys that were not judged.
     """
 
     compared: tuple[str, ...] = ()
@@ -27,10 +27,10 @@ class FilesCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsCheck:
-    """Stored weights compared with the source's. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
+    """Comparison of stored weights with the source. `min_sqnr_db` belongs to tensor `worst`; infinite means exact.
 
-    `num_elements_checked` of `num_elements` were converted again, and decoded from the file and compared with the
-    reference cast. `miss_probability` is the chance that one bad block somewhere in the weights was not among them.
+    `num_elements_checked` of `num_elements` were converted again, and their decoded values compared with the reference
+    cast. `miss_probability` is the probability that a single bad block is not among them.
     """
 
     max_rel_error: float
@@ -45,12 +45,12 @@ class WeightsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """Comparison of the outputs of source and result on the same inputs. All fields are None if it was `skipped`.
+    """Comparison of the outputs of source and result on the same inputs. All other fields are None if it was `skipped`.
 
-    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite of the source, and are infinite or
-    NaN where the result's are; `top1_agreement` is the share of positions whose largest output has the same index;
-    `mean_kl` is KL(source ‖ result) in nats per position. On a text `reverse_kl` is KL(result ‖ source), and the
-    perplexities are of the next token, None where a model predicts another one.
+    `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite in the source, and are infinite or
+    NaN if the result's are; `top1_agreement` is the share of positions with the same top output; `mean_kl` is KL(source
+    ‖ result) in nats per position. On a text, `reverse_kl` is KL(result ‖ source), and the perplexities are of the next
+    token, None if the model does not predict it.
     """
 
     max_abs_diff: float | None = None
@@ -77,9 +77,9 @@ class GateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedTensor:
-    """One weight compared with a reference in any form. `num_off` of `num_groups` groups differ by a constant factor.
+    """Comparison of one weight with a reference in any form. `num_off` of `num_groups` groups have a wrong factor.
 
-    Where a conversion was made again, no groups are asked: what is stored is right, or `problem`.
+    If the conversion was repeated instead, there are no groups: the stored weight is right, or `problem` says why not.
     """
 
     name: str
@@ -92,15 +92,14 @@ class ComparedTensor:
     problem: str | None = None
 
 
-_SHOWN = 3  # problems in the sentence of an error
+_SHOWN = 3  # most problems in an error message
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """The outcome of verification. `level` is the deepest level that ran; `problems` says in words what failed.
+    """The outcome of a verification. `level` is the deepest level that ran; `problems` describe the failures.
 
-    `tensors` are those that were compared, the worst first: at the level ``values``, which compares any two
-    checkpoints, those of both.
+    `tensors` are the compared ones, worst first; at the level ``values``, which compares any two checkpoints, of both.
     """
 
     level: str
@@ -115,7 +114,7 @@ class VerifyResult:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """The problems, and the gates that failed with the values they met."""
+        """The problems, and the failed gates with their values."""
         missed = [g for g in self.gates if not g.passed]
         values = ("nothing" if g.value is None else f"{g.value:.6g}" for g in missed)
         gates = (f"gate `{g.expression}` met {value}" for g, value in zip(missed, values, strict=True))
@@ -123,7 +122,7 @@ class VerifyResult:
 
     @property
     def failure(self) -> str:
-        """The first of `failures`, and how many there are besides: a sentence for an error."""
+        """A sentence for an error: the first of `failures`, and the number of further ones."""
         shown, rest = self.failures[:_SHOWN], len(self.failures) - _SHOWN
         return "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
 
