@@ -1,4 +1,4 @@
-"""Short fine-tuning in low precision beside a high-precision twin, on `transformers.Trainer`."""
+"""Short fine-tuning in low precision next to a high-precision twin, with `transformers.Trainer`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,10 @@
-"""Gradients averaged over processes in fp32, most of them while the backward pass still runs.
+"""Average gradients over processes in fp32, mostly while the backward pass is still running.
 
-torch's DistributedDataParallel adds up gradients in their own dtype, and knows nothing of scales. So models with scaled
-gradients, and models with 16-bit weights, are not wrapped in it. Its order is taken over: parameters lie in buckets,
-those of the last layers first, and a bucket is sent off when its gradients are there. For each the processes agree on
-scales, and then every gradient is added up by itself, in both passes of the same calls as without a backward pass
-around them: so the bits do not depend on when that happens.
+torch's DistributedDataParallel sums gradients in their own dtype and does not know scales. So models with scaled
+gradients, and models with 16-bit weights, are not wrapped in it. Its order is used: parameters are in buckets, those of
+the last layers first, and a bucket is sent when its gradients are complete. For each bucket the processes agree on
+scales, and then every gradient is summed separately, with the same calls as without overlap, so the bits do not depend
+on timing.
 """
 
 from collections import deque
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled_tensor, scaling_of
 
-_BUCKET = 2**22  # elements: 16 MiB of fp32
-_IN_FLIGHT = 4  # buckets that are added up at a time: their fp32 copies are what this takes of memory
-_MIN_SCALE = 2.0**-126  # stands for the scale of a gradient that is known to be zero
+_BUCKET = 2**22  # elements: 16 MiB in fp32
+_IN_FLIGHT = 4  # buckets summed at a time; their fp32 copies determine the memory that this needs
+_MIN_SCALE = 2.0**-126  # in place of the scale of an all-zero gradient
 
 
 def needs_averaging(model: nn.Module) -> bool:
-    """Whether the gradients of a model are to be averaged here."""
+    """Whether the gradients of a model are averaged here rather than by DistributedDataParallel."""
     return scaling_of(model) is not None or any(p.dtype != torch.float32 for p in model.parameters())
 
 
 class GradientAverage:
-    """Replaces gradients by their means over all processes, begun inside of `backward` and ended by `finish`.
+    """Replaces gradients by their means over all processes: starts during `backward` and completes in `finish`.
 
-    The sum is taken in fp32 and rounded once, to the dtype of the gradient. Scaled gradients are first brought to the
-    largest scale that any process has for them; scales are powers of two, so that this is exact, and no mean is larger
-    than the largest of its terms. Inf and NaN of one process reach all.
+    The sum is computed in fp32 and rounded once, to the dtype of the gradient. Scaled gradients are first brought to
+    the largest scale of any process; scales are powers of two, so this is exact, and no mean exceeds its largest term.
+    Inf and NaN of one process reach all.
 
-    All processes send off the same buckets in the same order, whatever order gradients come in. A parameter that had no
-    gradient in the step before is not waited for; where it has one again, that comes last.
+    All processes send the same buckets in the same order, whatever the order of gradients. A parameter without a
+    gradient in the previous step is not waited for; if it has one again, that is sent last.
     """
 
     def __init__(self, parameters: Iterable[Any]) -> None:
@@ -50,12 +50,12 @@ class GradientAverage:
 
     @property
     def num_begun(self) -> int:
-        """How many buckets have been sent off since the last `finish`."""
+        """Number of buckets sent since the last `finish`."""
         return self._begun
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Send off buckets as they are there; other backward passes are let alone."""
+        """Send buckets as they become complete during the block; other backward passes are not affected."""
         self._is_running = True
         try:
             yield
@@ -64,7 +64,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def finish(self, parameters: Iterable[Any]) -> None:
-        """Average what is left of these, and wait until every gradient is a mean."""
+        """Average the remaining gradients, and wait until every gradient is a mean."""
         for bucket in self._buckets[self._begun :]:
             self._send(bucket)
         self._silent = {id(p) for bucket in self._buckets for p in bucket} - self._found
@@ -82,7 +82,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def _there(self, parameter: Any) -> None:
-        """The gradient of a parameter is there."""
+        """Hook: the gradient of a parameter is complete."""
         if not self._is_running:
             return
         self._found.add(id(parameter))
@@ -94,7 +94,7 @@ class GradientAverage:
         return all(id(p) in self._found or id(p) in self._silent for p in bucket)
 
     def _send(self, bucket: Sequence[Any]) -> None:
-        """Let the processes agree on the scales of a bucket, and add up the one before it."""
+        """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
         found = _UnderWay(bucket)
         self._sent.update(id(p) for p in found.holders)
         if self._agreeing is not None:
@@ -106,7 +106,7 @@ class GradientAverage:
 
 
 class _UnderWay:
-    """Gradients of some parameters on their way to their means."""
+    """Gradients of some parameters that are being averaged."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self.holders = [p for p in parameters if p.grad is not None]
@@ -117,7 +117,7 @@ class _UnderWay:
             self._agreed: Any = dist.all_reduce(self._common, op=dist.ReduceOp.MAX, async_op=True)
 
     def add_up(self) -> None:
-        """Begin the sums, at the scales that were agreed on."""
+        """Start the sums, at the agreed scales."""
         if not self.holders:
             return
         self._agreed.wait()
@@ -129,7 +129,7 @@ class _UnderWay:
             self._sums.append((mean, dist.all_reduce(mean, async_op=True)))
 
     def write_back(self) -> None:
-        """Wait for the sums, and put them in place of the gradients."""
+        """Wait for the sums, and replace the gradients by them."""
         if not self.holders:
             return
         for parameter, scale, (mean, summed) in zip(self.holders, self._common.unbind(), self._sums, strict=True):
@@ -143,7 +143,7 @@ class _UnderWay:
 
 
 def _buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
-    """Parameters in their order, as many together as have the elements of a bucket."""
+    """Parameters in order, grouped up to the size of a bucket."""
     bucket, size = list[Any](), 0
     for parameter in parameters:
         bucket.append(parameter)
@@ -156,6 +156,6 @@ def _buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def _scale(gradient: Tensor) -> Tensor:
-    """In fp32 on the gradient's device; 1 for a plain one."""
+    """The scale of a gradient in fp32 on its device; 1 for a plain gradient."""
     scale = gradient.scale if isinstance(gradient, ScaledTensor) else 1.0
     return torch.as_tensor(scale, dtype=torch.float32, device=gradient.device).clamp(min=_MIN_SCALE)

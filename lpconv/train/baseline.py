@@ -1,7 +1,7 @@
-"""What a guess without a model would get: it knows how often each class or token came in training and nothing else.
+"""Baseline of a guess without a model, from the frequencies of classes or tokens in the training data.
 
-For classes that is the majority baseline (accuracy) and the entropy of their shares (loss), for tokens the unigram
-model. What training never saw has the probability of what it saw once (Good and Turing), spread evenly.
+For classes it is the majority baseline (accuracy) and the entropy of the frequencies (loss), for tokens the unigram
+model. Targets unseen in training share the probability of those seen once (Good-Turing), evenly.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from lpconv.train.examples import IGNORED, Stream
 
 
 def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> dict[str, float]:
-    """The loss per target of the guess, and its accuracy where a target is a class; `train` are targets of examples.
+    """The guess's loss per target, and its accuracy for classes; `train` are the targets of training examples.
 
-    `num_targets` is the number of classes or tokens there are.
+    `num_targets` is the number of classes or tokens.
     """
     counts = np.bincount(_joined(train), minlength=num_targets)
     labels = [held_out[i]["labels"] for i in range(len(held_out))]
-    # A causal model predicts the next token, so nothing predicts the first.
+    # A causal model predicts the next token, so the first token is not a target.
     targets = _joined(x[1:] if held_out.causal else x for x in labels)
     targets = targets[targets != IGNORED]
     found = {"eval_loss": float(-np.log(_shares(counts))[targets].mean())}

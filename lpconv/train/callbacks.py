@@ -1,7 +1,7 @@
-"""What happens around the steps of Trainer's loop: the schedule of evaluations and checkpoints, rows, progress.
+"""Callbacks of Trainer's loop: the schedule of evaluations and checkpoints, rows of metrics, progress.
 
-Checkpoints count only if they are whole: Trainer writes a dozen files into `checkpoint-STEP` and takes the folder of
-the largest number for a whole one. Here the last file is a list of hashes of the others.
+Only complete checkpoints count: Trainer writes a dozen files into `checkpoint-STEP` and takes the folder with the
+largest number as complete. Here a list of the files' hashes is written last.
 """
 
 import math
@@ -25,16 +25,16 @@ from lpconv.train.record import LossWatch
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import StepWatch
 
-_SAVE_S = 600.0  # what an interruption may lose, where nobody asked for checkpoints by steps
+_SAVE_S = 600.0  # most seconds that an interruption loses, if --save-every is not given
 _SEAL = "SHA256SUMS"
-_KEPT = 2  # the last may turn out to be what diverges
+_KEPT = 2  # two, since the last one may be diverging
 _PREFIX = "checkpoint-"
 
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
-    """Evaluates every so many steps and after the last; saves every so many steps, or every ten minutes.
+    """Schedules evaluations every so many steps and after the last, and checkpoints by steps or every ten minutes.
 
-    Never saves a step that was left out, nor by the clock after the last.
+    Never saves after a skipped step, nor by time after the last step.
     """
 
     def __init__(self, options: FinetuneOptions, trainer: LowPrecisionTrainer) -> None:
@@ -57,10 +57,9 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Writes a row per step, and one of step 0 with the evaluation before training.
+    """Writes a row per step, and one for step 0 with the evaluation before training.
 
-    It watches and measures the steps that are due, and tells how far the run is. The time of a step is without that of
-    its loss change allocation.
+    Also records and measures the steps that are due, and reports progress. Step times exclude loss change allocation.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             self.metrics.add({"eval_batches": self.trainer.evaluated})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.metrics.flush()  # a run that goes on after this step needs its row
+        self.metrics.flush()  # resuming after this step needs its row
         wait_for_all()
         if is_main_process():
             seal_checkpoint(Path(args.output_dir), state.global_step)
@@ -136,13 +135,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
 
 def _learning_rate(trainer: LowPrecisionTrainer) -> float:
-    """That of the model's weights; groups of scaled parameters have one divided by their scale."""
+    """The learning rate of the model's weights. Groups of scaled parameters have the rate divided by their scale."""
     group = trainer.optimizer.param_groups[0]
     return float(group["lr"]) * float(group.get("scale", 1.0))
 
 
 def _updates(optimizer: Any) -> dict[str, float]:
-    """What reached memory of the step's update, where the optimizer recorded that."""
+    """Quality of the step's update, if the optimizer recorded it."""
     if not isinstance(optimizer, LowPrecisionOptimizer) or not optimizer.records:
         return {}
     record = combine(optimizer.records)
@@ -152,7 +151,7 @@ def _updates(optimizer: Any) -> dict[str, float]:
 
 
 def seal_checkpoint(folder: Path, step: int) -> None:
-    """Say that the checkpoint of a step is whole, and delete those before the last two."""
+    """Mark the checkpoint of a step as complete, and delete all but the last two."""
     checkpoint = folder / f"{_PREFIX}{step}"
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _SEAL)
     lines = [f"{sha256_of(p)}  {p.relative_to(checkpoint).as_posix()}\n" for p in files]
@@ -163,12 +162,12 @@ def seal_checkpoint(folder: Path, step: int) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest checkpoint that is whole; None where there is none."""
+    """The latest complete checkpoint, or None."""
     return next((c for c in _checkpoints(folder) if _is_whole(c)), None)
 
 
 def drop_broken(folder: Path) -> None:
-    """Delete checkpoints that are not whole: they lie where later ones will be written."""
+    """Delete incomplete checkpoints, whose folders later ones will use."""
     with writing(folder):
         for checkpoint in _checkpoints(folder):
             if not _is_whole(checkpoint):
@@ -181,18 +180,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The latest first."""
+    """Checkpoint folders, latest first."""
     found = (p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdecimal())
     return sorted(found, key=step_of, reverse=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether every file is there as it was written. Raises UnreadError where the disk fails."""
+    """Whether every file is unchanged. Raises UnreadError if the disk fails."""
     try:
         lines = (checkpoint / _SEAL).read_text(encoding="utf-8").splitlines()
         sums = [line.partition("  ")[::2] for line in lines]
         return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
-    except UnreadError:  # nobody knows, and nothing is deleted
+    except UnreadError:  # unknown, so nothing may be deleted
         raise
     except (*NOT_A_FILE, ValueError, LpconvError):
         return False

@@ -1,4 +1,4 @@
-"""What a run is refused for before its work begins, beyond what its options say by themselves."""
+"""Checks that reject a run before its work begins, beyond those of its options alone."""
 
 import torch
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
@@ -11,7 +11,7 @@ from lpconv.train.recipes import Arithmetic
 
 
 def check_run(options: FinetuneOptions) -> None:
-    """Raises UsageError for options that do not go together here, UnsupportedError for what cannot be done here."""
+    """Raise UsageError for options that conflict in this environment, UnsupportedError for impossible ones."""
     arithmetic = options.arithmetic
     if options.lca and arithmetic.is_scaled and arithmetic.variant is not None:
         raise UnsupportedError(
@@ -35,7 +35,7 @@ def check_run(options: FinetuneOptions) -> None:
 
 
 def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
-    """Why torch.compile would pass over a recipe in silence, or cannot follow it."""
+    """Why torch.compile would silently ignore a part of the recipe or cannot compile it, or None."""
     if arithmetic.loss_scale == "adaptive":
         return "its scales are chosen from values that compiled code does not see"
     if arithmetic.precision == "fp16" and not torch.cuda.is_available():
@@ -44,7 +44,7 @@ def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
 
 
 def _check_shared(options: FinetuneOptions) -> None:
-    """Refuse options that several processes cannot carry out together."""
+    """Raise UnsupportedError for options that several processes cannot carry out together."""
     if options.lca:
         raise UnsupportedError(
             f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
@@ -58,7 +58,7 @@ def _check_shared(options: FinetuneOptions) -> None:
 
 
 def _check_sharded(options: FinetuneOptions) -> None:
-    """Refuse options that a model in parts cannot carry out."""
+    """Raise UnsupportedError for options that do not work with a model in parts."""
     if num_processes() == 1:
         raise UsageError(
             "--parallel fsdp2 of one process", hint="start it with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`"

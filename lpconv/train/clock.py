@@ -1,4 +1,4 @@
-"""Where the time of a run goes."""
+"""Time accounting of a run."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Wall seconds by what they were spent on; `seconds` keeps the order in which each was first met."""
+    """Wall-clock seconds by activity; `seconds` is in order of first use."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -16,7 +16,7 @@ class Clock:
 
     @contextmanager
     def spending(self, what: str) -> Iterator[None]:
-        """Count what the block takes, whether or not it fails."""
+        """Add the time of the block to an activity, even if the block fails."""
         started = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The layers that a run multiplies in 16 bits: those named, and those whose inputs are measured to need it."""
+"""The layers that a run multiplies in 16 bits: named ones, and those whose measured inputs require it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from lpconv.train.sharded import start_in_fp32
 
 
 def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
-    """`job` with the names of layers in the place of "auto", and what was measured of them.
+    """The job with "auto" replaced by layer names, and the measurements of those layers.
 
-    The model that it starts from runs forward on the first batches of the first seed.
+    The starting model runs forward on the first batches of the first seed.
     """
     options = job.options
     chosen: tuple[InputRisk, ...] = ()
@@ -26,7 +26,7 @@ def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]
 
 
 def critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dict[str, str]:
-    """What multiplies in 16 bits, why, and what it costs; nothing where there is none."""
+    """Labelled facts about layers that multiply in 16 bits, with reason and cost; empty if there are none."""
     measured = {r.layer for r in chosen}
     words = [p for p in patterns if p not in measured]
     if chosen:

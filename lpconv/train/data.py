@@ -1,7 +1,6 @@
-"""The data of a fine-tuning: files, their columns, and rows of text from them, the hub or the package.
+"""Data of a fine-tuning: files, their columns, and rows of text from files, the hub or the package.
 
-`datasets`, which takes seconds to import, is imported where rows are read: whether files are there and what their
-columns are called is said without it.
+`datasets` takes seconds to import and is imported only to read rows: checking files and their columns does not need it.
 """
 
 import csv
@@ -22,29 +21,32 @@ from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
 
-# The builder of `datasets` for a file, by how its name ends; others are text.
+# The builder of `datasets` for a file by suffix; other files are text.
 _BUILDERS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet",
 }  # fmt: skip
 _TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
 _OFFLINE_HINT = "offline it must be in the cache; a local file is known by its ending, such as .jsonl"
-_QUICK_BYTES = 64 * 2**20  # read in about a second
+_QUICK_BYTES = 64 * 2**20  # takes about a second to read
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether `--data` means a file, not a data set on the hub."""
+    """Whether `--data` is a file rather than a data set on the hub."""
     return Path(name).exists() or looks_like_path(name) or Path(name).suffix in _BUILDERS
 
 
 def is_text(name: str) -> bool:
-    """Whether `--data` means a file of plain text."""
+    """Whether `--data` is a file of plain text."""
     return _is_file_name(name) and _BUILDERS.get(Path(name).suffix.lower(), "text") == "text"
 
 
 def check_data(options: FinetuneOptions) -> None:
-    """Raises InputError for a file that is missing, empty or no text, or a data set that cannot be had, and UsageError
-    for a column that its head lacks, or without any data."""
+    """Validate the data options without reading all data.
+
+    Raises InputError for a file that is missing, empty or not text, or an unavailable data set; UsageError for a column
+    that is missing or given without data.
+    """
     if options.data is None:
         named = {"--text-column": options.text_column, "--label-column": options.label_column}
         if flag := next((flag for flag, column in named.items() if column), None):
@@ -67,9 +69,9 @@ def check_data(options: FinetuneOptions) -> None:
 
 
 def _check_within_reach(name: str) -> None:
-    """Raises InputError for a data set that is in no cache while the hub cannot be asked.
+    """Raise InputError for a data set that is not cached when the hub is unreachable.
 
-    `datasets` would take seconds to import, and try again and again.
+    `datasets` would take seconds to import, and would retry.
     """
     from huggingface_hub import constants
 
@@ -83,11 +85,11 @@ def _check_within_reach(name: str) -> None:
 
 
 def _plain(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower())  # the cache writes capitals in another way
+    return re.sub("[^a-z0-9]", "", name.lower())  # the cache encodes capitals differently
 
 
 def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
-    """The columns of texts and of labels, by their usual names where nobody says. UsageError for one not there."""
+    """The columns of texts and labels, by their usual names unless given. Raises UsageError if one is missing."""
     name = str(options.data)
     text = _column(columns, options.text_column, _TEXTS, name)
     if text is None:
@@ -116,7 +118,7 @@ def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], na
 
 
 def _columns(path: Path) -> Sequence[str] | None:
-    """What the head of a file calls its columns; None where only `datasets` can tell, or say what is wrong."""
+    """Column names from the head of a file; None if only `datasets` can determine them."""
     suffix = path.suffix.lower()
     try:
         if _BUILDERS.get(suffix, "text") == "text":
@@ -133,19 +135,19 @@ def _columns(path: Path) -> Sequence[str] | None:
 
 
 def _keys(path: Path) -> Sequence[str]:
-    """The keys of all rows, as `datasets` unites them: a row may lack some."""
+    """The keys of all rows, as `datasets` unites them: rows may lack some."""
     with path.open(encoding="utf-8") as file:
         return tuple({key: None for line in file if line.strip() for key in dict(json.loads(line))})
 
 
-_HELD_OUT = 10  # one row in so many is held out where nobody says which
+_HELD_OUT = 10  # one row in so many is held out by default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Texts, their labels where a column of them was found or asked for, and what they are in words.
+    """Rows of text, with labels if a column of them exists, and a description.
 
-    `held_out` is None where the rows are one text, to be cut later.
+    `held_out` is None if the rows are a single text, which is cut later.
     """
 
     train: Any
@@ -155,15 +157,15 @@ class Rows:
     words: str
 
     def texts(self, part: Any) -> list[str]:
-        """The texts of a part, "" for missing ones."""
+        """The texts of a part, with "" for missing ones."""
         return [x if x is not None else "" for x in part[self.text]]
 
 
 def read_rows(options: FinetuneOptions) -> Rows:
-    """The data that `options` name.
+    """Read the data named in `options`.
 
-    Raises InputError for what is missing, unreadable or empty, with the rows or columns at fault, and UsageError for
-    columns that are not there.
+    Raises InputError for missing, unreadable or empty data, with the affected rows or columns, and UsageError for
+    missing columns.
     """
     if options.data is None:
         parts = {split: _read(str(demo_text(split))) for split in ("train", "heldout")}
@@ -189,7 +191,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
 
 @functools.cache
 def _datasets() -> Any:
-    """The library, without bars and log: what it would log, the error says that we raise."""
+    """The library with progress bars and logging turned off; our errors contain what it would log."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -198,12 +200,12 @@ def _datasets() -> Any:
 
 
 def _splits(name: str) -> tuple[Any, Any | None]:
-    """The training part of a file or hub data set, and its held-out part if it has one."""
+    """(training part, held-out part or None) of a file or a data set on the hub."""
     if _is_file_name(name):
         return _read(name), None
     try:
         found = _datasets().load_dataset(name)
-    except Exception as e:  # datasets raises a dozen kinds, connection errors among them
+    except Exception as e:  # datasets raises many kinds, including connection errors
         raise InputError(
             f"cannot get the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
             hint=_OFFLINE_HINT,
@@ -220,7 +222,7 @@ def _read(name: str) -> Any:
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     try:
         found = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
-    except Exception as e:  # each builder has its own
+    except Exception as e:  # each builder raises its own
         cause = e.__cause__ or e
         why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise InputError(f"`{name}` does not read as {builder}: {why}", hint="is the ending of its name right?") from e
@@ -234,7 +236,7 @@ def _check(rows: Any, text: str, label: str | None, name: str) -> None:
         if column not in rows.column_names:
             raise UsageError(f"`{name}` has no column `{column}`", hint="columns: " + ", ".join(rows.column_names))
         try:
-            list(rows[column])  # Arrow takes bytes as they are, and decodes what is asked for
+            list(rows[column])  # Arrow loads bytes unchecked and decodes on access
         except UnicodeDecodeError as e:
             raise InputError(
                 f"column `{column}` of `{name}` is no UTF-8 text", hint="write it again in UTF-8, or as .parquet"

@@ -1,4 +1,4 @@
-"""Held-out figures of weights in fp32: what low precision did to the training, and publishing to what it gave."""
+"""Held-out metrics of weights in fp32, which separate effects of training and of publishing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -11,21 +11,21 @@ from torch import Tensor
 from lpconv.results import Series
 from lpconv.train.recipes import Arithmetic
 
-IN_FP32, PUBLISHED = "_fp32", "_published"  # behind the name of a metric
+IN_FP32, PUBLISHED = "_fp32", "_published"  # suffixes of metric names
 
 
 def computes_in_fp32(arithmetic: Arithmetic) -> bool:
-    """Whether a run's own figures are those of its weights in fp32."""
+    """Whether a run's own metrics are those of its weights in fp32."""
     return arithmetic.precision == "fp32" and not arithmetic.is_scaled
 
 
 def rename_to_fp32(evaluations: Iterable[Series]) -> tuple[Series, ...]:
-    """The last figure of each metric, under its name for fp32."""
+    """The last value of each metric, under its fp32 name."""
     return tuple(Series(name=s.name + IN_FP32, steps=s.steps[-1:], values=s.values[-1:]) for s in evaluations)
 
 
 def as_published(evaluations: Iterable[Series]) -> tuple[Series, ...]:
-    """The figures in fp32 under their names for the published model: a twin counts as published as it was trained."""
+    """The fp32 metrics under their names for the published model. A twin is published as trained."""
     exact = (s for s in evaluations if s.name.endswith(IN_FP32))
     return tuple(replace(s, name=s.name.removesuffix(IN_FP32) + PUBLISHED) for s in exact)
 
@@ -35,14 +35,14 @@ def in_fp32(
     model: Any, values: Mapping[str, Tensor] | None, batches: Iterable[Mapping[str, Tensor]], *, step: int,
     accuracy: bool,
 ) -> tuple[Series, ...]:  # fmt: skip
-    """Mean loss, and accuracy if asked for, of `model` with the trained `values`; batches weigh by their examples.
+    """Mean loss, and optionally accuracy, of `model` with the trained `values`, weighted by examples.
 
-    Without values `model` is the published one, and its figures are named so.
+    Without `values`, `model` is the published one, and the metrics are named accordingly.
     """
     if values is not None:
         model.load_state_dict(values)
     model.eval()
-    losses: list[float] = []  # of each example its batch's, whose mean is bit for bit what Trainer makes of them
+    losses: list[float] = []  # per example, its batch's loss: bit-identical to Trainer's mean
     hits = 0
     for batch in batches:
         out, labels = model(**batch), batch["labels"]

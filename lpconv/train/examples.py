@@ -1,7 +1,7 @@
-"""Examples of token ids from rows of text, one kind per task, and the order in which a run sees them.
+"""Examples of token ids from rows of text, one kind per task, and their order in a run.
 
-A run's data set has one entry for each place in each batch of all its steps. The order, and which tokens are masked,
-are functions of the seed and of the place alone: a twin, a resumed run and a run on more processes see the same.
+A run's data set has an entry for each position in each batch of all its steps. Order and masking are functions of seed
+and position alone, so a twin, a resumed run and a run on more processes see the same data.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from lpconv.train.data import Rows
 
 Example = Mapping[str, Any]
 
-IGNORED = -100  # the label that losses pass over
-_CHUNK = 1000  # texts tokenised at once
+IGNORED = -100  # label that losses ignore
+_CHUNK = 1000  # texts tokenised at a time
 _HELD_OUT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """What a run trains on and is tested on. `labels` are the names of classes; `notes` is worth telling a person."""
+    """Training and held-out examples. `labels` are the names of classes; `notes` are messages for the user."""
 
     train: Sequence[Example]
     held_out: Sequence[Example]
@@ -40,11 +40,11 @@ class Examples:
 def pack_examples(
     rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, prefix: list[int], suffix: list[int]
 ) -> Examples:
-    """Texts one after another, an end-of-text token between two, cut into windows of `seq_len`.
+    """Concatenate texts, separated by an end-of-text token, and cut them into windows of `seq_len`.
 
-    Nothing is padded; what does not fill the last window is left out. `prefix` and `suffix` are the special tokens of
-    every window (`lpconv.models.tokenizer.special_tokens`). Raises InputError where a part does not fill one window, or
-    has ids that the model does not embed.
+    There is no padding; an incomplete last window is dropped. `prefix` and `suffix` are the special tokens of every
+    window (`lpconv.models.tokenizer.special_tokens`). Raises InputError if a part does not fill one window, or has ids
+    that the model does not embed.
     """
     if rows.held_out is None:
         windows = _windows(rows, rows.train, tokenizer, prefix, suffix, seq_len, vocab_size)
@@ -64,10 +64,10 @@ def pack_examples(
 
 
 def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, num_trained: int | None) -> Examples:
-    """Texts, cut to `seq_len`, each with a class.
+    """Texts, truncated to `seq_len`, with a class each.
 
-    Classes are the column's names in alphabetical order, or its numbers from 0 on. `num_trained` is the size of a head
-    that the checkpoint brings. Raises InputError for rows without a label and for labels out of range.
+    Classes are the column's names in alphabetical order, or its numbers from 0. `num_trained` is the number of classes
+    of the checkpoint's head. Raises InputError for rows without a label and for labels out of range.
     """
     assert rows.label is not None
     if rows.held_out is None:
@@ -100,7 +100,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
 
 
 def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Examples:
-    """Source texts and target texts, each cut to `seq_len`."""
+    """Source and target texts, each truncated to `seq_len`."""
     if rows.label is None:
         raise UsageError("seq2seq needs a column of target texts", hint="--data FILE with --label-column NAME")
     if rows.held_out is None:
@@ -118,10 +118,10 @@ def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int)
 
 
 class Stream(Dataset[Example]):
-    """`count` examples in a seeded order: every example once, in a new order each time round.
+    """`count` examples in a seeded order: every example once, then again in a new order.
 
-    With `mask` set, a share of `MASK_RATE` of each window's tokens becomes that id and its label what was there; the
-    first `keep[0]` and last `keep[1]` are special tokens and stay.
+    With `mask` set, a share of `MASK_RATE` of each window's tokens is replaced by that id, and the originals become
+    labels; the first `keep[0]` and last `keep[1]` tokens are special and are not masked.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Stream(Dataset[Example]):
         return {**example, "labels": example["input_ids"]} if self.causal else example
 
     def _masked(self, ids: Any, place: int) -> Example:
-        """The same number of masks in each window, so that a mean over windows is one over masks."""
+        """Mask a window. All windows have the same number of masks, so a mean over windows is a mean over masks."""
         first, last = self.keep[0], len(ids) - self.keep[1]
         count = max(1, round(MASK_RATE * (last - first)))
         chosen = first + np.random.default_rng((self.seed, place)).permutation(last - first)[:count]
@@ -163,7 +163,7 @@ class Stream(Dataset[Example]):
 
 @dataclass(frozen=True, kw_only=True)
 class Collator:
-    """Examples as one batch. Shorter ones are padded to the longest, to a multiple of 8 where any differs."""
+    """Collates examples into a batch, padded to the longest; to a multiple of 8 if lengths differ."""
 
     pad_id: int
 
@@ -196,7 +196,7 @@ def _stacked(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
 def _ids(
     tokenizer: Any, texts: Sequence[str], seq_len: int | None, vocab_size: int, *, target: bool = False
 ) -> list[list[int]]:
-    """Token ids of each text, special tokens included, cut to `seq_len`."""
+    """Token ids of each text, including special tokens, truncated to `seq_len`."""
     options: dict[str, Any] = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
     found: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
@@ -234,7 +234,7 @@ def _too_short(words: str, seq_len: int) -> InputError:
 
 
 def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
-    """The classes of the training part by number."""
+    """The classes of the training part, by number."""
     column = rows.train[rows.label]
     feature = rows.train.features[rows.label]
     if hasattr(feature, "names"):

@@ -1,12 +1,12 @@
-"""The folder of a fine-tuning: what lies where, whose it is, and whether a run may begin or go on in it.
+"""The folder of a fine-tuning: its files, its owner, and whether a run may start or resume in it.
 
-OUT/finetune.json          what was asked for; says that the folder is ours
-OUT/metrics.jsonl          a row per step of the run (of the first seed), which a resumed run continues; step 0 is the
+OUT/finetune.json          the options; marks the folder as lpconv's
+OUT/metrics.jsonl          a row per step of the run (of the first seed), continued by a resumed run; step 0 is the
                            evaluation before training
-OUT/runs/NAME/             the other runs' metrics, checkpoints to resume from, and run.json once a run is done
-OUT/runs/published/        the trained model, until all runs are done
-OUT/config.json …          the trained model, config.json last; no failed run leaves one
-OUT/report.{json,html}     written last, so that a folder with them is complete
+OUT/runs/NAME/             metrics of the other runs, checkpoints for resuming, and run.json once a run is finished
+OUT/runs/published/        the trained model, until all runs are finished
+OUT/config.json …          the trained model, config.json last; failed runs leave none
+OUT/report.{json,html}     written last, so a folder with them is complete
 """
 
 import contextlib
@@ -40,12 +40,15 @@ def asked_for(model: str, options: FinetuneOptions) -> dict[str, Any]:
 
 
 def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: bool) -> None:
-    """Raises OutputExistsError for a folder that exists, unless `force` replaces one of ours or `resume` continues a
-    run that was `asked_for` alike, and no other run uses it. Raises ResourceError for one that cannot be written."""
+    """Raise OutputExistsError if the folder exists and may not be used.
+
+    `force` replaces a folder of lpconv, `resume` continues one with the same options, unless another run is using it.
+    Raises ResourceError if it cannot be written.
+    """
     check_writable(output)
     if is_locked(output):
         raise locked_error(output)
-    if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its first write
+    if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its start
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
@@ -74,7 +77,7 @@ def held_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: 
 
 
 def _clear(output: Path) -> None:
-    """Empty the folder, which stays: it is what the lock is on. So does its marker, until it is written anew."""
+    """Empty the folder but keep it, since the lock is on it. The marker is kept until it is rewritten."""
     with writing(output):
         for path in (p for p in output.iterdir() if p.name != MARKER):
             if path.is_dir() and not path.is_symlink():
@@ -84,12 +87,12 @@ def _clear(output: Path) -> None:
 
 
 def run_folder(output: Path, role: str, seed: int) -> Path:
-    """Where one run keeps its checkpoints."""
+    """Folder for the checkpoints of one run."""
     return output / RUNS / f"{role}-seed{seed}"
 
 
 def remove_leftovers(output: Path) -> None:
-    """Delete checkpoints and the models of later seeds: once everything is done, nothing is left to resume."""
+    """Delete checkpoints and the models of later seeds, once everything is finished."""
     with writing(output / RUNS):
         for path in (*(output / RUNS).glob("*/checkpoint-*"), *(output / RUNS).glob(f"*/{PUBLISHED}")):
             shutil.rmtree(path)
@@ -101,7 +104,7 @@ _FINISHED = "run.json"
 class Metrics:
     """The rows of one run, one per step, in `path` and in memory.
 
-    Begins with the rows up to `step` of an earlier part of the run, so that a resumed run continues them. Without a
+    Starts with the rows up to `step` of an earlier part of the run, so that a resumed run continues them. Without a
     path, as on all processes but the first, nothing is written.
     """
 
@@ -114,20 +117,20 @@ class Metrics:
                 self.rows = [row for row in _read_rows(path) if row["step"] <= step]
                 if [row["step"] for row in self.rows if row["step"]] != list(range(1, step + 1)):
                     raise InputError(f"`{path}` lacks steps before {step}", hint="--force starts anew")
-            write_small(path, "".join(map(json_line, self.rows)))  # at once: rows of earlier steps must not get lost
+            write_small(path, "".join(map(json_line, self.rows)))  # immediately, so that earlier rows cannot be lost
 
     def begin(self, row: Mapping[str, Any]) -> None:
-        """A step is done. Its row is written when the next begins, because an evaluation may still join it."""
+        """Begin the row of a finished step. It is written when the next begins: an evaluation may add to it."""
         self.flush()
         self._open_row = dict(row)
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Figures of the step that was last begun."""
+        """Add metrics to the current row."""
         if self._open_row is not None:
             self._open_row |= figures
 
     def flush(self) -> None:
-        """Write the open row, if there is one."""
+        """Write the current row, if there is one."""
         if self._open_row is None:
             return
         self.rows.append(self._open_row)
@@ -137,13 +140,13 @@ class Metrics:
         self._open_row = None
 
     def series(self, name: str) -> Series:
-        """A figure over the rows that have it."""
+        """A metric over the rows that have it."""
         found = [(row["step"], float(row[name])) for row in self.rows if row.get(name) is not None]
         return Series(name=name, steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows that are whole: a line that was cut short when the run was stopped is of a step that will be taken again."""
+    """The complete rows of a file. A truncated line belongs to a step that will be repeated."""
     try:
         lines = path.read_bytes().decode("utf-8", "replace").splitlines() if path.exists() else []
     except OSError as e:
@@ -152,25 +155,25 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
-            if row["step"]:  # that of step 0 is of an evaluation only
+            if row["step"]:  # the row of step 0 has only an evaluation
                 float(row["loss"]), float(row["time_s"])
             rows += [row] if isinstance(row["step"], int) else []
     return rows
 
 
 def median_step_time(rows: list[dict[str, Any]]) -> float | None:
-    """Of the steps that recorded and measured nothing; the first of a run warms up and is left out."""
+    """Median time of steps without recording or measuring, excluding the first step of a run (warm-up)."""
     steps = [row for row in rows if "time_s" in row]
     times = [row["time_s"] for row in steps[1:] if not {"tracked", "memory"} & row.keys()]
     return statistics.median(times) if times else None
 
 
 def write_finished(folder: Path, record: RunRecord) -> None:
-    """Note that the run in `folder` is done, and what it found."""
+    """Mark the run in `folder` as finished, with its record."""
     write_small(folder / _FINISHED, json_line(record))
 
 
 def read_finished(folder: Path) -> RunRecord | None:
-    """What the run in `folder` found; None where it is not done."""
+    """The record of the run in `folder`; None if it is not finished."""
     path = folder / _FINISHED
     return from_json(RunRecord, read_json(path)) if path.exists() else None

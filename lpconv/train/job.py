@@ -1,4 +1,4 @@
-"""What the training runs of one command share, and which of them a run is."""
+"""Shared data of a command's training runs, and the description of a single run."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import Arithmetic
 
-MEASURED_BATCHES = 4  # by --calibrate and --critical auto
+MEASURED_BATCHES = 4  # for --calibrate and --critical auto
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What all runs of a command share. `num_labels` is set for classification, `mask_id` for masked models.
+    """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
 
-    `keep` counts the special tokens before and after a window, `num_targets` the classes or tokens there are.
+    `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
     """
 
     checkpoint: Checkpoint
@@ -46,13 +46,13 @@ class TrainingJob:
     num_targets: int
 
     def targets(self) -> Iterator[Any]:
-        """What a loss is taken of in each training example."""
+        """The loss targets of each training example."""
         first, last = self.keep
         for x in self.examples.train:
             yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
-        """The examples of a run in their order, or the held-out ones, which are the same for all seeds."""
+        """The examples of a run in order, or the held-out ones, which are equal for all seeds."""
         o = self.options
         examples = self.examples.held_out if held_out else self.examples.train
         count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
@@ -69,10 +69,10 @@ class TrainingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Which run of a job: its role, seed and arithmetic, where its files go, and what is recorded of its values.
+    """One run of a job: role, seed, arithmetic, folders, and what to record.
 
-    Values are held against the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca` says that the
-    loss change of its steps is allotted to layers.
+    Values are assessed in the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca`: allocate the
+    loss change of its steps to layers.
     """
 
     role: str
@@ -86,14 +86,14 @@ class Work:
 
     @property
     def words(self) -> str:
-        """For the progress bar."""
+        """Label for the progress bar."""
         return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
 
 
 def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJob:
-    """The task, and its examples in the tokens of the checkpoint's model, which is not loaded.
+    """The task, and its examples in the model's tokens. The model is not loaded.
 
-    Raises an `LpconvError` for data that do not fit the model or the task, and where there is no room for its weights.
+    Raises an `LpconvError` for data that do not fit the model or the task, and if there is no memory for its weights.
     """
     directory = checkpoint.directory
     reads = main_input(checkpoint.config)
@@ -142,7 +142,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
 
 
 def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
-    """Before anything is loaded, from headers: whether weights, gradients and state have room."""
+    """Raise ResourceError, from headers alone, if weights, gradients and optimizer state do not fit in memory."""
     with closing(open_source(checkpoint)) as source:
         sizes = [math.prod(entry.info.shape) for entry in source.entries.values()]
     needed = parameter_bytes(sum(sizes), max(sizes), options.arithmetic, num_ranks=num_ranks(options))
@@ -150,7 +150,7 @@ def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
 
 
 def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) -> None:
-    """Raises UnsupportedError where a native model would get a head that native unit scaling did not draw."""
+    """Raise UnsupportedError if a native model would need a head that `lpconv init` did not draw."""
     drawn = (checkpoint.config.get("architectures") or [""])[0]
     if options.arithmetic.is_native and task_of(drawn) is not task:
         raise UnsupportedError(
@@ -160,12 +160,12 @@ def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) ->
 
 
 def num_ranks(options: FinetuneOptions) -> int:
-    """How many processes share the parameters."""
+    """Number of processes that share the parameters."""
     return num_processes() if options.is_sharded else 1
 
 
 def open_start(job: TrainingJob, seed: int) -> Opened:
-    """The model that a run starts from, in fp32; of a sharded run this rank's rows."""
+    """The starting model of a run in fp32; for a sharded run, this rank's rows."""
     shared = mesh() if job.options.is_sharded else None
     opened = open_to_train(job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared)
     if opened.model.config.pad_token_id is None:
@@ -174,7 +174,7 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
 
 
 def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """The first batches of a stream, at most `count`."""
+    """Up to `count` first batches of a stream."""
     size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
     starts = range(0, min(len(stream), count * size), size)
     batches = (collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)

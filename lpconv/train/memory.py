@@ -1,9 +1,9 @@
-"""The memory of a training step: estimated before it is needed, and measured by part while a run has just begun.
+"""Memory of a training step: estimated before the run, and measured by part at its start.
 
-Measured: the forward and backward pass of one step under a profiler (on CUDA, under the allocator's own count) gives
-the peak; that of the next, under PyTorch's MemTracker, the parts that were alive at that moment. The two instruments
-know nothing of each other. The parts of a peak are not the largest sizes of each: gradients grow while activations go.
-The optimizer's own temporary tensors are left out: its compiled step does not run under a tracker.
+One step's forward and backward pass under a profiler (on CUDA, with the allocator's counter) gives the peak, and the
+next step's, under PyTorch's MemTracker, the parts alive at that moment. The two methods are independent. The parts of a
+peak are not the maxima of each part: gradients grow while activations are freed. The optimizer's temporary tensors are
+left out, because its compiled step does not run under a tracker.
 """
 
 import warnings
@@ -25,7 +25,7 @@ from lpconv.shards import local
 from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
-_FIRST = 2  # in the first step the optimizer makes its state
+_FIRST = 2  # the optimizer allocates its state in the first step
 _PARTS = {
     "PARAM": "weights", "BUFFER": "weights", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations",
     "TEMP": "temporary", "OTH": "temporary",
@@ -34,7 +34,7 @@ _HINT = "lower --batch-size or --seq-len, or choose an optimizer that keeps less
 
 
 def available_bytes(limit: int | None) -> int:
-    """What a run may use: `limit`, or what is free on the device."""
+    """Bytes that a run may use: `limit`, or the free memory of the device."""
     if limit is not None:
         return limit
     if torch.cuda.is_available():
@@ -43,14 +43,14 @@ def available_bytes(limit: int | None) -> int:
 
 
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
-    """Weights, gradients and optimizer state."""
+    """Bytes of weights, gradients and optimizer state."""
     return num_parameters * TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
 
 
 def parameter_bytes(num_parameters: int, largest: int, arithmetic: Arithmetic, *, num_ranks: int) -> dict[str, int]:
-    """What this one of the ranks that share the parameters keeps, by part; the `largest` of them has so many numbers.
+    """Bytes that one of `num_ranks` ranks needs, by part. `largest` is the size of the largest parameter.
 
-    The first rank saves the model; of GPUs that takes no memory.
+    The first rank saves the model; with GPUs that takes no GPU memory.
     """
     needed = {"weights, gradients and optimizer": weight_bytes(num_parameters, arithmetic) // num_ranks}
     if num_ranks > 1:
@@ -61,7 +61,7 @@ def parameter_bytes(num_parameters: int, largest: int, arithmetic: Arithmetic, *
 
 
 def check_room(needed: dict[str, int], limit: int | None) -> None:
-    """Raise ResourceError where the parts of an estimate are more than there is."""
+    """Raise ResourceError if the parts of an estimate exceed the available memory."""
     total, available = sum(needed.values()), available_bytes(limit)
     if total > available:
         raise ResourceError(
@@ -73,7 +73,7 @@ def check_room(needed: dict[str, int], limit: int | None) -> None:
 
 @contextmanager
 def explain_oom(needed: dict[str, int]) -> Iterator[None]:
-    """Turn an allocator's failure inside into a ResourceError with the estimate."""
+    """Convert failed allocations in the block to a ResourceError with the estimate."""
     try:
         yield
     except Exception as e:
@@ -94,9 +94,9 @@ def _listed(needed: dict[str, int]) -> str:
 
 
 class StepMemory:
-    """Measures the passes of the second and third step of a run; `record` is None until both are done.
+    """Measures the passes of a run's second and third step; `record` is None until both are finished.
 
-    Call `begin` and `end` around the passes, and `stop` where something else is about to run, or training ends.
+    Call `begin` and `end` around the passes, and `stop` before anything else runs, or when training ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -109,7 +109,7 @@ class StepMemory:
         self._kept_bytes = 0
 
     def begin(self, step: int, optimizer: torch.optim.Optimizer) -> bool:
-        """Before the step with this number, from 1; whether it is one of the two."""
+        """Call before step `step` (from 1). Returns whether the step is measured."""
         if step == _FIRST:
             self._stack = ExitStack()
             if torch.cuda.is_available():
@@ -124,18 +124,18 @@ class StepMemory:
             self._tracker.track_external(self.model, optimizer)
             self._stack = ExitStack()
             self._stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Module is None")  # of modules that a trainer wraps for a call
+            warnings.filterwarnings("ignore", message="Module is None")  # modules the trainer wraps
             self._stack.enter_context(self._tracker)
         return self._stack is not None
 
     def stop(self) -> None:
-        """Leave what is being measured unmeasured."""
+        """Abandon the current measurement."""
         if self._stack is not None:
             self._stack.close()
         self._stack = self._tracker = self._profile = None
 
     def end(self) -> None:
-        """After the backward pass; does nothing where nothing is being measured."""
+        """Call after the backward pass. Does nothing if the step is not measured."""
         if self._stack is None:
             return
         self._stack.close()
@@ -157,7 +157,7 @@ def _instrument() -> str:
 
 
 def largest_sum(profiled: Any) -> int:
-    """The most that was allocated at once and not yet freed, since the profile began."""
+    """Maximum bytes allocated and not yet freed since the profile began."""
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = largest = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
@@ -167,19 +167,19 @@ def largest_sum(profiled: Any) -> int:
 
 
 def _parts(tracker: Any) -> dict[str, int]:
-    """What was alive at the peak, on the device that held most."""
+    """Bytes alive at the peak by part, on the device that held most."""
     peak: dict[Any, dict[Any, int]] = tracker.get_tracker_snapshot("peak")
     device = max(peak.values(), key=lambda sizes: sum(sizes.values()))
     parts = dict.fromkeys(_PARTS.values(), 0)
     for kind, size in device.items():
         name = _PARTS.get(getattr(kind, "name", ""))
-        if name is not None:  # the rest is the total
+        if name is not None:  # other entries are totals
             parts[name] += size
     return parts
 
 
 def kept_bytes(tensors: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Of `tensors` and every tensor of the optimizer's state on this rank, each storage once."""
+    """Bytes of the distinct storages of `tensors` and of the optimizer's state on this rank."""
     state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor))
     storages = {}
     for x in map(local, (*tensors, *state)):

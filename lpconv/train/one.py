@@ -1,4 +1,4 @@
-"""One training run, from the model that is opened to the record of what it did."""
+"""One training run, from the opened model to its record."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ from lpconv.train.watch import StepWatch, rate_of
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A run that is done, with the model and optimizer it left. `opened` says how it began."""
+    """A finished run, with its model and optimizer. `opened` is the starting model."""
 
     record: RunRecord
     prepared: TrainingSetup
@@ -53,7 +53,7 @@ class Finished:
 def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
     """Train, from the last checkpoint in the work's folder if there is one.
 
-    Raises DivergedError where a loss, or the gradients of many steps, are not finite.
+    Raises DivergedError if a loss, or the gradients of many steps in a row, are not finite.
     """
     clock = Clock()
     with quiet_transformers():
@@ -84,7 +84,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 def _prepared(
     job: TrainingJob, work: Work, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
-    """The model as it was opened, made ready to train on a device, and what a step should need of its memory."""
+    """(opened model, setup for training on a device, estimated memory of a step by part)."""
     with clock.spending("opening the model"):
         opened = open_start(job, work.seed)
     with clock.spending("estimating memory"):
@@ -99,14 +99,14 @@ def _prepared(
     if job.options.is_sharded:
         shard(prepared.model, work.arithmetic)
     if job.options.compile:
-        # In place, so that its class, names and checkpoints stay; Trainer's `torch_compile` wraps it, and sets an
-        # environment variable that later runs of a process would obey.
+        # In place, so its class, names and checkpoints stay. Trainer's `torch_compile` wraps the model, and sets an
+        # environment variable that affects later runs of the process.
         prepared.model.compile()
     return opened, prepared, needed
 
 
 def _watch(job: TrainingJob, work: Work, model: Any) -> StepWatch:
-    """What looks at the values of due steps, by the formats of the job's arithmetic."""
+    """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
     return StepWatch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
@@ -134,8 +134,8 @@ def _trainer(
 
 @contextmanager
 def _compiler_errors() -> Iterator[None]:
-    """Turn what torch.compile raises inside, at the first step, into UnsupportedError."""
-    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+    """Convert errors of torch.compile, which occur at the first step, to UnsupportedError."""
+    from torch._dynamo.exc import TorchDynamoException  # slow to import (seconds)
 
     try:
         yield
@@ -162,7 +162,7 @@ def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, ne
 def figures_in_fp32(
     job: TrainingJob, work: Work, device: torch.device, values: Mapping[str, Tensor] | None
 ) -> tuple[Series, ...]:
-    """The held-out figures of the job's model in fp32, with trained values or, as published, without."""
+    """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
     model = start_in_fp32(job, work.seed).to(device)
     return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
@@ -180,11 +180,11 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
         lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
         warmup_steps=round(options.warmup * options.steps),
         max_grad_norm=options.clip or math.inf,
-        train_sampling_strategy="sequential",  # the stream has its order
+        train_sampling_strategy="sequential",  # the stream is already ordered
         eval_on_start=not is_resumed,
-        eval_strategy="no",  # of later ones `Timetable` decides
+        eval_strategy="no",  # `Timetable` decides after the start
         save_strategy="no",
-        save_total_limit=None,  # `seal_checkpoint` decides
+        save_total_limit=None,  # `seal_checkpoint` deletes old ones
         logging_steps=1,
         report_to=list(options.log_to) or "none",
         run_name=work.words,
@@ -199,7 +199,7 @@ def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> Tra
 
 
 def _start_of(folder: Path) -> Path | None:
-    """The checkpoint to go on from, None to begin; what is not whole is out of the way, for all processes."""
+    """The checkpoint to resume from, or None; incomplete ones are deleted first, for all processes."""
     if is_main_process():
         drop_broken(folder)
     wait_for_all()
@@ -207,7 +207,7 @@ def _start_of(folder: Path) -> Path | None:
 
 
 def _keep_good(folder: Path, error: DivergedError) -> None:
-    """Drop the checkpoint whose weights gave the loss that is not finite, and let the error name the one before."""
+    """Delete the checkpoint whose weights gave the non-finite loss, and name the previous one in the error."""
     shutil.rmtree(folder / f"checkpoint-{error.since - 1}", ignore_errors=True)
     kept = last_checkpoint(folder)
     error.hint = "lower --lr, or choose a recipe with more range; " + (
@@ -216,9 +216,9 @@ def _keep_good(folder: Path, error: DivergedError) -> None:
 
 
 def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
-    """The estimate of a step; ResourceError where there is no room for it.
+    """Estimated memory of a step. Raises ResourceError if there is not enough.
 
-    Activations are those of one sequence in fp32, times the batch: low precision needs fewer.
+    Activations are measured for one sequence in fp32, times the batch size, an upper bound for low precision.
     """
     parameters = sum(p.numel() for p in model.parameters())
     largest = max(p.numel() for p in model.parameters())
@@ -236,7 +236,7 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
 
 
 def _check_gradients(job: TrainingJob, work: Work, model: Any, needed: dict[str, int]) -> None:
-    """Compare the gradients of one sequence with the plain model's, if the arithmetic scales and there is room."""
+    """Compare the gradients of one sequence with the plain model's, for scaled arithmetic and if memory allows."""
     arithmetic, scale = work.arithmetic, None
     if arithmetic.is_scaled:
         scale = functools.partial(scaled, method=arithmetic.method)
@@ -256,7 +256,7 @@ def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
 
 
 def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
-    """Fix scales measured on the run's first batches: in fp32, where nothing overflows and nothing vanishes."""
+    """Set static scales measured on the run's first batches in fp32, where nothing overflows or underflows."""
     batches = first_batches(job, job.stream(work.seed, held_out=False), MEASURED_BATCHES, model.device)
     measured = scaled(open_start(job, work.seed).model.to(model.device), method="unit")
     if job.options.is_sharded:

@@ -1,4 +1,4 @@
-"""What a fine-tuning run is asked for. Plain Python; nothing here reads a file."""
+"""Options of `lpconv finetune`. Plain Python; nothing here reads a file."""
 
 import dataclasses
 import functools
@@ -40,12 +40,12 @@ _TWINS = ("fp32", "bf16", "none")
 _SAVES = ("converted", "plain")
 
 
-# Where Trainer can report a run to: the names that transformers knows, which it takes seconds to ask.
+# Services that Trainer can report to, by transformers' names; listed here because asking it takes seconds.
 LOGGERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
-# Options by their panel in the help; those with `panel=None` come first, in one that most people need.
+# Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _how = functools.partial(Option, panel="Arithmetic")
 _data = functools.partial(Option, panel="Data")
 _TRAINING = "Training"
@@ -55,7 +55,7 @@ _check = functools.partial(Option, panel="Twin and diagnostics")
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticOptions:
-    """A recipe, and what replaces its parts; `lpconv.train.recipes.arithmetic` says what they come to."""
+    """A recipe, and replacements for its parts; `lpconv.train.recipes.arithmetic` combines them."""
 
     recipe: Annotated[
         str | None,
@@ -115,7 +115,7 @@ def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Settings of one run and its twin. `every` decides the intervals that are None."""
+    """Settings of one run and its twin. Intervals that are None are filled in by `every`."""
 
     arithmetic: Annotated[Arithmetic, Group(ArithmeticOptions, _arithmetic)]
     critical: Annotated[
@@ -189,7 +189,7 @@ class FinetuneOptions:
         _train(
             "Sharing of the model among torchrun's processes: a copy each, or a part each",
             what="kind of parallelism",
-            only="command",  # processes are begun by torchrun, and jobs are not
+            only="command",  # torchrun starts processes, which jobs do not
             choices=PARALLEL,
         ),
     ] = "ddp"
@@ -234,22 +234,22 @@ class FinetuneOptions:
 
     @property
     def highest_lr(self) -> float:
-        """`lr`, or what is usual for the arithmetic."""
+        """`lr`, or the default for the arithmetic."""
         return self.arithmetic.usual_lr if self.lr is None else self.lr
 
     @property
     def critical_patterns(self) -> tuple[str, ...]:
-        """The patterns of `critical` that name modules."""
+        """The patterns in `critical` that name modules."""
         return tuple(p for p in self.critical if p not in ("auto", "none"))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process keeps a part of the model."""
+        """Whether each process holds only a part of the model."""
         return self.parallel == "fsdp2"
 
     @property
     def twin_arithmetic(self) -> Arithmetic | None:
-        """The arithmetic of the twin; native like the run's, since the same rate is another step elsewhere."""
+        """The arithmetic of the twin: native for a native run, because rates have other effects elsewhere."""
         if self.twin == "none":
             return None
         if self.arithmetic.is_native:
@@ -258,12 +258,12 @@ class FinetuneOptions:
 
     @property
     def saved_form(self) -> tuple[str, str]:
-        """The method and format that the model is published in; "plain" keeps everything that training kept."""
+        """The method and format of the published model; "plain" stores everything that training kept."""
         method, format = saved_as(self.arithmetic)
         return (method, format) if self.save == "converted" or method == "plain" else ("plain", "fp32")
 
     def every(self, what: str) -> int:
-        """The interval of "eval" or "track" in steps; 0 is never. Nobody sees the whole of a sharded tensor."""
+        """The interval of "eval" or "track" in steps; 0 is never. Sharded tensors cannot be tracked."""
         if what == "track" and self.is_sharded:
             return 0
         asked: int | None = getattr(self, f"{what}_every")
@@ -276,11 +276,11 @@ _NOTHING_TO_CALIBRATE = {
     "scalify": "its scales are reset by data while it trains",
     "native": "its scales are those of theory",
 }
-_INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # a part of the steps, but at least so many
+_INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # (part of all steps, minimum number of steps)
 
 
 def check_options(options: FinetuneOptions) -> None:
-    """Raises UsageError for names that are unknown and numbers out of range."""
+    """Raise UsageError for unknown names and numbers out of range."""
     check(options)
     if options.calibrate and options.arithmetic.method != "unit":
         raise UsageError(
@@ -304,7 +304,7 @@ def check_options(options: FinetuneOptions) -> None:
 
 
 def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for a native recipe on a model that native unit scaling did not draw."""
+    """Raise UnsupportedError for a native recipe on a model that `lpconv init` did not draw."""
     if options.arithmetic.is_native and NATIVE_MARK not in config:
         raise UnsupportedError(
             f"recipe `{options.arithmetic.name}` scales by theory, which holds for weights that `lpconv init` drew, "

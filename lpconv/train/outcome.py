@@ -1,4 +1,4 @@
-"""What becomes of a fine-tuning: held-out figures and their errors, the gap between run and twin, the gates on it."""
+"""Evaluate a fine-tuning: held-out metrics and their errors, the gap between run and twin, and gates."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _FIGURES: dict[str, Callable[[EvaluationRecord], Figures]] = {
 
 
 def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
-    """The gates of a run; UsageError with what is wrong, or with what the run would have to measure."""
+    """The gates of a run. Raises UsageError for invalid gates and for those on metrics that it will not measure."""
     gates = tuple(map(FINETUNE_GATES.parse, options.gates))
     for gate in gates:
         if "gap" in gate.metric and options.twin == "none":
@@ -30,7 +30,7 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
 
 
 def gate_problem(result: FinetuneResult) -> VerificationError | None:
-    """The error that a command should end with where gates failed. The trained model and the report stay."""
+    """The error for failed gates, or None. The trained model and the report are kept."""
     failed = [g for g in result.gates if not g.passed]
     if not failed:
         return None
@@ -43,7 +43,7 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
 
 
 def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
-    """One record per held-out metric, from the last evaluation of every run that has a twin of its seed."""
+    """One record per held-out metric, from the last evaluation of every run with a twin of the same seed."""
     twins = {r.seed: r for r in runs if r.role == "twin"}
     pairs = [(r, twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
     metrics = [s.name for s in pairs[0][0].evaluations if s.values] if pairs else []
@@ -52,7 +52,7 @@ def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
 
 
 def _gap(metric: str, pairs: Sequence[tuple[RunRecord, RunRecord]]) -> GapRecord:
-    """Paired: run and twin of a seed saw the same batches, so their difference varies less than either."""
+    """The gap of one metric over pairs of run and twin; both see the same batches, which reduces variance."""
     ends = [(_last(run, metric), _last(twin, metric)) for run, twin in pairs]
     differences = [run - twin for run, twin in ends]
     count = len(pairs)
@@ -73,10 +73,10 @@ def _last(run: RunRecord, metric: str) -> float:
 
 
 def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """The standard error of a mean over examples, from the means over batches of so many; None with one batch.
+    """Standard error of a mean over examples, from means over batches of the given sizes; None with one batch.
 
-    That of a weighted mean of clusters (Cochran, Sampling Techniques, section 9A.1, without the correction for a finite
-    population).
+    Uses the formula for a weighted mean of clusters (Cochran, Sampling Techniques, section 9A.1, without the correction
+    for a finite population).
     """
     count = len(values)
     if count < 2 or not all(map(math.isfinite, values)):
@@ -89,9 +89,9 @@ def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
 def held_out_records(
     runs: Sequence[RunRecord], baseline: dict[str, float], *, num_available: int
 ) -> tuple[HeldOutRecord, ...]:
-    """A record for each role and metric, over the seeds of that role, which saw the same held-out batches.
+    """A record per role and metric, over the seeds of that role, which see the same held-out batches.
 
-    There is none of a role that went on with another number of processes, whose batches are others then.
+    A role that resumed with another number of processes has none, because its batches have changed.
     """
     found = []
     for role in dict.fromkeys(r.role for r in runs):
@@ -120,7 +120,7 @@ def held_out_records(
 
 
 def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> float | None:
-    """The standard error of the mean gap of (run, twin), from the held-out batches that both saw; None without them."""
+    """Standard error of the mean gap of (run, twin) pairs, from common held-out batches; None without them."""
     if metric not in _FIGURES or not all(run.held_out and twin.held_out for run, twin in pairs):
         return None
     figures = _FIGURES[metric]
@@ -132,12 +132,12 @@ def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> floa
 
 
 def _alike(evaluations: Iterable[EvaluationRecord]) -> bool:
-    """Whether all were made of batches of the same sizes."""
+    """Whether all evaluations have batches of the same sizes."""
     return len({e.sizes for e in evaluations}) == 1
 
 
 def _over_seeds(figures: Sequence[Figures]) -> list[float]:
-    """Of each batch, the mean over seeds."""
+    """For each batch, the mean over seeds."""
     return [statistics.fmean(values) for values in zip(*figures, strict=True)]
 
 

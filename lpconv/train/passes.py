@@ -1,8 +1,8 @@
-"""What a forward pass leaves for the backward pass, counted on a model without memory.
+"""Memory that a forward pass keeps for the backward pass, counted on a model without storage (meta device).
 
-Ops on tensors without memory keep the shapes and dtypes of what they save. Two things they do not do as a device does:
-attention runs unfused, and saves its probabilities, and autocast passes over them. So attention is sent to the fused
-kernel where a device would take it, and recipes under autocast run on fake tensors of the CPU, which it casts.
+Operators on meta tensors keep the shapes and dtypes that they save. They differ from a real device in two ways:
+attention runs unfused and saves its probabilities, and autocast ignores them. So attention is sent to the fused kernel
+if a device would use it, and recipes with autocast run on fake CPU tensors.
 """
 
 import copy
@@ -23,14 +23,14 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import Arithmetic
 
-_COUNTED = 2  # blocks: what one more adds is known of them
+_COUNTED = 2  # blocks; further equal blocks are extrapolated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What a forward pass leaves for the backward pass on a rank, in bytes, and of how many tokens and logits.
+    """Bytes that a forward pass keeps for the backward pass on a rank, and its number of tokens and logits.
 
-    `block_activations` are those of one block; all of them are in `activations`.
+    `block_activations` are those of one block; `activations` includes all blocks.
     """
 
     activations: int
@@ -39,12 +39,12 @@ class Passes:
     num_logits: int
 
     def times(self, sequences: int) -> "Passes":
-        """Of so many sequences, where this is of one."""
+        """The same for several sequences, given the counts for one."""
         return Passes(**{name: sequences * count for name, count in asdict(self).items()})
 
 
 def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> Passes:
-    """What an arithmetic leaves of a batch of token ids. Of blocks that are alike, two are counted."""
+    """Memory that an arithmetic keeps for a batch of token ids. Equal blocks are extrapolated from two."""
     blocks = blocks_of(empty)
     if len(blocks) <= _COUNTED or len({_shapes(block) for block in blocks}) > 1:
         activations = _saved(empty, len(blocks), arithmetic, batch_shape)
@@ -67,8 +67,8 @@ def _shapes(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> int:
-    """Of the first blocks, and what lies around them."""
-    if arithmetic.precision == "fp8" and not arithmetic.is_scaled:  # its kernels draw noise; they keep what bf16 does
+    """Bytes kept by the first blocks and the rest of the model."""
+    if arithmetic.precision == "fp8" and not arithmetic.is_scaled:  # keeps as much as bf16
         arithmetic = replace(arithmetic, precision="bf16")
     model = _with_blocks(empty, num_blocks).train()
     has_autocast = arithmetic.variant is None and not arithmetic.is_scaled
@@ -76,14 +76,14 @@ def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shap
         if has_autocast:
             model = model.to_empty(device="cpu")
         prepared = prepare(model, arithmetic, FinetuneOptions(arithmetic=arithmetic), seed=0)
-        prepared.model.config.use_cache = True  # without, masks look for packed sequences, which takes values
+        prepared.model.config.use_cache = True  # without a cache, masks look for packed sequences, which needs values
         ids = torch.zeros(batch_shape, dtype=torch.long, device="cpu" if has_autocast else "meta")
         with prepared.around_forward("cpu") if has_autocast else nullcontext():
             return saved_bytes(prepared.model, {"input_ids": ids, "labels": ids})
 
 
 def _with_blocks(empty: nn.Module, count: int) -> nn.Module:
-    """A copy of the model with its first blocks only."""
+    """A copy of the model with only its first blocks."""
     blocks = blocks_of(empty)
     memo = {id(m): copy.copy(m) for m in empty.modules() if isinstance(m, nn.ModuleList) and m[0] is blocks[0]}
     for shortened in memo.values():
@@ -92,7 +92,7 @@ def _with_blocks(empty: nn.Module, count: int) -> nn.Module:
 
 
 class _Fused(TorchFunctionMode):
-    """Sends attention without dropout to the CPU's fused kernel, which runs without memory too."""
+    """Sends attention without dropout to the CPU's fused kernel, which also works on meta tensors."""
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,7 +110,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`F.scaled_dot_product_attention`; the mask's dtype is one that the kernel takes."""
+    """`F.scaled_dot_product_attention` with the fused kernel; the mask is cast to the dtype that it accepts."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)

@@ -1,18 +1,18 @@
-"""What a step needs of each rank that shares a model by FSDP2, found on a model without memory.
+"""Memory of a step on each rank that shares a model by FSDP2, estimated on a model without storage.
 
-One of a few moments is the peak, and each is added up from what FSDP2 and autograd then hold:
+The peak is one of several moments, each summed from what FSDP2 and autograd hold at that time:
 
-- when the loss is taken and hands back its gradient, all activations are there, what lies outside of blocks is
-  gathered, and so is a block: the last one in the forward pass, whose buffer is let go of when the model returns, and
-  the same one in the backward pass, ahead;
-- in the backward pass of a block, the block and the one ahead are gathered, the head has its gradient, and the widest
-  layer makes temporary tensors. The sums of the block before are still on their way, and its rows are kept;
-- when the last block's gradients are whole, they stand beside the buffer in which they are summed;
-- at the end, the tables have theirs; those are summed in turn, and the rows of all blocks are there.
+- when the loss returns its gradient: all activations, gathered parameters outside of blocks, and one gathered block
+  (the last one of the forward pass, whose buffer is freed when the model returns, or the same one prefetched for the
+  backward pass);
+- in the backward pass of a block: the block and the next one are gathered, the head has its gradient, and the widest
+  layer makes temporary tensors. The sums of the previous block are in flight, and its rows are kept;
+- when the gradients of the last block are complete: they and the buffer in which they are summed;
+- at the end: gradients of embedding tables, summed one after the other, and the rows of all blocks.
 
-One rank alone shares nothing: it gathers nothing, keeps 16-bit weights beside the optimizer's copy, and its gradients
-are whole at the end. Left out are the optimizer's own temporary tensors, as in what a run measures
-(`lpconv.train.memory`), and copies that a backend makes to exchange: NCCL makes none, gloo one of what it sums.
+A single rank gathers nothing, keeps 16-bit weights next to the optimizer's copy, and has complete gradients at the end.
+Left out are the optimizer's temporary tensors, as in measurements (`lpconv.train.memory`), and copies that a backend
+makes for communication: NCCL makes none, gloo one of what it sums.
 """
 
 import math
@@ -41,21 +41,21 @@ from lpconv.train.options import FinetuneOptions, check_start
 from lpconv.train.passes import Passes, passes_of
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
-# Of GPUs that a step is fitted into: bytes by their data sheets.
+# Memory of GPUs in bytes, from their data sheets.
 GPU_MEMORY = {"a100": 80 * 10**9, "l40s": 48 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9, "b200": 180 * 10**9}
 _REDUCED = 4  # bytes: gradients are summed in fp32
-_LOGIT_BYTES = 4  # losses are taken in fp32
+_LOGIT_BYTES = 4  # losses are computed in fp32
 _PARTS = dict.fromkeys(("gathered", "activations", "gradients", "logits", "temporary"), 0)
 _WORLDS = tuple(2**n for n in range(11))
 _HINT = "lpconv counts the models of language that this release of transformers builds"
 
 
 def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
-    """What a step of a model needs of each rank, under every recipe that it can have and on up to 1024 ranks.
+    """Memory that a step of a model needs on each rank, for every possible recipe and up to 1024 ranks.
 
-    `model` is a preset, a config file, a directory with one, or whatever `resolve` takes; no weights are read. A rank
-    has its share of the batch, and one sequence at least. Raises UnsupportedError for models that are no models of
-    language, and as `check_start` does.
+    `model` is a preset, a config file, a directory with one, or anything that `resolve` accepts; no weights are read. A
+    rank has its share of the batch, at least one sequence. Raises UnsupportedError for models that are not language
+    models, and the errors of `check_start`.
     """
     settings = _settings(model, options.revision)
     check_start(options, settings)
@@ -92,7 +92,7 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
 
 
 def _settings(model: str, revision: str | None) -> dict[str, Any]:
-    """What config.json says of a model, wherever that is."""
+    """The config.json of a model, wherever it is."""
     path = Path(os.path.expanduser(model))
     if model in PRESETS and not path.is_dir():
         settings: dict[str, Any] = PRESETS[model].config().to_dict()
@@ -108,9 +108,12 @@ def _settings(model: str, revision: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelSizes:
-    """Of a model, in numbers: the largest block, what lies outside of blocks, the head's matrix, the table of ids (0
-    where the head has the same one), the largest parameter of a block and its longest side. `in_blocks` are the
-    parameters of all blocks."""
+    """Parameter counts of a model.
+
+    `block` is the largest block, `rest` everything outside of blocks, `head` the output matrix, `table` the embedding
+    of ids (0 if tied to the head), `largest` the largest matrix of a block and `widest` its longest side. `in_blocks`
+    are the parameters of all blocks.
+    """
 
     block: int
     rest: int
@@ -138,7 +141,7 @@ def _sizes(empty: Any) -> _ModelSizes:
 
 
 def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, passes: Passes) -> RecipeMemory:
-    """The parts of a step's peak under an arithmetic on rank 0, whose rows are the most, in bytes."""
+    """The parts of a step's peak memory for an arithmetic on rank 0, which has most rows, in bytes."""
     if num_ranks == 1:
         return _alone(empty, arithmetic, passes)
     weight, crossing = _weight_bytes(arithmetic), _crossing_bytes(arithmetic)
@@ -180,7 +183,7 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
 
 
 def _alone(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMemory:
-    """The same of a process that trains by itself."""
+    """The parts of the peak for a process that trains alone."""
     count = sum(p.numel() for p in empty.parameters())
     weight = _crossing_bytes(arithmetic)
     block = _sizes(empty).block
@@ -201,23 +204,28 @@ def _most(moments: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _loss_bytes(arithmetic: Arithmetic) -> int:
-    """Of what the loss makes of a logit in its backward pass: two gradients in fp32, and where it is scaled what it
-    kept of it in 16 bits, in fp8 twice."""
+    """Bytes per logit in the backward pass of the loss.
+
+    Two gradients in fp32; scaled runs also keep the logit in 16 bits, in fp8 twice.
+    """
     if not _is_narrow(arithmetic):
         return 2 * _LOGIT_BYTES
     return 2 * _LOGIT_BYTES + (4 if arithmetic.precision == "fp8" else 2)
 
 
 def _wide_bytes(arithmetic: Arithmetic) -> int:
-    """Of what the backward pass of a layer makes of each number that comes out of it: two gradients as they are; where
-    they are scaled three in fp32 beside two of 16 bits, as an activation function takes them."""
+    """Bytes per output element in the backward pass of a layer.
+
+    Two gradients in their dtype; for scaled gradients three in fp32 and two in 16 bits, as an activation function
+    needs.
+    """
     return 3 * 4 + 2 * 2 if _is_narrow(arithmetic) else 2 * _crossing_bytes(arithmetic)
 
 
 def _table_bytes(arithmetic: Arithmetic, sizes: _ModelSizes) -> int:
-    """Of the gradients of tables, when that of the ids' is made: it is added up in fp32 where it is scaled.
+    """Bytes of the tables' gradients while the embedding's gradient is computed, summed in fp32 if it is scaled.
 
-    One table that does both has two at a time, and then their sum, for which scales that follow the data widen them.
+    A table tied to the head has two gradients at a time and then their sum, which Scalify's scales widen.
     """
     crossing = _crossing_bytes(arithmetic)
     widened = 4 if _is_narrow(arithmetic) else 0
@@ -228,33 +236,33 @@ def _table_bytes(arithmetic: Arithmetic, sizes: _ModelSizes) -> int:
 
 
 def _is_narrow(arithmetic: Arithmetic) -> bool:
-    """Whether tensors are scaled and kept in 16 bits or fewer."""
+    """Whether tensors are scaled and stored in at most 16 bits."""
     return arithmetic.is_scaled and arithmetic.precision != "fp32"
 
 
 def smallest_world(rows: Iterable[RecipeMemory], rooms: Mapping[str, int]) -> dict[str, int | None]:
-    """For each room, by name and in bytes, the smallest number of ranks of which each has it; None where none has."""
+    """For each room (name to bytes), the smallest number of ranks that fit; None if no number does."""
     by_size = sorted(rows, key=lambda r: r.num_ranks)
     return {name: next((r.num_ranks for r in by_size if r.total_bytes <= room), None) for name, room in rooms.items()}
 
 
 def _state_bytes(arithmetic: Arithmetic) -> int:
-    """Of the optimizer's state: fp32 weights of 4 bytes have a gradient of 4, and 16-bit ones of 2."""
+    """Bytes of optimizer state per parameter. fp32 weights have gradients of 4 bytes, 16-bit weights of 2."""
     if arithmetic.optimizer == "fp16-state":
-        return 4  # two moments of 16 bits; the fp32 copy is the parameter itself
+        return 4  # two 16-bit moments; the fp32 copy is the parameter itself
     return TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter - 2 * _weight_bytes(arithmetic)
 
 
 def _weight_bytes(arithmetic: Arithmetic) -> int:
-    """Of a parameter as it is kept, and of its gradient."""
+    """Bytes of a stored parameter, and of its gradient."""
     return 4 if arithmetic.variant is None else 2
 
 
 def _crossing_bytes(arithmetic: Arithmetic) -> int:
-    """Of a gathered parameter, and of its gradient before it is summed."""
+    """Bytes of a gathered parameter, and of its gradient before summing."""
     return 2 if arithmetic.variant is not None or _is_narrow(arithmetic) else 4
 
 
 def _own_elements(parameters: Iterable[Any], num_ranks: int) -> int:
-    """What the first rank has: rows are shared out, rounded up."""
+    """Elements on the first rank: rows are distributed, rounded up."""
     return sum(math.ceil(p.shape[0] / num_ranks) * (p.numel() // max(p.shape[0], 1)) for p in parameters)

@@ -1,4 +1,4 @@
-"""A model made ready to train in an arithmetic: its parameters, its optimizer, what its passes run in."""
+"""Prepare a model for training in an arithmetic: parameters, optimizer, and context of its passes."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -22,11 +22,11 @@ from lpconv.train.recipes import Arithmetic
 
 
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
-    """`LowPrecisionAdamW` for a model of `lpconv.scaled` whose data are bf16; arguments and variants are its own.
+    """`LowPrecisionAdamW` for a model of `lpconv.scaled` with bf16 data; same arguments and variants.
 
-    `start` holds the fp32 values of the source model: what bf16 drops of them goes to the low parts at once. One
-    parameter group per scale, so that schedulers work; `group["scale"]` gives lr back as lr·scale. The model may be
-    sharded by FSDP2, and `start` whole or sharded alike.
+    `start` holds the fp32 values of the source model: the parts that bf16 drops go to the low parts at once. There is
+    one parameter group per scale, so that schedulers work; `group["scale"]` converts lr back as lr·scale. The model may
+    be sharded by FSDP2, with `start` whole or sharded alike.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
             own = local(p)
             assert isinstance(own, ScaledTensor)
             self._scales[name] = float(own.scale)
-            data[name] = nn.Parameter(placed_like(p, own.data_part))  # shares the memory
+            data[name] = nn.Parameter(placed_like(p, own.data_part))  # shares its memory
         self.data = nn.ParameterDict({name.replace(".", "/"): x for name, x in data.items()})
         source = HyperParameters(lr=lr, weight_decay=weight_decay)
         groups = []
@@ -53,7 +53,7 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
         start_from_fp32(self, self.data, values)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """As `LowPrecisionAdamW.step`; gradients of any scale enter as bf16 values."""
+        """Like `LowPrecisionAdamW.step`; gradients of any scale are converted to bf16 values."""
         self._follow()
         for name, p in self._trained.items():
             grad = p.grad
@@ -62,19 +62,19 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
         return super().step() if closure is None else super().step(closure)
 
     def _follow(self) -> None:
-        """Share the memory of the model's parameters again: FSDP2 moves uneven parts at the first forward pass."""
+        """Share the parameters' memory again, because FSDP2 moves uneven parts at the first forward pass."""
         for name, p in self._trained.items():
             own = local(p)
             if is_sharded(p) and isinstance(own, ScaledTensor):
                 local(self.data[name.replace(".", "/")]).data = own.data_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the model's parameters and of the data they share."""
+        """Clear the gradients of the model's parameters and of the data that they share."""
         super().zero_grad(set_to_none)
         self.model.zero_grad(set_to_none)
 
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters in fp32 by their names in the model, exactly as kept, and where they are."""
+        """The trained parameters in fp32 by their names in the model, exactly as stored, on their devices."""
         self._follow()
         kept = fp32_values(self, self.data)
         return {name: kept[name.replace(".", "/")] * scale for name, scale in self._scales.items()}
@@ -85,10 +85,10 @@ _AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """A model, and how to step it. `make_optimizer` is called once the model is where it will be trained.
+    """A model, and how to step it. `make_optimizer` is called once the model is on its training device.
 
-    `loss_scale` multiplies the loss; the scaled methods and adaptive scaling have none. `autocast` is the dtype that
-    the forward pass is cast to by torch, None for models that cast themselves or not at all.
+    `loss_scale` multiplies the loss; scaled methods and adaptive scaling have none. `autocast` is torch's autocast
+    dtype for the forward pass, None for models that cast themselves or not at all.
     """
 
     model: Any
@@ -97,13 +97,13 @@ class TrainingSetup:
     autocast: torch.dtype | None = None
 
     def around_forward(self, device: str) -> AbstractContextManager[Any]:
-        """What every forward pass runs in."""
+        """Context manager for every forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The state of the model with its trained parameters as exactly as the optimizer keeps them.
+        """The model's state with its trained parameters in the optimizer's full precision.
 
-        Each rank has its rows of a sharded one. Tied names share one tensor.
+        For a sharded model, each rank has its rows. Tied names share one tensor.
         """
         state: dict[str, Tensor] = dict(self.model.state_dict(keep_vars=True))
         kept: Mapping[str, Tensor]
@@ -118,7 +118,7 @@ class TrainingSetup:
 
 
 def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> TrainingSetup:
-    """`model`, in fp32, changed in place for `arithmetic`."""
+    """Change `model`, in fp32, in place for `arithmetic`."""
     settings: dict[str, Any] = {
         "lr": options.highest_lr,
         "betas": (0.9, options.beta2),
@@ -150,10 +150,10 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
 
 
 def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> TrainingSetup:
-    """Scaled parameters, kept in fp32 by `scaled.AdamW` or as the variant says; calibrated scales are static."""
+    """Setup with scaled parameters, stored in fp32 or as the variant defines. Calibrated scales are static."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     has_fp16_state = arithmetic.optimizer == "fp16-state"
-    keeps_fp32 = options.is_sharded and arithmetic.variant is None  # what others keep in the optimizer
+    keeps_fp32 = options.is_sharded and arithmetic.variant is None  # other setups keep fp32 in the optimizer
     places = ("layernorm_grad", "weight_grad") if arithmetic.method == "scalify" and has_fp16_state else None
     scaled(
         model, method=arithmetic.method, compute=arithmetic.precision, rescale=places,
@@ -174,7 +174,7 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
         has_copy = arithmetic.precision != "fp32" and not keeps_fp32
         values = {p: start[n] for n, p in model.named_parameters()} if has_copy else {}
         start.clear()
-        # Weights that were 16 bits from the first: updates below half a step reach the forward pass on average only so.
+        # For weights that were 16-bit from the start, updates below half a step reach the forward pass only on average.
         is_on_grid = all(torch.equal(x, x.to(p.dtype).to(x.dtype)) for p, x in values.items())
         rounding: Literal["nearest", "stochastic"] = "stochastic" if values and is_on_grid else "nearest"
         groups = model.parameters()
@@ -186,13 +186,13 @@ def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], option
 
 
 def operand_scale_of(arithmetic: Arithmetic, options: FinetuneOptions) -> str:
-    """That of the arithmetic; calibrated scales are made to be cast at, unless another kind is named."""
+    """The operand scale of the arithmetic. Calibrated scales imply static casts, unless another kind is named."""
     is_usual = arithmetic.operand_scale == Arithmetic.operand_scale
     return "static" if options.calibrate and is_usual else arithmetic.operand_scale
 
 
 def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.optim.Optimizer]:
-    """Round `model` to bf16; the optimizer that is made gets what that drops."""
+    """Round `model` to bf16; the returned function makes an optimizer with the rounding errors."""
     start: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
 
@@ -206,8 +206,10 @@ def _kept_in_bf16(model: Any, settings: dict[str, Any]) -> Callable[[], torch.op
 
 
 def _on_fp16_grid(parameters: Iterable[nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
-    """AdamW whose weights are fp16 numbers, from the start and after each step; they are stored in fp32, so that their
-    gradients can be divided by the loss scale without loss, as the paper's update does it."""
+    """AdamW whose weights are fp16 numbers, from the start and after each step, stored in fp32.
+
+    So gradients can be divided by the loss scale without loss, as in the paper's update.
+    """
     kept = list(parameters)
 
     @torch.no_grad()
@@ -231,7 +233,7 @@ def _loss_scale(arithmetic: Arithmetic) -> LossScale:
 
 
 def _kept(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """A parameter or buffer in full precision: the optimizer's copy of a scaled one where it keeps any."""
+    """A parameter or buffer in full precision: for a scaled one, the optimizer's copy if there is one."""
     own = local(x)
     if not isinstance(own, ScaledTensor):
         return x

@@ -1,4 +1,4 @@
-"""The trained model as a checkpoint in the run's folder: plain, or in the form of `lpconv convert`."""
+"""Save the trained model in the run's folder: plain, or in the form of `lpconv convert`."""
 
 import os
 import shutil
@@ -25,22 +25,22 @@ from lpconv.train.job import TrainingJob, Work
 from lpconv.train.one import Finished, figures_in_fp32
 from lpconv.train.processes import is_main_process, wait_for_all
 
-# Of the source's side files, those that are about its own training.
+# Side files of the source that describe its own training.
 _NOT_COPIED = {"metrics.json"}
 
 
 def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished) -> tuple[Series, ...]:
-    """Publish the model of a run below `output`, with the source's tokenizer. Returns its held-out figures in fp32, as
-    it opens from its files.
+    """Publish the model of a run below `output`, with the source's tokenizer.
 
-    The first seed's is for `in_place`. A converted form is checked against the trained one. All processes call it,
-    because they may have to gather what is written, tensor by tensor; the main one keeps and writes it.
+    Returns its held-out metrics in fp32, after opening it from its files. `in_place` moves the first seed's model. A
+    converted form is checked against the trained model. All processes call this, because tensors may have to be
+    gathered; the main process stores and writes them.
     """
     folder = (output / RUNS if work.seed == job.options.seed else work.folder) / PUBLISHED
     values = finished.prepared.values(finished.optimizer)
     whole_values = {}
     for x in {id(x): x for x in values.values()}.values():
-        found = gather_whole(x)  # by all ranks together
+        found = gather_whole(x)  # collective: all ranks
         if is_main_process():
             whole_values[id(x)] = found.cpu()
     if is_main_process():
@@ -64,10 +64,10 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
         model.config.id2label = dict(enumerate(job.examples.labels))
         model.config.label2id = {name: i for i, name in model.config.id2label.items()}
     start = job.checkpoint
-    model.config.use_cache = start.config.get("use_cache", True)  # which training does without
+    model.config.use_cache = start.config.get("use_cache", True)  # training turns it off
     with quiet_transformers():
         model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
-        # Which has named the dtype that the model was trained in, and not that of `values`.
+        # save_pretrained stored the dtype of training, not that of `values`.
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
     copy_side_files(trained, start, (n for n in model_side_files(start) if n not in _NOT_COPIED), renamed={})
@@ -81,7 +81,7 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
 
 
 def _rounded(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In bf16; tied tensors stay one."""
+    """The values in bf16; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for x in values.values():
         made.setdefault(x.data_ptr(), x.to(torch.bfloat16) if x.is_floating_point() else x)
@@ -90,10 +90,10 @@ def _rounded(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def in_place(output: Path) -> Iterator[None]:
-    """Move what `publish_model` wrote into `output`, around the block that writes the reports.
+    """Move the files of `publish_model` into `output`; the block writes the reports.
 
-    SHA256SUMS of a converted form come before, as `lpconv verify` wants them, and config.json after it: a run that
-    fails leaves nothing that opens, and no reports. A second call goes on with what a first one left.
+    SHA256SUMS of a converted form is written before the block, for `lpconv verify`, and config.json moves after it: a
+    failed run leaves no model that opens, and no reports. A second call continues after an interruption.
     """
     published = output / RUNS / PUBLISHED
     config = published / "config.json"

@@ -1,6 +1,6 @@
-"""How a run computes and what it keeps: precision, method, optimizer and loss scale, named together as recipes.
+"""How a run computes and what it stores: precision, method, optimizer and loss scale, combined as recipes.
 
-Plain records; nothing here imports torch, so that `--help` and `--list-recipes` are quick.
+Plain records; nothing here imports torch, so that `--help` and `--list-recipes` are fast.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerChoice:
-    """An AdamW. `variant` is that of `lpconv.optim` by which it keeps weights and moments, None for weights in fp32.
+    """A kind of AdamW. `variant` is the `lpconv.optim` variant for weights and moments, None for fp32 weights.
 
-    `bytes_per_parameter` counts weight, gradient and state of one parameter trained in 16 bits, `needs_scales` says
-    that it works on scaled parameters only.
+    `bytes_per_parameter` counts weight, gradient and state of one parameter trained in 16 bits. `needs_scales`: works
+    only with scaled parameters.
     """
 
     bytes_per_parameter: int
@@ -34,7 +34,7 @@ class OptimizerChoice:
     needs_scales: bool = False
 
 
-# By what they keep between steps.
+# By what they store between steps.
 TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
     # fp32 weights, or an fp32 copy; fp32 moments
     "adamw": OptimizerChoice(bytes_per_parameter=16),
@@ -45,11 +45,11 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
     # bf16 weights, an fp32 copy, fp32 moments; and the same without the copy
     "fp32-master": OptimizerChoice(bytes_per_parameter=16, variant="fp32-master"),
     "fp32-moments": OptimizerChoice(bytes_per_parameter=12, variant="fp32-moments"),
-    # pairs of bf16: the weights; the second moment too; both moments too. What is no pair is bf16
+    # pairs of bf16 for the weights; also for the second moment; for both moments. The rest is bf16
     "collage-light": OptimizerChoice(bytes_per_parameter=10, variant="light"),
     "collage-plus": OptimizerChoice(bytes_per_parameter=12, variant="plus"),
     "collage-full": OptimizerChoice(bytes_per_parameter=14, variant="full"),
-    # bf16 weights and moments; weights rounded stochastically; weights with Kahan's compensation
+    # bf16 weights and moments; with stochastic rounding of weights; with Kahan compensation
     "bf16": OptimizerChoice(bytes_per_parameter=8, variant="bf16"),
     "bf16-sr": OptimizerChoice(bytes_per_parameter=8, variant="stochastic"),
     "bf16-kahan": OptimizerChoice(bytes_per_parameter=10, variant="kahan"),
@@ -58,10 +58,10 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """A combination that `arithmetic` found possible. `loss_scale` is a name of `LOSS_SCALES` or a number as text.
+    """A valid combination, made by `arithmetic`. `loss_scale` is a name in `LOSS_SCALES` or a number as text.
 
-    `operand_scale` says at which scales scaled fp8 casts operands, as `lpconv.scaled.choices.operand_scales` reads it,
-    and `operand_rounding` how fp8 without scales rounds activations and gradients.
+    `operand_scale` selects the scales at which scaled fp8 casts operands (see `lpconv.scaled.choices.operand_scales`),
+    and `operand_rounding` the rounding of activations and gradients in fp8 without scales.
     """
 
     precision: str = "bf16"
@@ -74,7 +74,7 @@ class Arithmetic:
 
     @property
     def variant(self) -> str | None:
-        """The variant of `lpconv.optim` that keeps the weights; None where they or a copy are fp32 in AdamW."""
+        """The `lpconv.optim` variant that stores the weights; None if AdamW has them or a copy in fp32."""
         return TRAINING_OPTIMIZERS[self.optimizer].variant
 
     @property
@@ -84,22 +84,22 @@ class Arithmetic:
 
     @property
     def is_native(self) -> bool:
-        """Whether scales are those of theory, which hold for weights that were drawn for them."""
+        """Whether scales come from theory, which holds for weights drawn by `lpconv init`."""
         return self.method == "native"
 
     @property
     def usual_lr(self) -> float:
-        """The highest learning rate where none is given: under native scaling it is the step on unit weights."""
+        """The default for the highest learning rate. For native scaling it is the step on unit weights."""
         return 0.25 if self.is_native else 5e-5
 
     @property
     def is_scaled_fp8(self) -> bool:
-        """Whether operands are cast at scales of their own."""
+        """Whether operands are cast to fp8 with scales of their own."""
         return self.is_scaled and self.precision == "fp8"
 
     @property
     def name(self) -> str:
-        """The combination in a few words, for titles."""
+        """A short name of the combination, for titles."""
         named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
         parts = (self.precision, self.method, self.optimizer, self.loss_scale)
         usual = dataclasses.replace(self, operand_scale=Arithmetic.operand_scale)
@@ -110,7 +110,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named combination and what it is for."""
+    """A named combination and its purpose."""
 
     arithmetic: Arithmetic
     purpose: str
@@ -193,10 +193,10 @@ def arithmetic(
     loss_scale_floor: str | None = None,
     operand_scale: str | None = None,
 ) -> Arithmetic:
-    """The combination asked for: a recipe, or parts, or a recipe with parts replaced; without any, the recipe unit-fp8.
+    """The requested combination: a recipe, parts, or a recipe with parts replaced; by default unit-fp8.
 
-    Where no loss scale is named, fp16 and fp8 without scales of their own take the dynamic one. Raises UsageError for
-    unknown names and, with the reason, for combinations that cannot be.
+    Without a named loss scale, fp16 and unscaled fp8 use the dynamic one. Raises UsageError for unknown names and, with
+    the reason, for invalid combinations.
     """
     named = {
         "precision": precision,
@@ -229,18 +229,18 @@ def arithmetic(
 
 
 def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
-    """The form that a run's weights are published in: a method of `lpconv convert` or "plain", and a format."""
+    """The published form of a run's weights: a method of `lpconv convert` or "plain", and a format."""
     if arithmetic.optimizer.startswith("collage"):
         return "collage", "bf16"
     if arithmetic.is_scaled:
-        # A native model is stored as any unit-scaled one; that it is native its config says.
+        # A native model is stored like any unit-scaled one; its config marks it as native.
         method = "unit" if arithmetic.is_native else arithmetic.method
         return method, "e4m3fn" if arithmetic.precision == "fp8" else arithmetic.precision
     return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
 
 
 def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
-    """`--rounding` is how bf16 weights without a wider copy are written back, else how plain fp8 casts operands."""
+    """Apply `--rounding`: how bf16 weights without a wider copy are written back, or how plain fp8 casts operands."""
     if rounding is None:
         return found
     find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))

@@ -1,4 +1,4 @@
-"""The record of a training run: its series, evaluations batch by batch, loss change allocation and what was seen."""
+"""The record of a training run: series, evaluations by batch, loss change allocation and tracked values."""
 
 import dataclasses
 import math
@@ -26,11 +26,11 @@ from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import StepWatch, tracked_records
 
 PROBE_BATCHES = 2
-NUM_COPIES = 14  # of the parameters in fp32, the twin and its gradients among them, while a step is measured
+NUM_COPIES = 14  # fp32 copies of the parameters during a measured step, including the twin and its gradients
 
 
 def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch, *, role: str, seed: int) -> RunRecord:
-    """The record of a run that has been trained, without its figures in fp32."""
+    """The record of a finished run, without its fp32 metrics."""
     evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
     updates = tuple(from_json(UpdateQuality, r) for r in metrics.rows if "edq" in r)
     model = trainer.prepared.model
@@ -55,7 +55,7 @@ def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch,
 
 
 def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
-    """Of batches as (examples, loss, accuracy); rows that were read again hold what is not finite as text."""
+    """An evaluation from batches (examples, loss, accuracy). Rows read from a file have non-finite numbers as text."""
     sizes, losses, accuracies = (tuple(map(float, column)) for column in zip(*batches, strict=True))
     has_classes = not any(map(math.isnan, accuracies))
     return EvaluationRecord(
@@ -64,9 +64,9 @@ def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
 
 
 class LossWatch:
-    """Allots the loss change of each step of `model`. `twin` is the same model in fp32, and is overwritten.
+    """Allocates the loss change of each step of `model`. `twin` is the same model in fp32, and is overwritten.
 
-    `seconds` is the time that the last step's measurement took.
+    `seconds` is the time of the last step's measurement.
     """
 
     def __init__(self, model: nn.Module, twin: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> None:
@@ -75,28 +75,28 @@ class LossWatch:
         self._lca: LossChange | None = None
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Where `optimizer.step()` would come, gradients unscaled and clipped."""
+        """Call in place of `optimizer.step()`, with gradients unscaled and clipped."""
         started = time.perf_counter()
-        if self._lca is None:  # the optimizer is made, or restored, once training begins
+        if self._lca is None:  # the optimizer exists, or is restored, only once training begins
             self._lca = LossChange(self.model, optimizer, self.batches, twin=self.twin)
         self._lca.before_step()
         self.seconds = time.perf_counter() - started
 
     def after_step(self, step: int) -> dict[str, Any]:
-        """After the step with this number: its allocation by layer, for the step's row."""
+        """Call after step number `step`. Returns its allocation by layer, for the step's row."""
         assert self._lca is not None
         started = time.perf_counter()
         found = by_layer(self._lca.after_step())
-        self._lca.steps.clear()  # rows keep them
+        self._lca.steps.clear()  # stored in the rows
         self.seconds += time.perf_counter() - started
         row: dict[str, Any] = to_json(dataclasses.replace(found, step=step))
         return row
 
 
 def loss_allocation(rows: Iterable[Mapping[str, Any]]) -> LossAllocation | None:
-    """What the rows of a run add up to; None where nothing was measured.
+    """The sum of a run's allocations; None if nothing was measured.
 
-    A run that was resumed on another device may not find the loss it left, bit for bit; steps before that are left out.
+    A run resumed on another device may not reproduce its last loss bit for bit; steps before that are left out.
     """
     steps = [from_json(LossChangeStep, row["lca"]) for row in rows if "lca" in row]
     if not steps:

@@ -1,4 +1,4 @@
-"""`lpconv finetune` as a library call: its light checks, before torch and transformers are imported."""
+"""`lpconv finetune` as a library call: cheap checks first, before torch and transformers are imported."""
 
 import os
 from pathlib import Path
@@ -25,14 +25,14 @@ def finetune(
 ) -> FinetuneResult:
     """Fine-tune `model` and its twin, and fill the folder `output`.
 
-    The result says which gates it met; that they fail raises nothing (`lpconv.train.outcome.gate_problem`). Raises an
-    `LpconvError` for every failure that is not a bug; DivergedError where training does not stay finite.
+    The result contains the gates; failed gates raise nothing here (see `lpconv.train.outcome.gate_problem`). Raises an
+    `LpconvError` for every failure that is not a bug; DivergedError if training does not stay finite.
     """
     progress = progress or Silent()
     check_options(options)
     gates = parse_gates(options)
     check_data(options)
-    if is_first_process():  # of several, it alone writes, and may have begun the folder already
+    if is_first_process():  # only the first process writes, and it may have created the folder already
         check_folder(output, asked_for(name_of(model), options), resume=options.resume, force=options.force)
         if options.resume and not os.path.lexists(output):
             progress.message(f"there is no `{output}` to go on with: the run starts anew")
@@ -42,14 +42,14 @@ def finetune(
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
             check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
-    from lpconv.train.study import study  # torch and transformers, which take seconds to import, from here on
+    from lpconv.train.study import study  # imports torch and transformers (seconds)
 
     return study(checkpoint, output, options, gates, progress=progress, command=command)
 
 
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
-    """What a step of `model` needs of each rank, under every recipe that it can have; raises as `memory_plan` does."""
+    """Memory of a step of `model` on each rank, for every possible recipe; raises as `memory_plan` does."""
     check_options(options)
-    from lpconv.train.plan import memory_plan  # torch and transformers, which take seconds to import, from here on
+    from lpconv.train.plan import memory_plan  # imports torch and transformers (seconds)
 
     return memory_plan(model, options)

@@ -1,7 +1,7 @@
-"""A run whose ranks each keep a part of the model, by FSDP2; and its checkpoints, which any number of ranks reads.
+"""Sharded runs, in which each rank holds a part of the model by FSDP2, and their rank-independent checkpoints.
 
-Trainer's own `fsdp=True` trains unsharded on a CPU and says nothing, and accelerate widens 16-bit parameters to fp32.
-So the model is sharded here, before Trainer sees it, and accelerate takes it as it is.
+Trainer's own `fsdp=True` silently trains unsharded on a CPU, and accelerate widens 16-bit parameters to fp32. So the
+model is sharded here, before Trainer sees it, and accelerate uses it as it is.
 """
 
 from pathlib import Path
@@ -26,10 +26,10 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 
 
 def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
-    """Leave on each rank its rows of every parameter, in place; a block's are gathered while it computes.
+    """Shard every parameter by rows, in place; each rank keeps its rows, and a block's are gathered while it computes.
 
-    The model is whole on all ranks, or was opened by rows (`lpconv.models.rows`). Scaled parameters that are kept in
-    fp32 cross and compute in the precision of the arithmetic; everything else crosses as it is kept. Gradients are
+    The model is whole on all ranks, or was opened by rows (`lpconv.models.rows`). Scaled parameters stored in fp32 are
+    gathered and computed in the precision of the arithmetic; everything else is gathered as stored. Gradients are
     summed in fp32.
     """
     keeps_fp32 = arithmetic.is_scaled and arithmetic.variant is None
@@ -39,7 +39,7 @@ def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
 
 
 def start_in_fp32(job: TrainingJob, seed: int) -> Any:
-    """The model that a run starts from, to compute in fp32: on all ranks together where the job is sharded."""
+    """The starting model of a run, to compute in fp32; sharded over all ranks if the job is."""
     model = open_start(job, seed).model
     if job.options.is_sharded:
         shard(model, RECIPES["fp32"].arithmetic)
@@ -47,23 +47,23 @@ def start_in_fp32(job: TrainingJob, seed: int) -> Any:
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write what each rank has of weights and optimizer state below `folder`; all ranks call it together."""
+    """Write each rank's part of weights and optimizer state below `folder`; called by all ranks."""
     try:
         state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
         state_dict_saver.save(_state_of(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
-    except CheckpointException as e:  # which is no Exception, and wraps what each rank met
+    except CheckpointException as e:  # not an Exception; wraps the error of each rank
         raise next(iter(e.failures.values()))[0] from e
 
 
 def load_model(folder: Path, model: nn.Module) -> None:
-    """Take each rank's part of the weights that `save` wrote, on any number of ranks."""
+    """Load each rank's part of the weights written by `save`, on any number of ranks."""
     state = unscaled_state_dict(model)
     state_dict_loader.load(state, checkpoint_id=folder / _MODEL)
     from_disk(model, state)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The same of the optimizer's state."""
+    """Load each rank's part of the optimizer state written by `save`."""
     state = _state_of(model, optimizer)
     state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
     set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
@@ -74,5 +74,5 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module whose parameters the optimizer steps."""
+    """The module whose parameters the optimizer updates."""
     return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model

@@ -1,4 +1,4 @@
-"""One fine-tuning: data, runs and their twins over seeds, the model, the report."""
+"""A whole fine-tuning: data, runs and their twins over seeds, the model, the report."""
 
 import dataclasses
 import math
@@ -97,7 +97,7 @@ def study(
 
 
 def _write(output: Path, result: FinetuneResult) -> None:
-    """All that lies beside the model; the report last, so that a folder with it is complete."""
+    """Write all files next to the model; the report comes last, so a folder with it is complete."""
     write_small(output / "README.md", markdown(finetune_card(result)))
     remove_leftovers(output)
     with in_place(output):
@@ -108,12 +108,12 @@ def _write(output: Path, result: FinetuneResult) -> None:
 def _train_all(
     job: TrainingJob, output: Path, told: Progress, is_main: bool, clock: Clock
 ) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
-    """Every run of every seed, twins after their runs; those that an earlier command finished are read."""
+    """All runs of all seeds, each followed by its twin; finished runs of an earlier command are read."""
     options = job.options
     records: list[RunRecord] = []
     notes: tuple[str, ...] = ()
     for seed in range(options.seed, options.seed + options.seeds):
-        done: list[RunRecord] = []  # of this seed
+        done: list[RunRecord] = []  # finished runs of this seed
         for work in _works(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
@@ -137,7 +137,7 @@ def _train_all(
 
 
 def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
-    """The run of a seed, and its twin; when that trains, `done` holds the run."""
+    """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
     options, arithmetic = job.options, job.options.arithmetic
     every = options.every("track")
     is_first = seed == options.seed
@@ -156,10 +156,10 @@ def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord])
         )
 
     def scale_at(step: int) -> int:
-        """log2 of the loss scale that the run had at a step."""
+        """log2 of the run's loss scale at a step."""
         return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
 
-    # The run's own values carry the loss scale already.
+    # The run's own values include the loss scale already.
     works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
     if options.twin_arithmetic is not None:
         works.append(work("twin", options.twin_arithmetic, watches_twin(arithmetic), scale_at))
@@ -182,7 +182,7 @@ def _facts(job: TrainingJob) -> dict[str, str]:
 
 
 def _notes(opened: Opened) -> tuple[str, ...]:
-    """What is to be said of how the model was opened."""
+    """Notes for the user on how the model was opened."""
     found = {
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers makes these of others, so each process held them whole for a while": opened.read_whole,

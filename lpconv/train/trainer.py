@@ -1,4 +1,4 @@
-"""`transformers.Trainer`, told how an arithmetic casts, steps, saves and fails. The loop is Trainer's."""
+"""A `transformers.Trainer` that casts, steps, saves and fails as an arithmetic requires."""
 
 import hashlib
 import json
@@ -26,25 +26,25 @@ from lpconv.train.prepare import TrainingSetup
 from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
-MAX_SKIPPED = 40  # in a row: what brings the largest initial scale of 2^16 to 2^-24
+MAX_SKIPPED = 40  # skipped steps in a row, enough to reduce the largest initial scale from 2^16 to 2^-24
 
 
 class DivergedError(VerificationError):
-    """Training met a loss, or gradients at every scale, that are not finite; the message says where.
+    """A loss, or gradients at every loss scale, were not finite; the message names the layer and step.
 
-    `since` is the step from which on it was so: the weights of the step before gave it.
+    `since` is the first affected step: the weights after the step before it caused it.
     """
 
     since: int = 0
 
 
 class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
-    """Trains a `TrainingSetup` model. Beside Trainer's own work, at each step:
+    """Trains the model of a `TrainingSetup`. Beyond Trainer, at each step:
 
-    Random numbers begin anew from (seed, step, rank), so that a twin drops the same units and a resumed run goes on bit
-    for bit. The loss scale multiplies the loss and is divided out before clipping; a step whose gradients are not
-    finite is left out. `last` holds what the step saw, for records. A loss that is not finite ends the run. `clock`
-    counts what evaluations and checkpoints take.
+    Random numbers are seeded from (seed, step, rank), so that a twin drops the same units and a resumed run continues
+    bit for bit. The loss scale multiplies the loss and is divided out before clipping; a step with non-finite gradients
+    is skipped. `last` holds the step's values for records. A non-finite loss ends the run. `clock` counts the time of
+    evaluations and checkpoints.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
-        self.evaluated: list[list[float]] = []  # of each batch of the last evaluation: examples, loss, accuracy or NaN
+        self.evaluated: list[list[float]] = []  # (examples, loss, accuracy or NaN) of each batch in the last evaluation
         self._inputs: dict[str, Any] = {}
 
     def _keep_unwrapped(self) -> None:
-        """Let accelerate take the model as it is, so that gradients stay this process's own until they are averaged."""
+        """Keep accelerate from wrapping the model, so that gradients stay local until they are averaged."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             kind = self.accelerator.distributed_type.value.lower()
             raise UnsupportedError(
@@ -125,9 +125,9 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Where Trainer clips: divide by the loss scale first, and leave out a step that is not finite.
+        """Override of Trainer's clipping: divide by the loss scale first, and skip a step that is not finite.
 
-        An optimizer passes over parameters without a gradient, so dropping the gradients leaves the step out.
+        Optimizers ignore parameters without a gradient, so dropping the gradients skips the step.
         """
         found = self._unscale()
         norm = math.nan if found else float(gather_whole(super()._clip_grad_norm(model)))
@@ -144,7 +144,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return norm
 
     def _unscale(self) -> bool:
-        """Divide the gradients by the loss scale and choose the next one; whether any was not finite."""
+        """Divide the gradients by the loss scale and update it. Returns whether any gradient was not finite."""
         parameters = list(self.model.parameters())
         if self.average is not None:
             self.average.finish(parameters)
@@ -167,7 +167,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
 
     def _note_nonfinite(self, outcome: str) -> None:
-        """Find the layer, once in a run: the step is repeated with a check after each."""
+        """Find the first non-finite layer, once per run, by repeating the step with a check after each layer."""
         if self.first_nonfinite is not None:
             return
 
@@ -186,7 +186,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         )
 
     def _diverged(self, what: str, since: int) -> DivergedError:
-        """`since` is the first step that the weights of now were given to."""
+        """The error for a diverged run. `since` is the first step computed with the current weights."""
         first = self.first_nonfinite
         assert first is not None
         error = DivergedError(
@@ -218,12 +218,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     @property
     def own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer in accelerate's wrapper."""
+        """The optimizer inside accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """A checkpoint to resume from: scaled parameters as data and scale."""
+        """Write the weights of a checkpoint for resuming: scaled parameters as data and scale."""
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
@@ -231,14 +231,14 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.create_optimizer()  # first, since one that keeps pairs sets the weights to their start
+        self.create_optimizer()  # first, because optimizers with pairs reset the weights to their start
         if self._is_sharded:
             sharded.load_model(Path(resume_from_checkpoint), self.model)
         else:
             from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """What the loss scale and the counts of skipped steps have come to, in the place of GradScaler's state."""
+        """Save the loss scale and the counts of skipped steps, in place of GradScaler's state."""
         state = {
             "loss_scale": self.prepared.loss_scale.state_dict(),
             "guard": self.guard.state_dict() if self.guard else None,
@@ -261,12 +261,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
 
 def predicted(logits: Any) -> Tensor:
-    """The class that each example is given."""
+    """The predicted class of each example."""
     of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
     return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seed torch's generators from all three."""
+    """Seed torch's generators from seed, step and rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

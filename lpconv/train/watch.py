@@ -1,7 +1,7 @@
-"""A look into the steps of a run: underflow and overflow of those that are due, and where Inf or NaN came from.
+"""Record underflow and overflow in due steps of a run, and find the origin of Inf and NaN.
 
-Values are counted before they are cast to fp8, so an fp8 run is watched itself. In a 16-bit run they have been rounded
-when they can be seen; there the twin is watched, whose values are those that the 16-bit format was given.
+Values are counted before they are cast to fp8, so fp8 runs are recorded directly. In 16-bit runs the visible values are
+already rounded; there the twin is recorded, whose values are those that the 16-bit format would have to represent.
 """
 
 import math
@@ -26,13 +26,13 @@ from lpconv.train.recipes import Arithmetic
 
 Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
 
-_OPERANDS = ("weight", "input", "grad_output")  # what the three products of a linear layer read
+_OPERANDS = ("weight", "input", "grad_output")  # operands of a linear layer's three products
 
 
 class StepWatch:
-    """Records every `every`-th step of `model`, the first included; 0 is never. `rate` makes figures of what was seen.
+    """Records every `every`-th step of `model`, including the first; 0 is never. `rate` converts the recorded tensors.
 
-    `overhead` is the time that recording took as a share of the rest.
+    `overhead` is the time of recording divided by the other time.
     """
 
     def __init__(self, model: nn.Module, every: int, rate: Rate) -> None:
@@ -43,14 +43,14 @@ class StepWatch:
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """Before the step with this number, from 1."""
+        """Call before step number `step`, from 1."""
         self._step, self._started_s = step, time.perf_counter()
         if self.every and (step - 1) % self.every == 0:
             self._recording.enter_context(_uncompiled(self.model))
             self._tracker = self._recording.enter_context(track(self.model, every=1))
 
     def end(self) -> list[dict[str, Any]] | None:
-        """After the step: its figures, None where it was not due."""
+        """Call after the step. Returns its figures, or None if it was not recorded."""
         tracker, self._tracker = self._tracker, None
         self._recording.close()
         elapsed_s = time.perf_counter() - self._started_s
@@ -62,28 +62,28 @@ class StepWatch:
 
     @property
     def overhead(self) -> float:
-        """Of recording, over all steps so far."""
+        """Time of recording divided by the other time, over all steps so far."""
         rest = self._elapsed_s - self._recording_s
         return self._recording_s / rest if rest > 0 else 0.0
 
 
 def watches_run(arithmetic: Arithmetic) -> bool:
-    """Whether the run's own values show what its format does to them."""
+    """Whether the run's own values show the effect of its format."""
     return arithmetic.precision == "fp8"
 
 
 def watches_twin(arithmetic: Arithmetic) -> bool:
-    """Whether the twin's values do; scaled and adaptive 16-bit runs hand on other values than any twin."""
+    """Whether the twin's values show it. Scaled and adaptive 16-bit runs have other values than any twin."""
     return arithmetic.precision in ("fp16", "bf16") and not arithmetic.is_scaled and arithmetic.loss_scale != "adaptive"
 
 
 def rate_of(
     model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int], int], *, operand_scale: str = "static"
 ) -> Rate:
-    """What the formats of `arithmetic` do to a step's tensors, gradients multiplied by 2^log2_scale(step).
+    """A function for the effect of the formats of `arithmetic` on a step's tensors, gradients times 2^log2_scale(step).
 
-    Operands of scaled fp8 are brought to the scale that they are cast at, or the power of two next to it; for rows
-    that is the tensor's, which loses more.
+    Operands of scaled fp8 are multiplied by their cast's scale, or the nearest power of two; for rows by the tensor's
+    scale, which loses more.
     """
     layers = _cast_layers(model) if arithmetic.precision == "fp8" else None
     scales = operand_scales(operand_scale)
@@ -113,19 +113,19 @@ def rate_of(
 
 
 def _log2_operand_scale(tensor: ProbedTensor, format: str, kind: str) -> int:
-    """log2 of what multiplies an operand before the cast."""
+    """log2 of the factor that an operand is multiplied by before the cast."""
     if kind == "static" or not tensor.exponents.num_nonzero:
         return 0
     return -tensor.exponents.log2_rms if kind == "l2" else own_scale(tensor, format)
 
 
 def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]:
-    """All figures that rows hold."""
+    """All tracked records in the rows."""
     return tuple(from_json(TrackedRecord, r) for row in rows for r in row.get("tracked", ()))
 
 
 def _format(arithmetic: Arithmetic, is_gradient: bool, kind: str) -> str:
-    """Of a matmul operand, or of any tensor of a 16-bit run."""
+    """The format of a product's operand, or of any tensor in a 16-bit run."""
     if arithmetic.precision != "fp8":
         return arithmetic.precision
     return "e5m2" if not arithmetic.is_scaled or (is_gradient and kind != "row") else "e4m3fn"
@@ -139,11 +139,11 @@ def _cast_layers(model: nn.Module) -> frozenset[str]:
 
 
 def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, str] | None:
-    """The first layer, and "forward" or "backward", whose output or output gradient is not finite in `step`.
+    """The first layer whose output or output gradient is not finite in `step`, and "forward" or "backward".
 
-    `step` computes the loss of the batch in question, with the random numbers it had; the gradients are cleared
-    afterwards. None where everything is finite, parameters' own gradients aside. A parameter that is not finite itself
-    counts as the forward pass of its module.
+    `step` computes the loss of the batch in question with the same random numbers; the gradients are cleared
+    afterwards. None if everything is finite, not counting the parameters' own gradients. A non-finite parameter counts
+    as the forward pass of its module.
     """
     found: list[tuple[str, str]] = []
     broken = next((n for n, p in model.named_parameters() if not _is_finite(p.detach())), None)
@@ -166,7 +166,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
 
 
 def _checked(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that notes the first output that is not finite, and watches for its gradient."""
+    """A hook that notes the first non-finite output, and watches its gradient."""
 
     def see_gradient(grad: Tensor) -> None:
         if not found and not _is_finite(grad):
@@ -183,7 +183,7 @@ def _checked(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, An
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The floating tensors of a layer's output: the first of a tuple or mapping is what the next layer reads."""
+    """The floating-point tensors of a layer's output; only the first of a tuple, which the next layer reads."""
     if isinstance(output, dict):
         output = tuple(output.values())
     if isinstance(output, (tuple, list)):
@@ -196,6 +196,6 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _uncompiled(model: Any) -> AbstractContextManager[Any]:
-    """What a step runs in that hooks look into: compiled code does not call hooks that came after it was compiled."""
+    """Context manager that runs a compiled model eagerly, because compiled code does not call hooks added later."""
     is_compiled = model._compiled_call_impl is not None
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
