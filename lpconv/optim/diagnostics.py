@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lpconv.optim.kernel import apply_rule
-from lpconv.optim.rules import Rule
+from lpconv.optim.rules import UpdateRule
 from lpconv.optim.storage import Parts, Storage, load, stored_value
 
 
@@ -85,7 +85,7 @@ class Snapshot:
 
 
 def snapshot(
-    rule: Rule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
+    rule: UpdateRule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
 ) -> Snapshot:
     """Record a parameter before its step; costs about an eager step, and three fp32 copies while it exists."""
     start = load(storages[0], parts[0])

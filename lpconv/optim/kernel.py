@@ -18,7 +18,7 @@ from torch import Tensor
 from lpconv.mcf.pairs import Rounding, nearest_by_bits, nearest_by_cast
 from lpconv.mcf.transforms import EXACT_OPTIONS
 from lpconv.optim.paper import build_paper_step, paper_coefficients
-from lpconv.optim.rules import RULES, Coefficients, Rule
+from lpconv.optim.rules import RULES, Coefficients, UpdateRule
 from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, stored_value
 
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
@@ -44,7 +44,7 @@ class Kernel:
 
 
 def apply_rule(
-    rule: Rule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
+    rule: UpdateRule, storages: Sequence[Storage], parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
     """The new weight and moments in fp32, before rounding."""
     x, *moments = (load(s, p) for s, p in zip(storages, parts, strict=True))
@@ -52,7 +52,7 @@ def apply_rule(
     return x, *new_moments
 
 
-def build_step(rule: Rule, storages: Sequence[Storage], nearest: Rounding) -> Step:
+def build_step(rule: UpdateRule, storages: Sequence[Storage], nearest: Rounding) -> Step:
     """Build the step as a plain function, for eager mode or torch.compile."""
 
     def step(parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:

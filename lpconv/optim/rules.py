@@ -21,7 +21,7 @@ Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tupl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class UpdateRule:
     """An update rule: `update(x, g, moments, coefficients)` with fp32 tensors of one shape and 0-dim fp32 coefficients.
 
     `coefficients(group, step)` computes these from a parameter group's options, with steps counted from 1.
@@ -107,24 +107,24 @@ def _lion(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tupl
     return x - (decay * x + lr * direction), (moments[0] * beta2 + g * one_minus_beta2,)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, UpdateRule] = {
     r.name: r
     for r in (
-        Rule(
+        UpdateRule(
             name="adamw",
             moments=("exp_avg", "exp_avg_sq"),
             decays=lambda group: group["betas"],
             coefficients=_adamw_coefficients,
             update=_adamw,
         ),
-        Rule(
+        UpdateRule(
             name="sgd",
             moments=("momentum_buffer",),
             decays=lambda group: (group["momentum"],),
             coefficients=_sgd_coefficients,
             update=_sgd,
         ),
-        Rule(
+        UpdateRule(
             name="lion",
             moments=("exp_avg",),
             decays=lambda group: (group["betas"][1],),

@@ -11,7 +11,7 @@ import torch
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.lookup import find
-from lpconv.optim.rules import RULES, Rule
+from lpconv.optim.rules import RULES, UpdateRule
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 
 _ARITHMETICS = ("fused", "paper")
@@ -25,7 +25,7 @@ _LARGEST_BF16_DECAY = 0.998
 class UpdateSettings:
     """Options of an optimizer, resolved and checked by `make_settings`."""
 
-    rule: Rule
+    rule: UpdateRule
     variant: Variant
     arithmetic: str
     nonfinite_gradients: str
