@@ -1,4 +1,4 @@
-"""The hot paths, each beside a slow reference that shares its tests."""
+"""Fast kernels, each tested against a slow reference implementation."""
 
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,10 @@
-"""torch.compile, trusted only after it has shown that it keeps our rounding.
+"""torch.compile with a check that it keeps our rounding.
 
 A compiler that fuses elementwise code may drop a rounding as a needless round trip (inductor removes casts to bfloat16
-and back, and with them every low component of a multi-component float). No setting that exists across torch versions
-forbids it, so each kernel is checked where it runs: before its first use it is compiled, run on inputs that would show
-a lost rounding, and compared with eager execution bit for bit. If compiling fails or one bit differs, the eager
-function is used from then on, a warning says so once, and `fallback_reason` keeps it for reports.
+and back, and with them every low component of a multi-component float). No setting prevents this across torch versions,
+so each kernel is checked where it runs: before its first use it is compiled, run on inputs that would reveal a lost
+rounding, and compared with eager execution bit for bit. If compilation fails or one bit differs, the eager function is
+used from then on, with a warning once, and `fallback_reason` records why for reports.
 
 `LPCONV_COMPILE=never` in the environment keeps everything eager, `always` compiles for small tensors too.
 """
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-MIN_ELEMENTS = 1 << 20  # below, eager takes about a millisecond, and compiling takes seconds
+MIN_ELEMENTS = 1 << 20  # for fewer, eager takes about a millisecond and compilation seconds
 
 _eager = False
 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Nothing is compiled inside, in any thread: for what takes less time than a compiler."""
+    """Disable compilation inside the context, in all threads, for work that is shorter than a compilation."""
     global _eager
     before, _eager = _eager, True
     try:
@@ -34,11 +34,11 @@ def eagerly() -> Iterator[None]:
 
 
 class CheckedKernel:
-    """A function of tensors, compiled on first use and proved against itself in eager mode.
+    """A function of tensors that is compiled on first use and checked against eager mode.
 
-    `function` takes tensors and returns one; `examples` makes arguments on which a lost rounding shows, for a dtype and
-    device. Each pair of these that occurs is proved apart, as each is compiled apart. `fallback_reason` tells, for the
-    pairs that run eagerly against their wish, why.
+    `function` takes tensors and returns one; `examples` creates arguments that reveal a lost rounding, for a dtype and
+    device. Each such pair is compiled and checked separately. `fallback_reason` says why, for the pairs that run
+    eagerly instead of compiled.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class CheckedKernel:
         self._proved: dict[str, Callable[..., Tensor]] = {}
 
     def wants(self, x: Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Whether `x` is large enough, and its device and the environment willing, to run compiled (in `dtype`)."""
+        """Whether `x` is large enough, and its device and the environment allow it, to run compiled (in `dtype`)."""
         mode = os.environ.get("LPCONV_COMPILE", "auto")
         if _eager or mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
             return False
         return (mode == "always" or x.numel() >= self.min_elements) and _kind(x, dtype) not in self.fallback_reason
 
     def __call__(self, *args: Tensor) -> Tensor:
-        """The function's result, compiled where that proved itself for the dtype and device of the first argument."""
+        """The function's result, compiled if that passed the check for the dtype and device of the first argument."""
         kind = _kind(args[0])
         if kind not in self._proved:
             self._proved[kind] = self._prove(args[0])
-        # torch.compile compiles again for another mode of autograd, and for a view of a base of another rank.
+        # torch.compile would compile again for another autograd mode, and for a view of a base of another rank.
         with torch.no_grad():
             return self._proved[kind](*(a.data for a in args))
 
@@ -75,7 +75,7 @@ class CheckedKernel:
         try:
             with torch.no_grad():
                 got = compiled(*(a.data for a in self.examples(like.dtype, like.device)))
-        except Exception as error:  # whatever fails in a compiler back end, eager gives the same numbers
+        except Exception as error:  # for any failure in a compiler back end, eager gives the same numbers
             reason = f"torch.compile failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         else:
             if _same_bits(got, self.function(*self.examples(like.dtype, like.device))):
@@ -91,10 +91,10 @@ def _kind(x: Tensor, dtype: torch.dtype | None = None) -> str:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, where NaN is NaN: neither IEEE nor processors fix its sign and payload."""
+    """Whether two tensors are bitwise equal, except for NaN, whose sign and payload nothing fixes."""
     if a.dtype != b.dtype or not torch.equal(a.isnan(), b.isnan()):
         return False
-    if a.itemsize == 1:  # for codes of fp8 torch has no masked_fill
+    if a.itemsize == 1:  # torch has no masked_fill for fp8
         a, b = a.float(), b.float()
     a, b = a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0)
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

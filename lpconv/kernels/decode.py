@@ -1,12 +1,12 @@
-"""Codes of 8-bit formats to bfloat16, float16 or float32: on the CPU several times faster than torch's own cast.
+"""Decode 8-bit codes to bfloat16, float16 or float32, on the CPU several times faster than torch's own cast.
 
-torch converts fp8 on the CPU one element at a time through float32. But a code's exponent and mantissa, shifted into
-the place of a wider format's, are the same number off by a fixed power of two, subnormals included; one multiplication
-by that power puts it right. That is four vectorised passes in place over a piece that stays in cache. To float32 a code
-goes by float16, whose cast knows subnormals: a product of float32's takes a hundred times as long. Inf and NaN do not
-survive the trick: where a tensor has such codes, and on other devices, where torch's cast is one fused kernel, torch's
-cast is used. From e5m2 to float16 there is nothing to put right: the code is the
-upper byte. To bfloat16 the multiplication takes half of the time, since torch multiplies it through float32.
+torch converts fp8 on the CPU one element at a time through float32. But a code's exponent and mantissa bits, shifted to
+their place in a wider format, represent the same number up to a fixed power of two, including subnormals; one
+multiplication by that power corrects it. That takes four vectorised in-place passes over a piece that stays in the
+cache. For float32 a code is first converted to float16, whose cast handles subnormals: a product of subnormal float32
+numbers takes a hundred times as long. Inf and NaN do not survive the trick: for tensors with such codes, and on other
+devices, whose cast is one fused kernel, torch's cast is used. From e5m2 to float16 no correction is needed: the code is
+the upper byte. For bfloat16 the multiplication takes half of the time, since torch computes it through float32.
 """
 
 import math
@@ -26,7 +26,7 @@ _TARGETS = {
     torch.float16: (FORMATS["fp16"], torch.int16),
     torch.float32: (FORMATS["fp32"], torch.int32),
 }
-_SMALL = 1 << 12  # elements, for which one call of torch costs less than the eight of the trick
+_SMALL = 1 << 12  # elements; for fewer, one torch call is cheaper than the eight of the trick
 _PIECE = 1 << 19  # elements; with its result it fits the last-level cache (1.2 to 1.4 times a whole 64 Mi pass)
 _TINY = 5e-324
 
@@ -34,8 +34,8 @@ _TINY = 5e-324
 def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None) -> Tensor:
     """The values of fp8 `codes` (e4m3fn, e5m2 or their fnuz twins) in `dtype`, same shape and device; exact.
 
-    `dtype` is bfloat16, float16 or float32, each of which holds every code; Inf and NaN stay what they are. `out`, a
-    tensor of that shape and dtype, is filled. Raises UsageError for other dtypes or shapes.
+    `dtype` is bfloat16, float16 or float32, each of which can represent every code; Inf and NaN are kept. `out`, a
+    tensor of that shape and dtype, is filled if given. Raises UsageError for other dtypes or shapes.
     """
     _check(codes, dtype, out)
     if out is None:
@@ -49,14 +49,14 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
         return out
     if not _trick_works(codes, spec, target):
         return out.copy_(codes)
-    # To float32 by way of float16, where that has the exponents.
+    # To float32 through float16, if that has enough exponents.
     place, integer = _TARGETS[torch.float16 if dtype == torch.float32 and spec.bias <= FORMATS["fp16"].bias else dtype]
     shift = place.mantissa_bits - spec.mantissa_bits
     mask = (-1 << (place.bits - 1)) | (0x7F << shift)
     factor = math.ldexp(1.0, place.bias - spec.bias)
     for piece, values in _pieces(codes.view(torch.int8), out):
         bits = values.view(integer) if place is target else operand("codes as float16", piece.shape, integer)
-        # The copy extends the sign to the top bit. The product is a left shift, at twice the speed of torch's shift.
+        # The copy extends the sign to the top bit. The product is a left shift, twice as fast as torch's shift.
         bits.copy_(piece).mul_(1 << shift).bitwise_and_(mask)
         if place is not target:
             values.copy_(bits.view(torch.float16))
@@ -65,7 +65,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
 
 
 def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """`decode` for a product, in memory that is taken again for the next operand of that `name` (`operand_like`)."""
+    """`decode` for a product, into memory that the next operand of that `name` reuses (see `operand_like`)."""
     out = operand_like(name, codes, dtype)
     if dtype == torch.bfloat16 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
         raw, values = (codes, out) if codes.is_contiguous() else (codes.mT, out.mT)
@@ -76,8 +76,8 @@ def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _trick_works(codes: Tensor, spec: Format, target: Format) -> bool:
-    """Whether every code is finite, and the shifted bits are finite and kept by this thread's arithmetic."""
-    if codes.numel() == 0 or spec.bias > target.bias or _TINY * 1.0 == 0.0:  # the last: subnormals are being flushed
+    """Whether every code is finite, and this thread's arithmetic keeps the shifted bits."""
+    if codes.numel() == 0 or spec.bias > target.bias or _TINY * 1.0 == 0.0:  # the last: subnormals are flushed
         return False
     if not spec.has_negative_zero:
         return int(codes.view(torch.int8).amin()) > -128  # NaN is the code of -0

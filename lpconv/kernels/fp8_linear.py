@@ -1,8 +1,8 @@
-"""One Linear in fp8, and the recipes that differ in nothing but where its scales come from.
+"""A linear layer in fp8, with recipes that differ only in the origin of their scales.
 
     y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
 
-| recipe | one scale per | from | work beside the cast |
+| recipe | one scale per | from | work in addition to the cast |
 |---|---|---|---|
 | static | tensor | a calibration before the run; a constant from then on | none |
 | tensorwise | tensor | amax of the tensor | a pass over it before the cast |
@@ -11,15 +11,15 @@
 | mx | 32 elements along the summed axis | amax of the block (OCP MX 1.0 §6.3, a power of two) | the same |
 
 A scale may not vary along the axis that a product sums over, so rowwise and mx quantise x and w twice: along K for the
-output and along M or N for the gradients. The others cast once. What is kept of x for the backward pass are codes, one
-byte an element; on CUDA already transposed, since the tensor cores want both operands row-major along the summed axis
-and a compiler can write the transpose in the pass of the cast. The weight is there anyway, so it is cast once more.
+output and along M or N for the gradients. The others cast once. For the backward pass x is saved as codes of one byte
+per element; on CUDA already transposed, since tensor cores need both operands row-major along the summed axis and a
+compiler can write the transpose in the pass of the cast. The weight exists anyway, so it is cast again.
 
-Several Linears that read one tensor (query, key, value) each cast it and each keep codes in eager mode. A compiler sees
-that they do the same, as far as they share their scale; see `calibrate`.
+Several layers that read one tensor (query, key, value) each cast it and each save codes in eager mode. A compiler
+merges these casts if the layers share their scale; see `calibrate`.
 
-Formats: e4m3fn for x and w; gradients e5m2 where one scale serves the tensor, e4m3fn where scales are finer (as
-torchao's and TransformerEngine's recipes of the same names have it).
+Formats: e4m3fn for x and w; gradients in e5m2 with one scale per tensor, in e4m3fn with finer scales (like torchao's
+and TransformerEngine's recipes of the same names).
 """
 
 from collections.abc import Callable
@@ -40,14 +40,14 @@ from lpconv.kernels.scaled_cast import largest_magnitude, scaled_codes, scaled_v
 from lpconv.layers import linears
 from lpconv.lookup import find
 
-_HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's default is 1024, to the same end
+_HISTORY = 16  # calls in the history of delayed scaling; TransformerEngine's default is 1024
 _MX_BLOCK = 32
 _SMALLEST_AMAX = 1e-12  # below, 1 / scale overflows float32 for rows of zeros (pytorch/ao issue 3356)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Recipe:
-    """Where scales come from (`source`), what shares one (`granularity`), and the format of gradients."""
+    """The origin of scales (`source`), their `granularity`, and the format of gradients."""
 
     name: str
     granularity: Literal["tensor", "row", "block"]
@@ -71,7 +71,7 @@ _FORWARD = get_format("e4m3fn")
 class _Operand(NamedTuple):
     """Codes (R, C) to be multiplied along C; the scale is one number, (R, 1), or (R, C/32).
 
-    What is not kept beyond its product and multiplied on a CPU may be the codes' values in bfloat16 instead.
+    On a CPU, operands that are used for one product only may hold the codes' bfloat16 values instead.
     """
 
     codes: Tensor
@@ -81,8 +81,8 @@ class _Operand(NamedTuple):
 class Fp8Linear(nn.Module):
     """`nn.Linear` whose products run in fp8; weight (N, K), bias (N,) or None, results in x's dtype.
 
-    The scales of "static" and the histories of "delayed" are ordinary buffers. `freeze` keeps the weight as codes
-    alone, for inference.
+    The scales of "static" and the histories of "delayed" are ordinary buffers. `freeze` replaces the weight by its
+    codes, for inference.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, recipe: str | Fp8Recipe) -> None:
@@ -103,7 +103,7 @@ class Fp8Linear(nn.Module):
     gradient_state: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) to (..., N)."""
+        """Map x (..., K) to (..., N)."""
         if self._frozen is not None:
             x_MK = _quantise(x.reshape(-1, x.shape[-1]), _FORWARD, self.recipe, self.input_state, into="left")
             y_MN = _multiply(x_MK, self._frozen, x.dtype)
@@ -114,7 +114,7 @@ class Fp8Linear(nn.Module):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Quantise the weight once and drop its high-precision values. There is no way back, and no gradient."""
+        """Quantise the weight once and drop its high-precision values. Cannot be undone, and ends training."""
         weight = self.weight.detach()
         self._frozen = _quantise(weight, _FORWARD, self.recipe, self.weight_state)
         self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
@@ -127,7 +127,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Fp8Linear) -> Tensor:
         recipe = layer.recipe
         flat_MK = x.reshape(-1, x.shape[-1])
-        once = recipe.granularity == "tensor"  # its codes serve both ways
+        once = recipe.granularity == "tensor"  # its codes serve both products
         x_MK = _quantise(flat_MK, _FORWARD, recipe, layer.input_state, into=None if once else "left")
         x_KM = _other_way(x_MK, flat_MK, _FORWARD, recipe, layer.input_state)
         w_NK = _quantise(weight, _FORWARD, recipe, layer.weight_state, into="right")
@@ -155,16 +155,16 @@ class _Product(torch.autograd.Function):
 def _other_way(
     along: _Operand, x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor, *, into: str | None = None
 ) -> _Operand:
-    """The transpose (C, R) of `x` quantised along R, where `along` is `x` (R, C) quantised along C."""
+    """The transpose (C, R) of `x` quantised along R; `along` is `x` (R, C) quantised along C."""
     if recipe.granularity == "tensor":
         return _Operand(_laid_out(along.codes.t()), along.scale)
     return _quantise(x.t(), spec, recipe, state, into=into)
 
 
 def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, scale: Tensor) -> _Operand:
-    """`_other_way` of a weight, from the tensor itself, at the scale of the first where one serves both.
+    """`_other_way` of a weight, computed from the tensor itself, with the first scale if that serves both products.
 
-    Turned before it is cast: a compiler that saw the same cast twice would keep the codes in between.
+    Transposed before the cast: a compiler that sees the same cast twice would store the codes in between.
     """
     if recipe.granularity == "tensor":
         return _Operand(_laid_out(_cast_at(x.t(), scale, spec, recipe, into="right")), scale)
@@ -172,7 +172,7 @@ def _transposed(x: Tensor, spec: Format, recipe: Fp8Recipe, scale: Tensor) -> _O
 
 
 def _laid_out(codes: Tensor) -> Tensor:
-    """Codes as the device reads them: row-major for tensor cores, in any layout on a CPU, which decodes them anyway."""
+    """Codes in the device's layout: row-major for tensor cores; unchanged on a CPU, which decodes them anyway."""
     return codes.contiguous() if codes.is_cuda else codes
 
 
@@ -181,17 +181,17 @@ def _quantise(x: Tensor, spec: Format, recipe: Fp8Recipe, state: Tensor, *, into
         return _quantise_blocks(x, spec)
     if recipe.source == "static":
         return _Operand(_cast_at(x, state, spec, recipe, into=into), state)
-    found = largest_magnitude(x, -1 if recipe.granularity == "row" else None)
+    amax = largest_magnitude(x, -1 if recipe.granularity == "row" else None)
     if recipe.source == "delayed":
-        found = _delayed(found, state)
-    scale = found.clamp(min=_SMALLEST_AMAX) / spec.max
+        amax = _delayed(amax, state)
+    scale = amax.clamp(min=_SMALLEST_AMAX) / spec.max
     return _Operand(_cast_at(x, scale, spec, recipe, into=into), scale)
 
 
 def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe, *, into: str | None = None) -> Tensor:
-    """`x` / `scale` in codes, or their values on a CPU `into` memory of that name, where they do not stay.
+    """`x` / `scale` in codes, or on a CPU their values in memory named `into` if they are used once.
 
-    Static scales are powers of two, exact in x's dtype; dynamic ones let nothing clip.
+    Static scales are powers of two, exact in x's dtype; with dynamic ones nothing clips.
     """
     inverse = (1 / scale).to(x.dtype if recipe.source == "static" else torch.float32)
     saturate = recipe.source != "dynamic"
@@ -200,10 +200,10 @@ def _cast_at(x: Tensor, scale: Tensor, spec: Format, recipe: Fp8Recipe, *, into:
     return scaled_values(x, inverse, spec, saturate=saturate, out=operand_like(into, x, x.dtype))
 
 
-def _delayed(found: Tensor, history: Tensor) -> Tensor:
-    """The largest amax of the calls before this one, which is put in the oldest one's place."""
+def _delayed(amax: Tensor, history: Tensor) -> Tensor:
+    """Return the largest amax of the previous calls, and replace the oldest by the current one."""
     before = history.amax()
-    history.copy_(torch.cat([found.view(1), history[:-1]]))
+    history.copy_(torch.cat([amax.view(1), history[:-1]]))
     return before
 
 
@@ -237,25 +237,25 @@ def _block_values(x: _Operand) -> Tensor:
 def convert_linears(
     model: nn.Module, recipe: str, *, keep: Callable[[str, nn.Module], bool] = lambda name, module: False
 ) -> list[str]:
-    """Replace the Linears of `model` (and GPT-2's Conv1D) by `Fp8Linear`, in place; their names.
+    """Replace the linear layers of `model` (and GPT-2's Conv1D) by `Fp8Linear`, in place; returns their names.
 
-    `keep` says of a name and module that it stays as it is. Parameters stay the same objects, but for Conv1D, whose
-    (K, N) weight is transposed into a new one.
+    Layers for which `keep(name, module)` is true stay unchanged. Parameters stay the same objects, except for Conv1D,
+    whose (K, N) weight is transposed into a new one.
     """
-    found = [x for x in linears(model) if x.is_replaceable and not keep(x.name, x.module)]
-    for layer in found:
+    layers = [x for x in linears(model) if x.is_replaceable and not keep(x.name, x.module)]
+    for layer in layers:
         old: Any = layer.module
         weight_NK = old.weight if layer.kind == "Linear" else nn.Parameter(old.weight.detach().t().contiguous())
         parent, _, child = layer.name.rpartition(".")
         setattr(model.get_submodule(parent), child, Fp8Linear(weight_NK, old.bias, recipe))
-    return [layer.name for layer in found]
+    return [layer.name for layer in layers]
 
 
 def calibrate(model: nn.Module, step: Callable[[], object]) -> None:
-    """Set the static scales of the "static" layers in `model` from one run of `step`, which calls it (and may go back).
+    """Set the static scales of "static" layers in `model` from one run of `step`, forward and optionally backward.
 
-    Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is
-    densest. Layers that read the same tensor share the scale of their inputs, so that a compiler casts it once.
+    Each scale is the power of two nearest to the root mean square: elements are then around 1, where every format is
+    densest. Layers that read the same tensor share an input scale, so that a compiler casts it once.
     """
     layers = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.recipe.source == "static"]
     last: list[tuple[Tensor, Fp8Linear]] = []

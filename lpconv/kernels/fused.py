@@ -1,13 +1,13 @@
-"""Passes of an fp8 training step on a CPU, compiled into one each, for large bfloat16 matrices.
+"""Passes of an fp8 training step on a CPU, each compiled into one kernel, for large bfloat16 matrices.
 
-Eagerly each is a chain of operations over pieces that stay in cache; compiled it reads once and writes once. What the
-compiler writes for 16-bit numbers stalls where their bits are looked at as another type, so values are rounded in
-pairs: two bfloat16 numbers are one int32, and each half of it, moved to the top, is the same number in float32. Factors
-are always one for each row and one for each column, whichever of them differ, since a product with 1 is exact; so one
-compiled kernel serves every scale.
+In eager mode each is a chain of operations over pieces that stay in the cache; a compiled pass reads and writes once.
+Compiled code for 16-bit numbers stalls when their bits are viewed as another type, so values are rounded in pairs: two
+bfloat16 numbers are one int32, and each half of it, moved to the top, is the same number in float32. Factors are always
+given per row and per column, even if one of them is constant, since a product with 1 is exact; so one compiled kernel
+serves every scale.
 
-Each function takes tensors on a CPU, and gives None where its kernel does not apply or was seen to change a bit
-(`CheckedKernel`): what calls it has a way without.
+Each function takes tensors on a CPU, and returns None if its kernel does not apply or has changed a bit
+(`CheckedKernel`): its callers have a fallback.
 """
 
 import functools
@@ -21,12 +21,12 @@ from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.kernels.compiled import CheckedKernel
 
 _BF16, _INT32, _SAVED = torch.bfloat16, torch.int32, get_format("e4m3fn")
-_SIGNS = -0x7FFF8000  # 0x80008000, of both halves
-_REPEATS = 32  # of an example: the compiler lets no threads share what gives each of them less than 512 rounds
+_SIGNS = -0x7FFF8000  # 0x80008000, the signs of both halves
+_REPEATS = 32  # of an example: the compiler uses threads only for 512 or more rounds each
 
 
 def fused_values(x: Tensor, inverse: Tensor, spec: Format, out: Tensor) -> Tensor | None:
-    """The values of `fused_codes` in `out`, which is bfloat16; `spec` is any fp8 format with -0."""
+    """The values of `fused_codes`, written to `out` in bfloat16; `spec` is any fp8 format with -0."""
     if not _fits_pairs(_VALUES, x) or inverse.dtype != torch.float32 or not spec.has_negative_zero:
         return None
     row, column = _factors(inverse, x)
@@ -36,14 +36,14 @@ def fused_values(x: Tensor, inverse: Tensor, spec: Format, out: Tensor) -> Tenso
 
 
 def fused_codes(x: Tensor, inverse: Tensor, spec: Format) -> Tensor | None:
-    """Codes of x (R, C) · `inverse`, a float32 number, (R, 1) or (1, C); none may be too large by half a step."""
+    """Codes of x (R, C) · `inverse`, a float32 number, (R, 1) or (1, C); no product may round beyond the range."""
     if not _fits(_CODES, x) or spec != _SAVED or inverse.dtype != torch.float32:
         return None
     return _CODES(x, torch.empty_like(x, dtype=code_dtype(spec)), *_factors(inverse, x))
 
 
 def fused_decode(codes: Tensor, spec: Format, out: Tensor) -> Tensor | None:
-    """The values of finite `codes` of the fp8 format `spec` in `out`, which is bfloat16; both contiguous."""
+    """The values of finite `codes` of the fp8 format `spec`, written to `out` in bfloat16; both contiguous."""
     if codes.numel() % 4 or codes.storage_offset() % 4 or out.storage_offset() % 4 or not _DECODE.wants(codes, _INT32):
         return None
     _DECODE(codes.view(torch.uint8).view(-1).view(_INT32), out.view(-1).view(torch.int64), *_place(spec))
@@ -51,7 +51,7 @@ def fused_decode(codes: Tensor, spec: Format, out: Tensor) -> Tensor | None:
 
 
 def fused_largest(x: Tensor, axis: int) -> Tensor | None:
-    """The largest magnitudes along `axis`, -1 or -2, of x (R, C) in bfloat16, (R,) or (C,); NaN where there is one."""
+    """The largest magnitudes along `axis`, -1 or -2, of bfloat16 x (R, C): (R,) or (C,), NaN if there is one."""
     if axis == -1:
         return _ROWS(x, x.new_empty(len(x))) if _fits(_ROWS, x) else None
     if not _fits_pairs(_COLUMNS, x):
@@ -62,7 +62,7 @@ def fused_largest(x: Tensor, axis: int) -> Tensor | None:
 
 
 def fused_product_(out: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
-    """`out` (R, C) · `rows` · `columns` in place; float32 numbers, or (R, 1) and (1, C)."""
+    """Multiply `out` (R, C) by `rows` and `columns` in place; both are float32 numbers, or (R, 1) and (1, C)."""
     shapes = (len(out), 1), (1, out.shape[1])
     if not _fits(_PRODUCT, out) or rows.shape not in ((), shapes[0]) or columns.shape not in ((), shapes[1]):
         return None
@@ -70,7 +70,7 @@ def fused_product_(out: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
 
 
 def fused_turn(x: Tensor, out: Tensor) -> Tensor | None:
-    """x (R, C), whose transpose is contiguous, in the contiguous `out`."""
+    """Copy x (R, C), whose transpose is contiguous, to the contiguous `out`."""
     return _TURN(x.t(), out) if _fits(_TURN, x.t()) else None
 
 
@@ -84,7 +84,7 @@ def _fits_pairs(kernel: CheckedKernel, x: Tensor) -> bool:
 
 
 def _factors(factor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What x (R, C) is multiplied by: of each row (R, 1), of each column (C,)."""
+    """The factors of x (R, C): per row (R, 1) and per column (C,)."""
     rows, columns = (len(x), 1), x.shape[1:]
     if factor.dim() and factor.shape[0] == 1:
         return torch.ones(rows), _filled(factor, columns)
@@ -97,7 +97,7 @@ def _filled(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @functools.cache
 def _step(spec: Format) -> tuple[Tensor, Tensor]:
-    """What a number's power of two is multiplied by to leave no room below one step, and the smallest such power."""
+    """Factor of a number's power of two that leaves no bits for less than one step, and the smallest such power."""
     magic = 1.5 * 2.0 ** (FORMATS["fp32"].mantissa_bits - spec.mantissa_bits)
     return torch.tensor(magic), torch.tensor(spec.min_normal)
 
@@ -109,7 +109,7 @@ def _values(x: Tensor, out: Tensor, row: Tensor, even: Tensor, odd: Tensor, magi
 
 
 def _rounded(y: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
-    """The bits of `y` rounded to nearest even, as in `quantise`: the sum has no room below one step."""
+    """The bits of `y` rounded to nearest even, as in `quantise`: the sum has no bits for less than one step."""
     power = (y.view(_INT32) & 0x7F800000).view(torch.float32)
     shift = torch.maximum(power, floor) * magic
     return ((y + shift) - shift).view(_INT32)
@@ -121,7 +121,7 @@ def _codes(x: Tensor, out: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 @functools.cache
 def _place(spec: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """How far a code in the top byte goes down to its place in float32, its mask there, and what rights the value."""
+    """The shift of a code from the top byte to its place in float32, its mask there, and the factor of its value."""
     fp32 = FORMATS["fp32"]
     mask = 0x7F << (fp32.mantissa_bits - spec.mantissa_bits)
     return (
@@ -132,7 +132,7 @@ def _place(spec: Format) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _decode(codes: Tensor, out: Tensor, down: Tensor, mask: Tensor, factor: Tensor) -> Tensor:
-    """Of the four codes in an int32, the first is in the lowest byte."""
+    """Decode the four codes in each int32; the first is in the lowest byte."""
 
     def bits(code: Tensor) -> Tensor:
         return (((((code >> down) & mask) | (code & -0x80000000)).view(torch.float32)) * factor).view(_INT32)
@@ -147,7 +147,7 @@ def _rows(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _columns(x: Tensor, out: Tensor) -> Tensor:
-    """Without their sign the patterns of floats are ordered as their values are, with NaN at the end."""
+    """Largest magnitudes by column: without signs, float bit patterns have the order of their values, with NaN last."""
     return out.copy_((x & 0x7FFF).amax(0) | (x & 0x7FFF0000).amax(0))
 
 
@@ -156,12 +156,12 @@ def _product(out: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, out: Tensor) -> Tensor:
-    out.t().copy_(x)  # the compiler writes rows and reads columns then, in half of the time of the other way round
+    out.t().copy_(x)  # compiled, this writes rows and reads columns, twice as fast as the other way round
     return out
 
 
 def _example() -> tuple[Tensor, Tensor, Tensor]:
-    """Ties, subnormals, both zeros, the largest number and what is not finite; factors that are not powers of two."""
+    """Ties, subnormals, both zeros, the largest number and non-finite ones; with factors that are not powers of two."""
     steps = torch.arange(-480, 480) / 16
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
     row = torch.cat([steps, steps * 2.0**-9, steps * 14.9, special.repeat(8)]).to(_BF16)

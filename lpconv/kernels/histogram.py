@@ -1,11 +1,11 @@
-"""The exponent histogram of a tensor in one pass, under half a nanosecond an element on two cores.
+"""The exponent histogram of a tensor in one pass, under half a nanosecond per element on two cores.
 
-float32: integer arithmetic on the bit pattern gives each element its bin. bfloat16 and float16 have so few patterns
-that the patterns themselves are counted and folded into bins afterwards. `torch.bincount` counts on one thread, after
-two passes for the range; adding ones at the bins (`scatter_add_`) counts on all, one row of counts each.
+float32: integer arithmetic on the bit pattern gives the bin of each element. bfloat16 and float16 have so few patterns
+that these are counted directly and converted to bins afterwards. `torch.bincount` counts on one thread, after two
+passes for the range; adding ones at the bins (`scatter_add_`) counts on all threads, each with its own row of counts.
 
-In the middle of a training step every small operation runs from cold caches, five times slower than in a loop. So what
-need not happen there can wait: `count` returns counts to be folded into a histogram later, many at a time.
+In the middle of a training step every small operation runs from cold caches, five times slower than in a loop. So this
+work can be postponed: `count` returns counts that can be converted to histograms later, many at a time.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from lpconv.kernels.buffers import Buffers
 from lpconv.kernels.compiled import CheckedKernel
 
 _PIECE = 1 << 17  # elements; eagerly, the temporaries of a piece stay in cache
-_COMPILED_PIECE = 1 << 19  # compiled there are none, and each call costs some 25 microseconds
-_ROW = 1 << 15  # elements that are worth a thread
+_COMPILED_PIECE = 1 << 19  # compiled code has no temporaries, and each call costs some 25 microseconds
+_ROW = 1 << 15  # minimum elements per thread
 _FLOAT32_ROWS = 1 + 23 + 254 + 1  # zero, subnormal binades, normal binades, Inf and NaN
 
 
 def exponent_histogram(x: Tensor) -> ExponentHistogram:
-    """The same counts as `exponent_histogram_reference`, fast for float32, bfloat16 and float16.
+    """The counts of `exponent_histogram_reference`, computed fast for float32, bfloat16 and float16.
 
-    The counts come back on the CPU, so a CUDA tensor is waited for. Each calling thread keeps 6 MiB of buffers. Raises
-    UsageError where x is not floating.
+    The counts are returned on the CPU, which waits for a CUDA tensor. Each calling thread keeps 6 MiB of buffers.
+    Raises UsageError if x is not floating-point.
     """
     return count(x)()
 
 
 def count(x: Tensor) -> Callable[[], ExponentHistogram]:
-    """Read x now; what is returned makes its histogram and holds 40 KiB a thread till then (128 for 16-bit dtypes)."""
+    """Read x now and return a function that makes its histogram; it holds 40 KiB per thread (128 for 16-bit dtypes)."""
     x = x.detach()
     if x.dtype == torch.float32:
         return partial(_fold_float32, _count_float32(x.reshape(-1)))
@@ -51,7 +51,7 @@ def count(x: Tensor) -> Callable[[], ExponentHistogram]:
 
 
 def prepare(tensors: Iterable[Tensor]) -> None:
-    """Compile what the histograms of these tensors will need, so that no measured step is charged for it."""
+    """Compile the kernels for histograms of these tensors, so that no measured step includes the compilation."""
     for device in {x.device for x in tensors if x.dtype == torch.float32 and _BINS_OF_FLOAT32.wants(x)}:
         exponent_histogram(torch.ones(_BINS_OF_FLOAT32.min_elements, device=device))
 
@@ -71,16 +71,16 @@ def _fold_float32(counts: Tensor) -> ExponentHistogram:
 
 
 def _bins_of_float32(x: Tensor, out: Tensor) -> Tensor:
-    """The row of each element times BINS, plus the bin of its mantissa as `bin_of` numbers them."""
+    """The row of each element times BINS, plus the bin of its mantissa as in `bin_of`."""
     magnitude = x.view(torch.int32) & 0x7FFFFFFF
     normal = (0x7FFFFF - magnitude) >> 31  # all ones or all zeros; a comparison would widen the rest to 64 bits
-    # A subnormal is a whole number of 2^-149. As a float that number shows its binade, which is made row 1 and up.
+    # A subnormal is an integer times 2^-149. As a float that integer shows its binade, which becomes row 1 and up.
     whole = (magnitude.float().view(torch.int32) - (126 << 23)).clamp(min=0)
     bits = (magnitude & normal) | (whole & ~normal)
     mantissa = bits & 0x7FFFFF
     sixteenths = (mantissa >> 19) + ((mantissa + 0x7FFFF) >> 19)
-    # The distance to the next power of two, less one ulp: below 2^(23-j) for mantissas from 2 - 2^-j on, so that its
-    # own exponent counts the fine edges passed. Zero has exponent field 0 and passes them all.
+    # The distance to the next power of two, minus one ulp: below 2^(23-j) for mantissas from 2 - 2^-j on, so its
+    # exponent is the number of fine edges below. A distance of 0 has exponent field 0 and is above them all.
     distance = (mantissa ^ 0x7FFFFF).float().view(torch.int32) >> 23
     beyond = (145 - distance).clamp(0, 7)
     row = (bits >> 23) + (23 & normal)
@@ -114,21 +114,21 @@ _BUFFERS = Buffers(_bins_and_ones)
 
 
 def _counted(flat: Tensor, kernel: Callable[[Tensor, Tensor], Tensor], size: int, num_bins: int) -> Tensor:
-    """How many elements fall into each bin, (rows, num_bins), to be summed; `kernel` writes the bins of a piece."""
-    if flat.numel() >= 2**31:  # counts are 32-bit on the way
+    """Number of elements per bin, (rows, num_bins), to be summed over rows; `kernel` writes the bins of a piece."""
+    if flat.numel() >= 2**31:  # intermediate counts are 32-bit
         return torch.cat([_summed(_counted(part, kernel, size, num_bins))[None] for part in torch.split(flat, 2**30)])
     bins, ones = _BUFFERS.on(flat.device)
     rows = max(1, min(torch.get_num_threads(), flat.numel() // _ROW))
     counts = torch.zeros(rows, num_bins, dtype=torch.int32, device=flat.device)
     for piece in (flat,) if flat.numel() <= size else torch.split(flat, size):
-        found = kernel(piece, bins[: piece.numel()])
+        piece_bins = kernel(piece, bins[: piece.numel()])
         if flat.device.type != "cpu":
-            counts[0] += torch.bincount(found, minlength=num_bins)
+            counts[0] += torch.bincount(piece_bins, minlength=num_bins)
             continue
-        even = len(found) // rows * rows
-        counts.scatter_add_(1, found[:even].view(rows, -1), ones[:even].view(rows, -1))
-        if even < len(found):
-            counts[0].scatter_add_(0, found[even:], ones[even : len(found)])
+        even = len(piece_bins) // rows * rows
+        counts.scatter_add_(1, piece_bins[:even].view(rows, -1), ones[:even].view(rows, -1))
+        if even < len(piece_bins):
+            counts[0].scatter_add_(0, piece_bins[even:], ones[even : len(piece_bins)])
     return counts
 
 
@@ -148,7 +148,7 @@ def _bins_of_patterns(dtype: torch.dtype) -> tuple[Tensor, int, int]:
 
 
 def _trimmed(rows: Tensor, totals: list[int], first_exponent: int) -> ExponentHistogram:
-    """The counts of binades that have any, and of those between; `totals` has the sum of each row."""
+    """A histogram without the empty binades at both ends; `totals` has the sum of each row."""
     used = [i for i, total in enumerate(totals) if total]
     if not used:
         return ExponentHistogram(counts=rows[:0], first_exponent=0)
@@ -160,9 +160,9 @@ def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     fractions = torch.arange(4096, device=device, dtype=dtype) / 4096 + 1
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], device=device, dtype=dtype)
     x = torch.cat([fractions, -torch.nextafter(fractions, fractions * 0), fractions * 2.0**-130, special])
-    x = x.repeat(11)  # the compiler lets no threads share what gives each of them less than 512 rounds here
+    x = x.repeat(11)  # the compiler uses threads only for 512 or more rounds each
     return x, torch.empty(x.shape, dtype=torch.int64, device=device)
 
 
-# Histograms come many at a time, one per layer and role: compiling pays for smaller tensors than elsewhere.
+# Histograms are made in large numbers, one per layer and role, so compilation pays off for smaller tensors.
 _BINS_OF_FLOAT32 = CheckedKernel(_bins_of_float32, _example, min_elements=1 << 14)

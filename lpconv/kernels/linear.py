@@ -1,8 +1,9 @@
-"""A Linear whose three products (output, input gradient, weight gradient) run in low precision.
+"""A linear layer whose three products (output, input gradient, weight gradient) run in low precision.
 
     y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
 
-Each operand is rounded once and kept as codes for the backward pass, so fp8 halves what a bfloat16 Linear saves.
+Each operand is rounded once and saved as codes for the backward pass, so fp8 halves the saved bytes of a bfloat16
+layer.
 """
 
 import functools
@@ -26,13 +27,13 @@ from lpconv.layers import linears
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """The formats of a Linear's operands, and how they are scaled into them.
+    """The formats of a linear layer's operands, and their scaling.
 
-    "unit" casts as they are, for tensors kept at unit scale; "amax" divides each by a power of two that brings its
-    largest element into the format's top binade. float16 and bfloat16 overflow to Inf, for a loss scaler to see; fp8
-    saturates, unless `overflow` is "inf", which e5m2 alone has. What was not finite before a cast is not so
-    behind it. With "stochastic" `rounding` inputs and gradients go up or down by chance, torch's generator's, weights
-    never; and nothing does where no gradient is wanted, so that evaluating needs no seed.
+    "unit" casts without a scale, for tensors at unit scale; "amax" divides each by a power of two that brings its
+    largest element into the format's top binade. float16 and bfloat16 overflow to Inf, which a loss scaler can detect;
+    fp8 saturates, unless `overflow` is "inf", which only e5m2 supports. Values that were not finite before a cast are
+    not finite after it. With "stochastic" `rounding`, inputs and gradients are rounded up or down at random with
+    torch's generator, but weights never; without gradients nothing is random, so that evaluation needs no seed.
     """
 
     input: str = "e4m3fn"
@@ -61,10 +62,10 @@ def linear(
 ) -> Tensor:
     """`F.linear` in low precision: x (..., K), weight (N, K), bias (N,); the result has x's dtype.
 
-    `weight` may be codes of the recipe's weight format already, which are multiplied as they are; the weight's value is
-    then codes · `weight_scale` (a float32 number; 1 where it is None). Gradients have the dtypes of what they belong
-    to, and that of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32 throughout. Raises
-    UsageError for a recipe whose formats cannot be multiplied.
+    `weight` may already be codes of the recipe's weight format, which are multiplied without a cast; the weight's value
+    is then codes · `weight_scale` (a float32 number; None means 1). Gradients have the dtypes of their tensors, but the
+    gradient of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32 throughout. Raises UsageError
+    for a recipe whose formats cannot be multiplied.
     """
     if recipe.scaling not in ("unit", "amax"):
         raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
@@ -75,14 +76,14 @@ def linear(
 
 
 def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> None:
-    """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; parameters stay."""
+    """Make the linear layers of `model`, except `keep`, multiply according to `recipe`; parameters are unchanged."""
     for layer in linears(model):
         if layer.is_replaceable and layer.module not in keep:
-            cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
+            cls: Any = type(layer.module)  # mypy treats classes of modules as unhashable
             layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
 
 
-@functools.cache  # one class for all layers, or every block would be compiled by itself
+@functools.cache  # one class for all layers, otherwise every block would be compiled separately
 def _multiplying(cls: type[nn.Module], kind: str, recipe: LinearRecipe) -> type[nn.Module]:
     def forward(self: Any, x: Tensor) -> Tensor:
         return linear(x, self.weight if kind == "Linear" else self.weight.t(), self.bias, recipe=recipe)
@@ -128,7 +129,7 @@ def _operand(
 ) -> tuple[Tensor, Tensor | None]:
     spec = get_format(name)
     scale = tensor_scale(x, spec) if recipe.scaling == "amax" else None
-    # A power of two: exact. In float32 where float16 may not hold it.
+    # A power of two: exact. In float32 instead of float16, whose range may be too small.
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
     inverse = None if scale is None else (1 / scale).to(wide)
     if rounding != "nearest":

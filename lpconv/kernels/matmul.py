@@ -1,10 +1,10 @@
-"""Products of low-precision matrices, by the fastest exact way that the device has.
+"""Products of low-precision matrices, by the fastest exact method of the device.
 
 - CUDA, fp8: tensor cores through `aten._scaled_mm_v2`, after its layout rules are met: the left operand row-major, the
   right one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum). Compiled or not.
-- CPU, fp8: decode to bfloat16, which holds every code, and multiply there. Products are exact and sums are float32, as
-  on tensor cores; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
-- CPU, float16: multiply in float32 and round once. torch's float16 product is ten and more times slower there.
+- CPU, fp8: decode to bfloat16, which represents every code, and multiply there. Products are exact and sums are
+  float32, as on tensor cores; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
+- CPU, float16: multiply in float32 and round once. torch's float16 product is ten or more times slower there.
 
 Scales follow `value = scale · component`: the result is (a · scale_a) @ (b · scale_b).
 """
@@ -36,10 +36,10 @@ _PRODUCTS = {
 
 _FP8 = {getattr(torch, f.torch) for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
 _WIDE = {torch.bfloat16, torch.float16}
-# Elements of a left operand that is worth turning: oneDNN multiplies a large transposed one more slowly, with AMX at
-# half the rate or less (2048 cubed in bfloat16: 40 ms in place of 16), with the same bits.
+# Elements from which a transposed left operand is copied to row-major: oneDNN multiplies large transposed ones more
+# slowly, with AMX at half the rate or less (2048 cubed in bfloat16: 40 ms instead of 16), with the same bits.
 _LARGE = 1 << 20
-_ALIGNMENT = 16  # bytes, and so fp8 elements, that cuBLASLt wants rows to be multiples of
+_ALIGNMENT = 16  # cuBLASLt requires rows of multiples of 16 bytes, which are fp8 elements
 _TENSOR_WISE, _ROW_WISE = F.ScalingType.TensorWise.value, F.ScalingType.RowWise.value
 
 
@@ -56,8 +56,8 @@ def matmul(
 
     Scales are float32, one number or one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is
     bfloat16 (the default for fp8), float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before
-    scales that are not powers of two are applied. No gradient: see `kernels.linear`. Raises UsageError for operands
-    that do not fit.
+    scales that are not powers of two are applied. Has no gradient: see `kernels.linear`. Raises UsageError for
+    unsuitable operands.
     """
     _check(a, b, scale_a, scale_b, bias)
     out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
@@ -76,7 +76,7 @@ def matmul(
 
 
 def why_not_scaled_mm(a: Tensor, b: Tensor) -> str | None:
-    """Why a product of fp8 matrices on CUDA runs in bfloat16 instead of on fp8 tensor cores; None where it need not."""
+    """Why a product of fp8 matrices on CUDA runs in bfloat16 instead of on fp8 tensor cores; None if it does not."""
     fnuz = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "cuBLASLt has no product of two e5m2 matrices"
@@ -89,12 +89,12 @@ def why_not_scaled_mm(a: Tensor, b: Tensor) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def _capability(index: int) -> tuple[int, int]:
-    """Of a GPU; torch.compile, which cannot trace the question, takes the answer as a constant."""
+    """Compute capability of a GPU; torch.compile cannot trace the query and treats the result as a constant."""
     return torch.cuda.get_device_capability(index)
 
 
 def scaled_mm_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a row-major and b column-major, with K and N padded with zeros to multiples of 16; copies only where needed."""
+    """a row-major and b column-major, with K and N padded with zeros to multiples of 16; copied only if needed."""
     pad_k, pad_n = -a.shape[1] % _ALIGNMENT, -b.shape[1] % _ALIGNMENT
     return _padded(a, 0, pad_k), _padded(b.t(), pad_n, pad_k).t()
 
@@ -106,18 +106,18 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Row-major in its strides too: a (1, C) that was (C, 1) or expanded counts as contiguous, and CUDA refuses it."""
+    """Row-major including strides: a (1, C) that was (C, 1) or expanded counts as contiguous, but not for CUDA."""
     return x.contiguous().view(-1).view(x.shape)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The product on tensor cores, by the op: some builds of torch break a graph at `F.scaled_mm` (pytorch#180604)."""
+    """The product on tensor cores, by op: some torch builds break the graph at `F.scaled_mm` (pytorch#180604)."""
     rows, columns = a.shape[0], b.shape[1]
     a, b = scaled_mm_operands(a, b)
     one = torch.ones((), dtype=torch.float32, device=a.device)
     scale_a, scale_b = one if scale_a is None else scale_a.float(), one if scale_b is None else scale_b.float()
     recipe = _TENSOR_WISE
-    if _has_rows(scale_a, scale_b):  # then both must be
+    if _has_rows(scale_a, scale_b):  # then both must have rows
         recipe = _ROW_WISE
         scale_a, scale_b = scale_a.expand(rows, 1), scale_b.expand(1, columns)
         scale_a, scale_b = _dense(scale_a), _dense(F.pad(scale_b, (0, b.shape[1] - columns), value=1.0))
@@ -131,7 +131,7 @@ def _has_rows(*scales: Tensor | None) -> bool:
 
 
 def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """The product in bfloat16, or in float32 where more is asked for; the result has the dtype it was computed in."""
+    """The product in bfloat16, or in float32 if more is needed; the result has the dtype of the computation."""
     if a.dtype in _FP8:
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         return _mm(decode_operand(a, wide, "left"), decode_operand(b, wide, "right"))
@@ -162,11 +162,11 @@ def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None,
 
 
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Inside, a CPU's float16 matrix products and convolutions are computed in float32 and rounded once, as a GPU does.
+    """Compute float16 matrix products and convolutions on a CPU in float32 and round once, as a GPU does.
 
-    torch's own are ten and more times slower (see `kernels.matmul`). Products on other devices and in other dtypes are
-    left alone, and so are tensor subclasses: a scaled tensor does this by itself, and a cast here would take away its
-    scale. Covers the backward pass too, where that runs inside.
+    A context manager. torch's own are ten or more times slower (see `kernels.matmul`). Products on other devices and in
+    other dtypes are unchanged, and so are tensor subclasses: a scaled tensor does this by itself, and a cast here would
+    remove its scale. Covers the backward pass too, if that runs inside.
     """
 
     def __torch_dispatch__(
@@ -176,7 +176,7 @@ class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyp
 
 
 def at_half(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """`op` of tensors; where all are plain float16 ones on a CPU, computed in float32 and rounded once."""
+    """Run `op`; if all its tensors are plain float16 ones on a CPU, compute in float32 and round once."""
     if not all(map(_is_plain_half, args)):
         return op(*args, **kwargs)
     out = op(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs)

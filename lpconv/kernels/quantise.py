@@ -1,16 +1,17 @@
-"""Rounding to a format in one pass: the fast twins of `formats.cast` and `formats.encode`.
+"""Rounding to a format in one pass: fast versions of `formats.cast` and `formats.encode`.
 
-Two ways to round float32 to fewer bits without leaving float32, both exact and both immune to a compiler that fuses:
+There are two ways to round float32 to fewer bits without leaving float32, both exact and both safe from a compiler that
+fuses:
 
-- *shift by addition*, for formats whose exponents float32 can rise above: adding 1.5 · 2^23 steps to x leaves no room
-  below one step, so the adder itself rounds to nearest even, and subtracting it again is exact. The step follows x's
-  exponent and stops at the smallest normal, which is all that subnormals need.
-- *integers on the bit pattern*, for bf16, tf32 and fp32, whose exponents are float32's own: add half a step less one,
-  plus the last kept bit, and cut. With random bits in place of the half step this is stochastic rounding, for every
-  format once subnormals are lifted by the smallest normal.
+- *shift by addition*, for formats whose exponents are below float32's: adding 1.5 · 2^23 steps to x leaves no bits for
+  less than one step, so the adder itself rounds to nearest even, and subtracting them again is exact. The step follows
+  x's exponent and stops at the smallest normal number, which handles subnormals.
+- *integers on the bit pattern*, for bf16, tf32 and fp32, whose exponents are float32's own: add half a step minus one,
+  plus the last kept bit, and truncate. With random bits instead of the half step this is stochastic rounding, for every
+  format once subnormals are raised by the smallest normal number.
 
-Large tensors run compiled (one kernel for all formats: what defines one is passed in as scalars), once `CheckedKernel`
-has seen the compiler keep the bits. Small ones run eagerly, in pieces that stay in cache.
+Large tensors run compiled (one kernel for all formats, whose parameters are passed as scalars), once `CheckedKernel`
+has verified that the compiler keeps the bits. Small ones run eagerly, in pieces that stay in the cache.
 """
 
 import math
@@ -43,12 +44,12 @@ def fake_quantise(
     generator: torch.Generator | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`formats.cast`, fast: the same arguments, errors, straight-through gradient and, but for noise, the same bits.
+    """Fast `formats.cast`: the same arguments, errors, straight-through gradient and, except for noise, the same bits.
 
     Stochastic rounding draws other numbers than `cast`: a hash of each element's position and of one seed taken from
     `generator`, so that the result depends on neither threads nor device. Below the smallest normal number its
-    probabilities are multiples of 2^-(23 - mantissa bits). `out` (x's shape and dtype, maybe x itself) is filled.
-    float64, e8m0fnu and rounding toward zero go through `cast`.
+    probabilities are multiples of 2^-(23 - mantissa bits). `out` (x's shape and dtype, may be x itself) is filled if
+    given. float64, e8m0fnu and rounding toward zero use `cast`.
     """
     spec = check_cast(x, format, rounding, overflow)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
@@ -64,14 +65,14 @@ def fake_quantise(
 
 
 def encode(x: Tensor, format: str | Format) -> Tensor:
-    """`formats.encode` to nearest with saturation: two passes for the fp8 formats, the reference for the others."""
+    """`formats.encode` to nearest with saturation: two passes for fp8 formats, the reference for others."""
     spec = check_cast(x, format, "nearest", "saturate")
     if not _is_fp8(spec):
         return codes.encode(x, spec)
     limit = largest_number(spec, x.dtype)
-    encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # clamped: torch versions differ beyond
+    encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # torch versions differ beyond the limit
     raw = encoded.view(torch.uint8)
-    # NaN without its sign, as `formats.encode` has it. To look first is cheaper, but stalls a GPU and breaks a graph.
+    # NaN without its sign, as in `formats.encode`. Checking first is cheaper, but stalls a GPU and breaks a graph.
     unseen = raw.device.type != "cpu" or torch.compiler.is_compiling()
     if spec.has_negative_zero and raw.numel() and (unseen or int(raw.amax()) == 0xFF):
         raw.masked_fill_(raw == 0xFF, 0x7F)
@@ -82,7 +83,7 @@ def _quantise(
     x: Tensor, spec: Format, rounding: str, overflow: str, generator: torch.Generator | None, out: Tensor
 ) -> None:
     kernel = _STOCHASTIC if rounding == "stochastic" else _WIDE if _is_wide(spec) else _NEAREST
-    # Under dynamo, which warns of a cache and leaves it out, they become constants of the graph.
+    # Under dynamo, which warns about caches and ignores them, scalars become constants of the graph.
     make = _scalars if torch.compiler.is_compiling() else _CACHED
     scalars = make(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
     if rounding == "stochastic":
@@ -99,7 +100,7 @@ def _quantise(
 
 
 def _runner(kernel: CheckedKernel, x: Tensor, eager: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], int]:
-    """What rounds a piece of `x`, and the size of a piece."""
+    """The function that rounds a piece of `x`, and the size of a piece."""
     if torch.compiler.is_compiling():
         return kernel.function, _FUSED_PIECE
     if x.device.type != "cpu" or x.dtype == torch.float32:
@@ -110,7 +111,7 @@ def _runner(kernel: CheckedKernel, x: Tensor, eager: Callable[..., Tensor]) -> t
 
 
 def _through_float32(kernel: CheckedKernel) -> Callable[..., Tensor]:
-    """Inductor's CPU code for 16-bit inputs is nearly three times slower than copies to float32 and back."""
+    """Round 16-bit inputs in float32 copies: inductor's CPU code for 16 bits is nearly three times slower."""
     wide, rounded = _WIDE_BUFFERS.on(torch.device("cpu"))
 
     def run(x: Tensor, out: Tensor, *rest: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ _WIDE_BUFFERS = Buffers(_wide_pair)
 
 
 def _through_codes(spec: Format) -> Callable[..., Tensor]:
-    """Eagerly, there and back by torch's cast and our decoding takes fewer passes than the arithmetic."""
+    """Round by encoding and decoding, which in eager mode takes fewer passes than the arithmetic."""
     return lambda x, out, *rest: decode(encode(x, spec), x.dtype, out=out)
 
 
@@ -150,9 +151,9 @@ def _position(start: int, device: torch.device) -> Tensor:
 
 
 def _scalars(spec: Format, dtype: torch.dtype, magic: bool, overflow: str, device: torch.device) -> tuple[Tensor, ...]:
-    """What makes the kernels round to `spec`; tensors, so that one compiled kernel serves every format."""
+    """Parameters of `spec` for the kernels, as tensors, so that one compiled kernel serves every format."""
     limit = largest_number(spec, dtype)
-    # Saturating, x is clamped to the limit at once. Otherwise to a number that still rounds beyond it, and finite where
+    # If saturating, x is clamped to the limit. Otherwise to a number that still rounds beyond it, and that is finite if
     # the magic addition would overflow.
     clamp = limit if overflow == "saturate" else math.ldexp(1.0, spec.max_exponent + 2) if magic else math.inf
     dropped = _FP32.mantissa_bits - spec.mantissa_bits
@@ -205,12 +206,12 @@ def _stochastic(
 
 
 def _unless_nan(y: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, or NaN where y is: a carry out of a NaN's bits may look like a number. Inductor has no fast isnan."""
+    """`rounded`, but NaN where y is, since a carry may turn a NaN's bits into a number. Inductor has no fast isnan."""
     return torch.where(y == y, rounded, y)
 
 
 def _finish(y: Tensor, rounded: Tensor, limit: Tensor, beyond: Tensor, unsigned_zero: Tensor) -> Tensor:
-    """Overflow and the sign."""
+    """Apply overflow and the sign."""
     rounded = torch.copysign(torch.where(rounded.abs() > limit, beyond, rounded), y)
     return torch.where((rounded == 0) & unsigned_zero, 0.0, rounded)
 
@@ -226,7 +227,7 @@ def _example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, 
     """Ties, subnormals, both signs, overflow and special values, around e4m3fn and bf16 alike."""
     steps = torch.arange(-512, 512, device=device).float() / 16
     special = torch.tensor([math.inf, -math.inf, math.nan, -0.0], device=device)
-    # Many times: the compiler lets no threads share what gives each of them less than 512 rounds here.
+    # Repeated, because the compiler uses threads only for 512 or more rounds each.
     x = torch.cat([steps, steps * 2.0**-9, steps + 2.0**-9, steps * 100, special]).to(dtype).repeat(32)
     return x, torch.empty_like(x), _position(0, device)
 

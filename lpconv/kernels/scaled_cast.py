@@ -1,10 +1,10 @@
-"""The two passes of a cast whose scale comes from the data: largest magnitudes, then codes of what they divide.
+"""The two passes of a cast whose scale comes from the data: largest magnitudes, then codes of the scaled values.
 
-On a CPU both go piece by piece through memory that stays in cache: a pass over the whole tensor writes fresh memory,
-which costs more than what is computed. And of torch's reductions amin and amax read a 16-bit float at a quarter of the
-speed of an integer, aminmax along a dimension at a fiftieth; so magnitudes are compared as integers. Without their sign
-the patterns of floats are ordered as their values are, with Inf above numbers and NaN above Inf. On other devices, and
-under a compiler, which fuse, the plain expressions are used.
+On a CPU both process pieces in memory that stays in the cache: a pass over the whole tensor writes fresh memory, which
+costs more than the computation. Among torch's reductions amin and amax read a 16-bit float at a quarter of the speed of
+an integer, and aminmax along a dimension at a fiftieth; so magnitudes are compared as integers. Without signs, float
+bit patterns have the order of their values, with Inf above numbers and NaN above Inf. On other devices, and under a
+compiler, which fuse, the plain expressions are used.
 """
 
 import functools
@@ -25,7 +25,7 @@ _BUFFERS = Buffers(lambda device: (torch.empty(_PIECE, device=device), torch.emp
 
 
 def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
-    """The largest |x| in float32: 0-dim, or along `axis`, which stays with size 1; NaN where there is one, 0 of none.
+    """The largest |x| in float32: 0-dim, or along `axis` with size 1; NaN if there is one, 0 without elements.
 
     `axis` is None, -1 or -2.
     """
@@ -37,8 +37,8 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
         return torch.maximum(high, -low).float()
     if axis is not None and _is_turned(x):
         return largest_magnitude(x.mT, -3 - axis).mT
-    if (found := fused_largest(x, axis or -1)) is not None:
-        return found.amax().float() if axis is None else found.float().unsqueeze(axis)
+    if (largest := fused_largest(x, axis or -1)) is not None:
+        return largest.amax().float() if axis is None else largest.float().unsqueeze(axis)
     bits = x.contiguous().view(_BITS[x.dtype])
     if axis is None:
         return (
@@ -49,19 +49,20 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
         )
     bits = bits.view(-1, *bits.shape[-2:])
     shape = (*bits.shape[:2], 1) if axis == -1 else (bits.shape[0], 1, bits.shape[2])
-    found = bits.new_zeros(shape)
+    largest = bits.new_zeros(shape)
     for piece in _pieces(bits.shape):
-        here = found[piece] if axis == -1 else found[piece[0]]
+        here = largest[piece] if axis == -1 else largest[piece[0]]
         torch.maximum(here, _magnitudes(bits[piece]).amax(axis, keepdim=True), out=here)
-    return found.view(x.dtype).float().view(*x.shape[:-2], *shape[1:])
+    return largest.view(x.dtype).float().view(*x.shape[:-2], *shape[1:])
 
 
 def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: bool) -> Tensor:
-    """Codes of x · `inverse` in an 8-bit format, to nearest even; shaped and laid out like `x`, NaN where that is.
+    """Codes of x · `inverse` in an 8-bit format, to nearest even, with the shape and layout of `x`; NaN is kept.
 
-    `inverse` has no dimension, or those of `x` with size 1 along the last or the last but one; the product is computed
-    in the wider dtype of the two. With `saturate` what is too large becomes the format's largest number, and what is
-    not finite NaN, so that an overflow is still seen; without, nothing may be too large by half a step.
+    `inverse` is 0-dim, or has the shape of `x` with size 1 along the last axis or the last but one; the product is
+    computed in the wider dtype of the two. With `saturate`, too large values become the format's largest number, and
+    values that are not finite become NaN, so that an overflow remains visible; without it, no value may be too large by
+    half a step.
     """
     x = x.detach()
     if not _goes_by_pieces(x) or (inverse is not None and inverse.dim() and inverse.dim() != x.dim()):
@@ -86,7 +87,7 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
 
 
 def scaled_values(x: Tensor, inverse: Tensor, spec: Format, *, saturate: bool, out: Tensor) -> Tensor:
-    """What the codes of `scaled_codes` stand for, in `out`, which is bfloat16, shaped and laid out like `x`."""
+    """The values of the codes of `scaled_codes`, written to the bfloat16 `out`, shaped and laid out like `x`."""
     if _is_turned(x):
         turned = inverse.mT if inverse.dim() else inverse
         return scaled_values(x.mT, turned, spec, saturate=saturate, out=out.mT).mT
@@ -95,18 +96,18 @@ def scaled_values(x: Tensor, inverse: Tensor, spec: Format, *, saturate: bool, o
 
 
 def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
-    """`out` (…, M, N) times each scale (a number, (…, M, 1) or (…, 1, N), float32), in place; rounded once at most."""
-    found = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
-    if not found or out.itemsize >= 4:
-        for scale in found:
+    """Multiply `out` (…, M, N) by float32 scales, numbers, (…, M, 1) or (…, 1, N), in place, rounding at most once."""
+    numbers = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
+    if not numbers or out.itemsize >= 4:
+        for scale in numbers:
             out.mul_(scale)
         return out
     if not _goes_by_pieces(out) or not out.is_contiguous():
-        return out.copy_(functools.reduce(torch.mul, found, out.float()))
-    if len(found) == 2 and (done := fused_product_(out, *found)) is not None:
+        return out.copy_(functools.reduce(torch.mul, numbers, out.float()))
+    if len(numbers) == 2 and (done := fused_product_(out, *numbers)) is not None:
         return done
     flat = out.view(-1, *out.shape[-2:])
-    factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in found]
+    factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in numbers]
     for piece in _pieces(flat.shape):
         wide = _scratch(flat[piece].shape, torch.float32, 0).copy_(flat[piece])
         for factor in factors:
@@ -116,7 +117,7 @@ def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
 
 
 def _part(factor: Tensor, piece: tuple[slice, slice]) -> Tensor:
-    """What a piece is multiplied by: of the rows where they have a number each, of the batch where it has."""
+    """The factors of a piece, by row and by batch if they differ along these axes."""
     if not factor.dim():
         return factor
     return factor[piece[0] if len(factor) > 1 else slice(None), piece[1] if factor.shape[1] > 1 else slice(None)]
@@ -136,19 +137,19 @@ def _magnitudes(bits: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, spec: Format, out: Tensor | None = None) -> Tensor:
-    """Within the format's largest numbers; 0 · Inf is NaN."""
+    """Clamp to the format's largest numbers; Inf becomes NaN by adding 0 · Inf."""
     return torch.clamp(values, -spec.max, spec.max, out=out).add_(values, alpha=0)
 
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, which: int) -> Tensor:
-    """Scratch memory that is kept, fresh where a single row does not fit."""
+    """Reused scratch memory, or fresh memory if a single row does not fit."""
     room = _BUFFERS.on(torch.device("cpu"))[which].view(dtype)
     size = shape.numel()
     return torch.empty(shape, dtype=dtype) if size > room.numel() else room[:size].view(shape)
 
 
 def _pieces(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
-    """Slices of the batch and of the rows of (B, R, C) that hold about `_PIECE` elements each."""
+    """Slices of the batch and of the rows of (B, R, C) with about `_PIECE` elements each."""
     batch, rows, columns = shape
     rows_at_once = max(1, _PIECE // columns)
     at_once = max(1, rows_at_once // rows)
@@ -158,9 +159,9 @@ def _pieces(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
 
 
 def _with_factors(x: Tensor, inverse: Tensor | None, codes: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-    """Pieces of contiguous `x`, what each is multiplied by, and where its codes go."""
+    """Yield pieces of contiguous `x`, their factors, and the output for their codes."""
     if inverse is None or not inverse.dim():
-        factor = None if inverse is None else inverse.view(1)  # with a dimension its dtype counts
+        factor = None if inverse is None else inverse.view(1)  # 1-D, so that its dtype takes part in promotion
         flat = zip(torch.split(x.view(-1), _PIECE), torch.split(codes.view(-1), _PIECE), strict=True)
         yield from ((piece, factor, out) for piece, out in flat)
         return
