@@ -1,6 +1,6 @@
-"""What a stored tensor is: one file per form, listed in `FORMS`. How they work is told in `lpconv.forms.form`.
+"""The forms in which tensors are stored: one file per form, listed in `FORMS`; `lpconv.forms.form` explains them.
 
-What others store is read by the layouts in `lpconv.forms.foreign`.
+Third-party layouts are read by `lpconv.forms.foreign`.
 """
 
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ from lpconv.forms.tiles import Tiles
 
 __all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "grid_of", "recognise"]
 
-# In the order in which they are asked whether a stored tensor is theirs; what is nobody's keeps its bits.
+# In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {
     f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, FineGrained, Pair, Kept)
 }
 
 
 def recognise(headers: Headers) -> Mapping[str, Stored]:
-    """How every tensor of a checkpoint is stored, by its name; what belongs to another one is not listed.
+    """The form of every tensor of a checkpoint, by name. Components of other tensors are not listed.
 
-    Nor are the scales of activations in the checkpoints of others.
+    Neither are the activation scales of third-party checkpoints.
     """
-    found = {n: _of(n, headers) for n in headers.root}
-    parts = {c.name for n, form in found.items() for c in form.components if c.name != n}
+    forms = {n: _of(n, headers) for n in headers.root}
+    parts = {c.name for n, form in forms.items() for c in form.components if c.name != n}
     if headers.quantised_by in READ:
-        parts |= {n for n in found if n.rpartition(".")[2] in ACTIVATIONS}
-    return {form.name: form for n, form in found.items() if n not in parts}
+        parts |= {n for n in forms if n.rpartition(".")[2] in ACTIVATIONS}
+    return {form.name: form for n, form in forms.items() if n not in parts}
 
 
 def grid_of(form: Stored) -> Grid | None:
-    """A weight in a layout that others write too, as who reads it sees it; None for any other."""
+    """The `Grid` of a weight whose layout third-party tools write too; None for any other form."""
     if isinstance(form, (Compressed, CompressedTiles, FineGrained)):
         return form.grid
     return form if isinstance(form, Grid) else None

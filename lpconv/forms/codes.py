@@ -1,7 +1,7 @@
-"""The codes of a block for one scale or one for every tile, one to an element: encoding, decoding, the slow reference.
+"""Codes of a block with one scale or a scale per tile, one byte or word per element: encoding, decoding, reference.
 
-A scale is a number, or an fp32 tensor that broadcasts to what `_rows_of` makes of a block: [rows, 1], [rows, tiles, 1]
-or, where tiles do not divide rows, [rows, cols].
+A scale is a number, or an fp32 tensor that broadcasts to the shape from `_rows_of`: [rows, 1], [rows, tiles, 1] or, if
+tiles do not divide rows, [rows, cols].
 """
 
 import functools
@@ -33,28 +33,28 @@ from lpconv.forms.lookup import (
 from lpconv.forms.ranges import checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
-_REACH = 1.25  # of the largest number, up to which scales of 4 bits and of integers let numbers lie: see `tile_scales`
+_REACH = 1.25  # numbers reach up to this multiple of the largest code in 4-bit and integer formats; see `tile_scales`
 
 
 def _rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
-    """A 1-D block as it is for one scale, as rows for a tensor of scales."""
+    """A 1-D block, unchanged for one scale, as rows for a tensor of scales."""
     return x if isinstance(scale, float) else x.view(*scale.shape[:-1], -1)
 
 
 def encode(
     x: Tensor, scale: float | Tensor, fmt: Format, work: Workspace, stats: BlockStats
 ) -> tuple[Tensor, BlockError]:
-    """The codes of one block of x / scale, in the workspace, and the error against x.
+    """The codes of one block of x / scale, in the workspace, and their error against x.
 
-    `x` is 1-D of any floating dtype, the codes are 1-D of the format's dtype, or bytes as of `formats.narrow`. `stats`
-    are the tensor's: with NaN or Inf, NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf: never a
-    usable number.
+    `x` is 1-D of any floating dtype, the codes are 1-D of the format's dtype, or bytes as in `formats.narrow`. `stats`
+    are the whole tensor's: with NaN or Inf, NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf,
+    never a usable number.
     """
     codes = room(work.root, x.numel(), _dtype(fmt))
     is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= LEAST_ELEMENTS
     tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
     if tables is not None:
-        zeros = num_zeros(x)  # counted, as those of codes are, while they are in the cache
+        zeros = num_zeros(x)  # counted while x is in the cache
         entries = look_up(x, tables, codes, work)
         flushed = _num_zeros(codes, fmt) - zeros
         return codes, error_of(differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
@@ -78,10 +78,10 @@ def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -
 
 
 def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
-    """`decode` rounded to the dtype of `out`, which is filled.
+    """`decode` into `out`, rounded to its dtype.
 
-    8-bit codes are numbers of 16 bits too, and their products with a scale that is one are rounded once either way:
-    torch multiplies those in fp32.
+    8-bit codes are exact in 16 bits, and their products with a scale that is exact too are rounded once either way,
+    since torch multiplies 16-bit numbers in fp32.
     """
     if out.dtype == torch.float32:
         return decode(codes, scale, out=out)
@@ -94,8 +94,10 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
-    """What fp32 numbers, 1-D, become by the slow reference; bf16 numbers are looked up in what it says of all of them,
-    where scales are one or few (`lookup.spanned`)."""
+    """Rounded values of fp32 numbers (1-D) by the slow reference.
+
+    bf16 numbers are looked up in a table of all bf16 numbers, if there are few scales (`lookup.span_of_scales`).
+    """
     if int(np.bitwise_or.reduce(value.numpy().view(np.int32))) & 0xFFFF:
         return _reference(value, scale, fmt)
     patterns = value.view(torch.int32) >> 16
@@ -109,28 +111,30 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
 
 
 def are_right_together(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format) -> bool:
-    """Whether small tensors, each as its fp32 numbers, what it decodes to and its rows of scales, are what the slow
-    reference says. Each row has as many numbers, and scales, as any other."""
+    """Whether small tensors, as (fp32 numbers, decoded values, rows of scales), all match the slow reference.
+
+    All rows have the same number of elements, and of scales.
+    """
     value, got, scales = map(torch.cat, zip(*tensors, strict=True))
     return same_numbers(got, _reference(value, scales, fmt))
 
 
 @functools.lru_cache(maxsize=8)
 def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
-    """What every bf16 number becomes, by its bits as a signed integer; no tensor, however large, has more of them."""
+    """Rounded values of every bf16 number, indexed by its bits as a signed integer."""
     return _reference((torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
 
 
 @functools.lru_cache(maxsize=2)
 def _of_span(fmt: Format, span: Span) -> Tensor:
-    """The same for the scales of a span, behind each other."""
+    """The concatenated tables of `_of_all_bf16` for the scales of a span."""
     return torch.cat([_of_all_bf16(fmt, scale) for scale in scales_of(span)])
 
 
 def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
-    """Whether 8-bit codes of a block of 16-bit numbers are those that decode to what `wanted` says of them.
+    """Whether 8-bit codes of a block of 16-bit numbers are those of the slow reference, by table lookup.
 
-    Looked up in what it says of all 16-bit numbers. False says nothing: not all scales, numbers and formats are here.
+    False proves nothing: tables do not cover all scales, numbers and formats.
     """
     if x.itemsize != 2 or x.numel() < LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
         return False
@@ -147,8 +151,7 @@ def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Fo
 
 @functools.lru_cache(maxsize=32)
 def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
-    """The codes, as bytes, that decode to what each number of a 16-bit dtype should become; NaN where no finite one
-    does."""
+    """The reference codes, as bytes, of all numbers of a 16-bit dtype; the NaN code if no finite code is right."""
     assert fmt.nan_code is not None, fmt.name
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(_dtype(fmt))
     codes = codes[codes.float().isfinite()]
@@ -160,7 +163,7 @@ def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _wanted_of_span(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor:
-    """The same for the scales of a span, behind each other."""
+    """The concatenated tables of `_wanted_codes` for the scales of a span."""
     return torch.cat([_wanted_codes(dtype, scale, fmt) for scale in scales_of(span)])
 
 
@@ -170,12 +173,12 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     for start, stop in checked_ranges(value.numel(), cols):
         part = scale if isinstance(scale, float) else scale[start // cols : stop // cols]
         unit = _rows_of(value[start:stop], part) / part
-        least, largest = (float(end) for end in (unit.amin(), unit.amax()))  # what is rare takes most of the time
+        least, largest = float(unit.amin()), float(unit.amax())  # the rare cases below take most of the time
         if not fmt.has_inf and not (math.isfinite(least) and math.isfinite(largest)):
             unit.masked_fill_(torch.isinf(unit), math.nan)
         rounded = cast(unit, fmt, overflow="inf" if fmt.has_inf else "saturate")
         if fmt.twos_complement and not least > -fmt.max - 0.5:
-            # One number more below, to which `cast` does not round; the tie is even.
+            # Two's complement has one more negative number, to which `cast` does not round; the tie is even.
             rounded = torch.where(unit <= -fmt.max - 0.5, -fmt.max - 1, rounded)
         done[start:stop] = (rounded * part).view(-1)
     return done
@@ -184,10 +187,10 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
 def _rounded(
     value: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, *, is_finite: bool
 ) -> Tensor:
-    """Write the codes of fp32 numbers into `codes`; returns what they stand for."""
+    """Write the codes of fp32 numbers into `codes` and return their values."""
     count = value.numel()
     coded = codes if codes.dtype == torch.float32 else work.scratch.coded[:count]
-    # Powers of two have an exact reciprocal; dividing is right for every scale but slower.
+    # Powers of two have an exact reciprocal; division is right for every scale but slower.
     if isinstance(scale, float) and math.frexp(scale)[0] == 0.5:
         torch.mul(value, 1 / scale, out=coded)
     else:
@@ -204,28 +207,28 @@ def _rounded(
 
 
 def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> Tables | None:
-    """Where to look 16-bit numbers up; None where that cannot be."""
+    """The lookup tables for 16-bit numbers, or None if there are none for these scales."""
     if isinstance(scale, float):
-        found = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
-        return None if found is None else (found, None)
+        entries = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
+        return None if entries is None else (entries, None)
     span = span_of_scales(scale)
-    found = None if span is None else _joined(dtype, fmt, span)
-    return None if span is None or found is None else (found, beginnings(scale, span))
+    entries = None if span is None else _joined(dtype, fmt, span)
+    return None if span is None or entries is None else (entries, beginnings(scale, span))
 
 
 @functools.lru_cache(maxsize=2)
 def _joined(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
-    """The tables of the scales of a span behind each other."""
-    found = [_table(dtype, scale, fmt) for scale in scales_of(span)]
-    tables = [t for t in found if t is not None]
-    return torch.cat(tables) if len(tables) == len(found) else None
+    """The concatenated tables for the scales of a span."""
+    candidates = [_table(dtype, scale, fmt) for scale in scales_of(span)]
+    tables = [t for t in candidates if t is not None]
+    return torch.cat(tables) if len(tables) == len(candidates) else None
 
 
 @functools.lru_cache(maxsize=32)
 def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
-    """The codes of all numbers of a 16-bit dtype and their errors, None where they do not fit beside each other.
+    """Codes of all numbers of a 16-bit dtype with their errors, or None if both do not fit one word.
 
-    The errors of numbers beyond the format's range are not to the last bit.
+    The errors of numbers beyond the format's range are not accurate to the last bit.
     """
     values = numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
@@ -234,7 +237,7 @@ def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
 
 
 def _dtype(fmt: Format) -> torch.dtype:
-    """What codes have in memory, one to an element."""
+    """The dtype of codes in memory, one per element."""
     dtype: torch.dtype = getattr(torch, fmt.torch) if fmt.safetensors and fmt.torch else torch.uint8
     return dtype
 

@@ -1,11 +1,11 @@
-"""The layouts of the compressed-tensors package: codes under the weight's own shape, a scale each or for every tile.
+"""The layouts of the compressed-tensors package: codes in the weight's own shape, with one scale or a scale per tile.
 
 Plain transformers with that package, and vLLM, open them. Only weights of `Linear` modules can be codes; the config
-says which modules are not, and which have another format than the others. More in `lpconv.storage.compressed`. With
-the settings of other writers such weights are read as a layout of theirs.
+names the modules that are not quantised, and those with another format. See `lpconv.storage.compressed`. Such weights
+from other tools, with other settings, are read as a third-party layout.
 
-Beside a weight may lie the scale of the inputs that meet it: `MODULE.input_scale`, or `MODULE.input_global_scale`, by
-which those of their groups are divided. It comes from the largest input that calibration saw.
+A weight may have an input scale next to it: `MODULE.input_scale`, or `MODULE.input_global_scale`, by which the input
+scales of groups are divided. It comes from the largest input during calibration.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 _E4M3FN = FORMATS["e4m3fn"]
 _SCALE_DTYPES = {"F32", "F16", "BF16"}
-# Scales of groups of 16 normal numbers are a third of that, and the least one is 2^-9: NVFP4 keeps 17 dB of 20.
+# Scales of groups of 16 normal numbers are a third of the RMS, and the smallest is 2^-9: NVFP4 keeps 17 of 20 dB.
 _LEAST_RMS = 0.005
 _WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout(Scaled):
-    """What the layouts ask of a form, whatever has a scale.
+    """Common parts of both layouts.
 
-    `input_absmax` is the largest input, None where no calibration has said it: then `input_scale`, where there is one,
-    can be read and not written.
+    `input_absmax` is the largest calibrated input, or None without calibration; then `input_scale`, if there is one,
+    can be read but not written.
     """
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
@@ -84,24 +84,29 @@ class _Layout(Scaled):
         return super().refusal(shape, format, settings)
 
     @classmethod
-    def configured(cls, made: Converted) -> dict[str, Any]:
-        """Raises UnsupportedError for experts in several formats: transformers reads all by the usual one."""
-        grain = get_grain(made.settings["granularity"])
-        of_experts = {made.formats[n] for n in made.experts if n in made.formats} or {made.settings["format"]}
+    def configured(cls, converted: Converted) -> dict[str, Any]:
+        """The `quantization_config`. Raises UnsupportedError for experts in several formats.
+
+        transformers reads all experts in the usual format.
+        """
+        grain = get_grain(converted.settings["granularity"])
+        of_experts = {converted.formats[n] for n in converted.experts if n in converted.formats} or {
+            converted.settings["format"]
+        }
         if len(of_experts) > 1:
             raise UnsupportedError(
                 f"transformers reads experts in one format, and these have {', '.join(sorted(of_experts))}",
                 hint="let --rule give all of them the same",
             )
-        usual = preset_of(of_experts.pop(), grain, calibrated=made.calibrated)
-        found = {n: preset_of(f, grain, calibrated=made.calibrated) for n, f in made.formats.items()}
+        usual = preset_of(of_experts.pop(), grain, calibrated=converted.calibrated)
+        presets = {n: preset_of(f, grain, calibrated=converted.calibrated) for n, f in converted.formats.items()}
         assert usual is not None, "refused"
-        others = {n.removesuffix(_WEIGHT): p for n, p in found.items() if p is not None and p != usual}
-        return {"quantization_config": quantization_config(made.ignored, usual, others)}
+        others = {n.removesuffix(_WEIGHT): p for n, p in presets.items() if p is not None and p != usual}
+        return {"quantization_config": quantization_config(converted.ignored, usual, others)}
 
     @property
     def input_scale(self) -> Component:
-        """The component that has the scale of the inputs."""
+        """The component with the input scale."""
         return Component(name=self.name.removesuffix(_WEIGHT) + f".{self.input_name}", dtype="F32", shape=(1,))
 
     @property
@@ -109,7 +114,7 @@ class _Layout(Scaled):
         return (self.input_scale,) if self.has_input_scale else ()
 
     def _as_stored(self, headers: Headers) -> Self:
-        """The form with the scale of inputs that is there, where the config says so."""
+        """The form with its stored input scale, if the config has one."""
         presets = headers.presets
         is_calibrated = presets is not None and presets.preset_for(self.name.removesuffix(_WEIGHT)).is_calibrated
         return replace(self, has_input_scale=is_calibrated and headers.holds(self.input_scale))
@@ -119,7 +124,7 @@ class _Layout(Scaled):
 
     @abstractmethod
     def scale_of_inputs(self, absmax: float) -> Tensor:
-        """The scale of inputs of up to `absmax`, fp32 [1]; 1 where all are zero."""
+        """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
 
     def begin(self, largest: float) -> Measured:
         return self._with_input_scale(super().begin(largest))
@@ -127,16 +132,16 @@ class _Layout(Scaled):
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
         return self._with_input_scale(super().conclude(looked, over, fused))
 
-    def _with_input_scale(self, found: Measured) -> Measured:
+    def _with_input_scale(self, measured: Measured) -> Measured:
         if not self.has_input_scale:
-            return found
+            return measured
         assert self.input_absmax is not None, "not calibrated"
-        return replace(found, side={**found.side, self.input_scale.name: self.scale_of_inputs(self.input_absmax)})
+        return replace(measured, side={**measured.side, self.input_scale.name: self.scale_of_inputs(self.input_absmax)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed(_Layout):
-    """`scale_dtype` is F32 in what lpconv writes; the package saves it again in the dtype of the model."""
+    """Codes with one scale. lpconv writes `scale_dtype` F32; the package saves it in the dtype of the model."""
 
     kind: ClassVar[str] = "compressed"
     input_name: ClassVar[str] = INPUT_SCALE
@@ -145,7 +150,10 @@ class Compressed(_Layout):
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
-        """Beside weights of another granularity a power of two: readers that keep scales in bf16 change others."""
+        """Like `Scaled.of`, but always with a power of two next to weights of another granularity.
+
+        Readers that keep scales in bf16 would change other scales.
+        """
         settings = settings if settings.grain is None else replace(settings, scale="pow2")
         return super().of(name, shape, format, settings)
 
@@ -164,7 +172,10 @@ class Compressed(_Layout):
 
     @property
     def shares(self) -> bool:
-        """Readers that multiply in fp8 take one scale for weights that they fuse, and round again what has another."""
+        """Whether fused weights must share a scale, as with an input scale.
+
+        Readers that multiply in fp8 use one scale for fused weights, and would round those with another scale again.
+        """
         return self.has_input_scale
 
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
@@ -172,14 +183,14 @@ class Compressed(_Layout):
 
         from lpconv.forms.blocks import block_stats
 
-        found = super().conclude(looked, over, fused)
+        measured = super().conclude(looked, over, fused)
         if not fused:
-            return found
+            return measured
         others = [sum(each(lambda x, _, work: block_stats(x, work)), BlockStats()) for each in fused]
-        scales = [scale_for(stats, self.format, pow2=self.has_pow2_scale) for stats in (found.stats, *others)]
+        scales = [scale_for(stats, self.format, pow2=self.has_pow2_scale) for stats in (measured.stats, *others)]
         name, one = self.name + SCALE_SUFFIX, torch.tensor([max(scales)], dtype=torch.float32)
-        on_grid = found.on_grid and torch.equal(one, found.side[name])
-        return replace(found, side={**found.side, name: one}, on_grid=on_grid)
+        on_grid = measured.on_grid and torch.equal(one, measured.side[name])
+        return replace(measured, side={**measured.side, name: one}, on_grid=on_grid)
 
     def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
         return None if self.shares else super().guess(sample)
@@ -194,7 +205,7 @@ class Compressed(_Layout):
 
     @property
     def grid(self) -> Grid | None:
-        """The same as who reads layouts of others sees it; None for what is no matrix."""
+        """The weight as a third-party `Grid`; None if it is not a matrix."""
         if len(self.shape) != 2 or 0 in self.shape:
             return None
         scale, codes = self.components[0], self.components[-1]
@@ -209,10 +220,11 @@ class Compressed(_Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTiles(_Layout, Tiles):
-    """What `CompressedPreset` says, as lpconv writes it.
+    """Codes with a scale per tile, in the layout of a `Preset`.
 
-    Plain transformers stacks experts, and leaves NVFP4's one scale for all out (huggingface/transformers#48371). So
-    with scales that every reader takes as they are, powers of two, the one of an expert (`is_expert`) is 1.
+    Plain transformers stacks experts, and ignores NVFP4's tensor scale for all of them
+    (huggingface/transformers#48371). So with power-of-two scales, which every reader uses unchanged, the tensor scale
+    of an expert (`is_expert`) is 1.
     """
 
     kind: ClassVar[str] = "compressed tiles"
@@ -232,15 +244,15 @@ class CompressedTiles(_Layout, Tiles):
         return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))
 
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """Raises UnsupportedError for experts that need more of the scale than plain transformers reads."""
-        found = super().conclude(looked, over, fused)
-        if self.grain.has_factor and not self._rule().has_factor and 0 < found.stats.rms < _LEAST_RMS:
+        """Raises UnsupportedError for experts that need a tensor scale, which plain transformers ignores."""
+        measured = super().conclude(looked, over, fused)
+        if self.grain.has_factor and not self._rule().has_factor and 0 < measured.stats.rms < _LEAST_RMS:
             raise UnsupportedError(
-                f"`{self.name}`: numbers of {found.stats.rms:.1g} are too small for e4m3fn scales alone, and plain "
+                f"`{self.name}`: numbers of {measured.stats.rms:.1g} are too small for e4m3fn scales alone, and plain "
                 "transformers leaves the second scale of experts out",
                 hint="--scale exact keeps it, for vLLM and lpconv; or use --granularity mx",
             )
-        return found
+        return measured
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -251,8 +263,8 @@ class CompressedTiles(_Layout, Tiles):
         suffix = _suffix(FORMATS[preset.number])
         if preset.grain is None or not name.endswith(suffix):
             return None
-        found = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
-        return found._as_stored(headers) if found and found.format.name == preset.number else None
+        form = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
+        return form._as_stored(headers) if form and form.format.name == preset.number else None
 
     @property
     def codes(self) -> Component:

@@ -1,7 +1,7 @@
-"""Any checkpoint as a source of plain tensors: what is stored in a form, ours or others', is decoded as it is read.
+"""Any checkpoint as a source of plain tensors, decoded while they are read.
 
-Decoded tensors are fp32, which holds what every form means; what is kept keeps its dtype. Memory is that of the blocks
-that are asked for, and of a few decoded bands of weights that lie on their side (see `foreign/grid.py`).
+Decoded tensors are fp32, which represents the values of every form exactly; kept tensors keep their dtype. Memory is
+that of the requested blocks, and of a few decoded bands of transposed weights (see `foreign/grid.py`).
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_BANDS = 4  # that are remembered: as many as a few threads read side by side
+_BANDS = 4  # cached bands, enough for a few threads that read side by side
 
 
 class DecodedSource:
-    """The values of stored tensors under the weights' names. Closes what it reads."""
+    """The decoded values of stored tensors, under the weights' names. Closing it closes the stored tensors."""
 
     def __init__(self, stored: StoredTensors) -> None:
         self._stored = stored
@@ -59,7 +59,7 @@ class DecodedSource:
         out[:] = self._band(name, begin, end)[first - begin : last - begin].numpy().data.cast("B")
 
     def _band(self, name: str, begin: int, end: int) -> Tensor:
-        """Decoded elements, whole rows; where a form has bands, those just read are still there."""
+        """Decoded elements of whole rows; the last few results are cached."""
         key = name, begin, end
         with self._lock:
             if key in self._bands:
@@ -77,8 +77,10 @@ class DecodedSource:
 
 
 def stored_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that the files stand for by name, from headers. Raises what `open_source` does, and
-    UnsupportedError for the layouts that are not read."""
+    """Shapes of the decoded tensors by name, from headers.
+
+    Raises the errors of `open_source`, and UnsupportedError for layouts that lpconv does not read.
+    """
     with closing(open_source(checkpoint)) as source:
         headers = Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()})
     check_readable(headers)
@@ -86,13 +88,13 @@ def stored_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def is_coded(checkpoint: Checkpoint) -> bool:
-    """Whether the tensors of a checkpoint stand for others: it is quantised, or keeps residuals beside its weights."""
+    """Whether a checkpoint must be decoded: it is quantised, or has residuals next to its weights."""
     return quantization_method(checkpoint.config) is not None or (checkpoint.directory / RESIDUAL_INDEX).exists()
 
 
 def open_values(checkpoint: Checkpoint) -> Source:
-    """The tensors of any checkpoint as plain ones. Raises UnsupportedError for the layouts that are not read.
+    """Open the tensors of any checkpoint as plain ones. Raises UnsupportedError for layouts that lpconv does not read.
 
-    Raises InputError for what `StoredTensors.open` and `open_source` refuse.
+    Raises InputError like `StoredTensors.open` and `open_source`.
     """
     return DecodedSource(StoredTensors.open(checkpoint)) if is_coded(checkpoint) else open_source(checkpoint)

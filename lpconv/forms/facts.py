@@ -1,4 +1,4 @@
-"""What goes into a form and comes out: settings, headers, stored tensors, what was found in a block. No torch here."""
+"""Inputs and results of forms: settings, headers, components, and measurements of blocks. No torch here."""
 
 from __future__ import annotations  # tensors are named below and not imported
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a conversion chooses once for all tensors.
+    """Settings of a conversion that apply to all tensors.
 
-    `scale` is ``pow2``, ``exact`` or ``search``, `grain` what has a scale of its own (None: the tensor), `residual` a
-    key of `RESIDUALS`. Points have a budget of `budget_bits` an element and at most `points_max` a row. `calibrated`
-    says that inputs have scales in the file, too, `is_expert` that the weight is that of one of several experts.
+    `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
+    of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `calibrated`
+    means that the file also has input scales, `is_expert` that the weight belongs to one of several experts.
     """
 
     scale: str = "pow2"
@@ -37,11 +37,11 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What the config of a converted checkpoint may have to say.
+    """Facts about a converted checkpoint for its config.
 
-    `config` is that of the source, `settings` are method, format, scale and granularity of the conversion, `formats`
-    those of the converted tensors by name, and `ignored` the modules that are not converted, for layouts of others.
-    `experts` are the weights of one expert each. `calibrated` is as in `Settings`.
+    `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
+    formats of converted tensors by name, and `ignored` the modules that are not converted, for third-party layouts.
+    `experts` are the weights of single experts. `calibrated` is as in `Settings`.
     """
 
     config: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Converted:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One stored tensor, in the root checkpoint or beside it in the residual files."""
+    """One stored tensor, in the root checkpoint or in the residual files."""
 
     name: str
     dtype: str
@@ -68,11 +68,11 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Headers:
-    """What the headers and the config of a checkpoint say.
+    """The headers and the quantisation settings of a checkpoint.
 
-    `residual` is the form of the residuals in `low`; `quantised_by` the config's `quant_method`, None where there is
-    none. `format` is that of all codes but those that `exceptions` name; only bytes need it, other dtypes are formats.
-    `quantization` is all that the config says of it, for the layouts of others.
+    `residual` is the form of the residuals in `low`; `quantised_by` is the config's `quant_method`, or None. `format`
+    is the format of all codes except those of `exceptions`; it matters for byte codes only, since other dtypes are
+    formats. `quantization` holds all quantisation settings of the config, for third-party layouts.
     """
 
     root: Mapping[str, TensorInfo]
@@ -92,9 +92,9 @@ class Headers:
         low: Mapping[str, TensorInfo] | None = None,
         residual: str = "",
     ) -> Self:
-        """The headers of the files, and the settings that a config has beside them."""
-        found = config.get("quantization_config")
-        settings = found if isinstance(found, dict) else {}
+        """The headers of the files, with the settings of a config."""
+        quantization = config.get("quantization_config")
+        settings = quantization if isinstance(quantization, dict) else {}
         exceptions = settings.get("exceptions")
         return cls(
             root=root,
@@ -108,23 +108,23 @@ class Headers:
 
     @functools.cached_property
     def presets(self) -> CompressedPresets | None:
-        """The layouts of compressed-tensors in which lpconv wrote the weights, None where it did not."""
+        """The compressed-tensors presets of a config that lpconv wrote, otherwise None."""
         return presets_in(self.quantization)
 
     def component(self, name: str) -> Component | None:
-        """What the root has under a name."""
+        """The root component called `name`, or None."""
         info = self.root.get(name)
         return None if info is None else Component(name=name, dtype=info.dtype, shape=info.shape)
 
     def holds(self, component: Component) -> bool:
-        """Whether a component is there, with its dtype and shape."""
+        """Whether a component exists, with its dtype and shape."""
         info = (self.low if component.in_residual else self.root).get(component.name)
         return info is not None and (info.dtype, info.shape) == (component.dtype, component.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStats(Summed):
-    """Σx² and max |x| over the finite elements of a block, and the counts of what is not finite."""
+    """Σx² and max |x| over the finite elements of a block, and the counts of NaN and Inf."""
 
     num_elements: int = 0
     sum_squares: float = 0.0
@@ -134,7 +134,7 @@ class BlockStats(Summed):
 
     @property
     def rms(self) -> float:
-        """sqrt(E[x²]) over the finite elements, 0 where there are none."""
+        """sqrt(E[x²]) over the finite elements, 0 if there are none."""
         count = self.num_elements - self.num_nan - self.num_inf
         return math.sqrt(self.sum_squares / count) if count else 0.0
 
@@ -146,7 +146,7 @@ class BlockStats(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockError(Summed):
-    """Σ(x - x̂)², max |x - x̂| / |x|, and how many finite elements became infinite or non-zero ones zero."""
+    """Σ(x - x̂)², max |x - x̂| / |x|, and how many finite elements became infinite, or non-zero ones zero."""
 
     sum_squares: float = 0.0
     max_relative: float = joined(max, 0.0)
@@ -156,7 +156,7 @@ class BlockError(Summed):
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """What the first pass saw of a block: statistics, and whatever else the side tensors of its form depend on."""
+    """Results of the first pass over a block: statistics, and anything else that the form's side tensors depend on."""
 
     stats: BlockStats
     more: Any = None
@@ -164,12 +164,12 @@ class Looked:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the first pass over a tensor found: statistics, and the side tensors that are stored, by name.
+    """Results of the first pass over a tensor: statistics, and the side tensors to store, by name.
 
-    `on_grid` says that with these every number of the source is kept, as far as the dtype of its file has it; `grid` is
-    the format on whose grid it seems to lie otherwise. With `is_guess` the side tensors are presumed, or follow block
-    by block, and statistics are taken while blocks are encoded; `is_other` says of what all blocks then tell that it is
-    not what they were encoded with.
+    `on_grid` means that these keep every number of the source, up to the dtype of its file; otherwise `grid` is the
+    format on whose grid the numbers seem to be. With `is_guess` the side tensors are guessed, or follow block by block,
+    and statistics are collected while blocks are encoded; `is_other` means that the final side tensors differ from
+    those that the blocks were encoded with.
     """
 
     stats: BlockStats = field(default_factory=BlockStats)
@@ -182,10 +182,10 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """What became of a block: the data of each file in the order of `Form.data`, statistics and error.
+    """An encoded block: the data for each file in the order of `Form.data`, statistics and error.
 
-    The tensors may be views of the workspace. Statistics are None where the first pass took them, both where the block
-    was only copied.
+    The tensors may be views of the workspace. Statistics are None if the first pass collected them; both are None if
+    the block was only copied.
     """
 
     data: tuple[Tensor, ...]

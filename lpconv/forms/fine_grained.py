@@ -1,7 +1,7 @@
-"""transformers' own fp8 and mxfp8, as lpconv writes them: e4m3fn codes in the weight's own shape, a scale for a block.
+"""transformers' own fp8 and mxfp8, as lpconv writes them: e4m3fn codes in the weight's own shape, a scale per block.
 
-What lies where, and the config, is in `foreign/fp8.py`, which reads the layout when others wrote it. Blocks are whole:
-transformers divides a weight by the number of its scales, and takes smaller last blocks for equal ones.
+Names, layout and config are in `foreign/fp8.py`, which reads the layout if other tools wrote it. Blocks must be whole:
+transformers divides the size of a weight by the number of its scales, so it would treat smaller last blocks as equal.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from lpconv.forms.tiles import Tiles
 
 @dataclass(frozen=True, kw_only=True)
 class FineGrained(Tiles):
-    """With scales for 32 numbers of a row the config says "mxfp8" instead."""
+    """Tiles in transformers' layout. With a scale for 32 numbers of a row the config says "mxfp8" instead of "fp8"."""
 
     kind: ClassVar[str] = "fine-grained"
     scale_suffix: ClassVar[str] = SCALE_INV
@@ -46,16 +46,19 @@ class FineGrained(Tiles):
         return None if grain is None else cls._of_codes(name, name, grain, "", headers)
 
     @classmethod
-    def configured(cls, made: Converted) -> dict[str, Any]:
-        """Raises UnsupportedError where the name of a module that is not quantised ends or begins that of one that is:
-        transformers leaves out both."""
-        grain = get_grain(made.settings["granularity"])
+    def configured(cls, converted: Converted) -> dict[str, Any]:
+        """The `quantization_config`.
+
+        Raises UnsupportedError if the name of an unquantised module is the end or start of a quantised module's name:
+        transformers would leave both unquantised.
+        """
+        grain = get_grain(converted.settings["granularity"])
         assert grain is not None, "refused"
-        for module in (n.removesuffix(".weight") for n in made.formats):
-            taken = next((n for n in made.ignored if module.endswith(n) or module.startswith(n + ".")), None)
-            if taken is not None:
+        for module in (n.removesuffix(".weight") for n in converted.formats):
+            clash = next((n for n in converted.ignored if module.endswith(n) or module.startswith(n + ".")), None)
+            if clash is not None:
                 raise UnsupportedError(
-                    f"transformers would leave `{module}` out with `{taken}`, which is not quantised",
+                    f"transformers would leave `{module}` out with `{clash}`, which is not quantised",
                     hint=f"--exclude '{module}.weight', or use another --layout",
                 )
-        return {"quantization_config": quantization_config(grain, made.ignored)}
+        return {"quantization_config": quantization_config(grain, converted.ignored)}

@@ -1,34 +1,33 @@
-"""What a form is: how one tensor is stored, value = Σ_i scale_i · component_i.
+"""`Form`: how one tensor is stored, value = Σ_i scale_i · component_i.
 
-Everything that a conversion, a reader, a check or an export wants to know of a stored tensor is asked here, and nowhere
-else does a line test which form it has before it. A `Form` is one tensor's: its name, its shape, its number format, and
-what the form adds (the kind of residual, the number of points). It is made in one of two ways: `of`, when a
-conversion is planned, or `recognise`, from the headers of a checkpoint.
+All questions of a conversion, reader, check or export about a stored tensor are answered here, and no other code tests
+which form it has. A `Form` belongs to one tensor: its name, shape, number format, and fields of the form (the kind of
+residual, the number of points). It is created by `of` when a conversion is planned, or by `recognise` from the headers
+of a checkpoint.
 
-*Data and sides.* A form stores data, as many elements as there are numbers or nearly so, which is written and read
-block by block: in the root checkpoint, and for pairs also in the residual files. Beside it may lie side tensors,
-small enough to be held whole: scales, and counts of points. They stand before the data in the file. So a form that has
-them needs a first pass over the tensor (`measure`), after which they are known and every block can be encoded alone:
-it looks at each block (`look`) and concludes from what it saw. Where the side tensors can be guessed before, looking
-and encoding are one pass, and the conclusion tells whether the guess was right. So they are where each block says its
-own part of the side tensors, as those of rows do: these stand behind the data (`late`).
+*Data and side tensors.* A form stores data, with about as many elements as there are numbers, written and read block by
+block: in the root checkpoint, and for pairs also in the residual files. There may also be side tensors, small enough to
+be held in memory: scales, and counts of points. They precede the data in the file. So a form with side tensors needs a
+first pass over the tensor (`measure`), after which they are known and every block can be encoded on its own: it
+examines each block (`look`) and combines the results (`conclude`). If the side tensors can be guessed in advance, both
+happen in one pass, and `conclude` reports whether the guess was right. The same holds if each block determines its own
+part of the side tensors, such as scales of rows: these follow the data (`late`).
 
-*Blocks.* A block is a range of elements in the tensor's own order, whole rows of `cols` of them. `place` says which
-elements of the stored data a range of numbers is: the same ones, unless rows are stored at several times their length.
+*Blocks.* A block is a range of elements in the tensor's own order, in whole rows of `cols` elements. `place` maps a
+range of numbers to elements of the stored data: the same ones, unless rows are stored at several times their length.
 
-*Value semantics.* Tensors in, tensors out: no path, no file, no device, nothing remembered. Work runs in a
-`Workspace`, which a thread keeps, so that nothing is allocated for each block. `reader.py` is the one file of this
-package that reads.
+*Value semantics.* Tensors in, tensors out: no path, no file, no device, no state. Work runs in a `Workspace`, which a
+thread keeps, so that nothing is allocated for each block. `reader.py` is the only file of this package that reads.
 
-*Two answers.* `encode` is fast; `is_right` is the slow, obvious reference that a check compares with: it rounds by
-`formats.cast` or demands the bound that the form promises, and shares nothing with the encoder.
+*Two implementations.* `encode` is fast; `is_right` is the slow, obvious reference of a check: it rounds with
+`formats.cast` or checks the bound that the form promises, and shares no code with the encoder.
 
-*No torch before tensors.* Names, dtypes and sizes of everything that will be stored are known from headers. A plan can
-be made and refused without waiting seconds for torch; hence the imports inside the methods that handle tensors, in all
-files of the forms.
+*No torch before tensors.* Names, dtypes and sizes of everything to be stored are known from headers. A plan can be made
+and refused without the seconds of importing torch; hence the imports inside methods that handle tensors, in all files
+of the forms.
 
-A new form is one file with a subclass and one line in `FORMS`; `tests/forms/test_contract.py` then tries it. A form
-that transformers shall open as it lies must also be learnt by the loader module, `models/plugin.py`.
+A new form is one file with a subclass and one line in `FORMS`; `tests/forms/test_contract.py` then tests it. A form
+that transformers should open as stored must also be added to the loader module, `models/plugin.py`.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -56,9 +55,9 @@ T = TypeVar("T")
 
 
 class Over(Protocol):
-    """Runs a function on every block of one tensor, with the element where it starts; gives its results in order.
+    """Runs a function on every block of a tensor, with its first element's index, and yields the results in order.
 
-    Each call reads the tensor anew, as far as the results are asked for.
+    Each call reads the tensor again, as far as results are consumed.
     """
 
     def __call__(self, job: Callable[[Tensor, int, Workspace], T], /) -> Iterable[T]: ...
@@ -66,14 +65,14 @@ class Over(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Form(Stored):
-    """How the tensor `name` of `shape` is stored. `format` is that of its numbers, None where it keeps its own bits.
+    """How the tensor `name` of `shape` is stored. `format` is its number format, None if it keeps its own bits.
 
-    `kind` is the key in `FORMS`, `suffixes` what follows the names of side tensors. `quantised_by` is the
-    `quant_method` of the config of such checkpoints, None for ordinary ones. `holds_anything` says that a tensor of any
-    shape loses too little by the form to be left out; `holds_one_format`, that all converted tensors of a checkpoint
-    have one format, and `of_linears`, that only weights of `Linear` modules have it. `encoded_per_second` and
-    `checked_per_second` are the elements of which a conversion writes, and a check compares, so many a second on one
-    core of a virtual machine of 2026, whose source was bf16.
+    `kind` is the key in `FORMS`, `suffixes` are the name suffixes of side tensors. `quantised_by` is the `quant_method`
+    in the config of such checkpoints, None for ordinary ones. `holds_anything` means that the form loses so little that
+    no tensor needs to be left out; `holds_one_format`, that all converted tensors of a checkpoint have one format, and
+    `of_linears`, that only weights of `Linear` modules have it. `encoded_per_second` and `checked_per_second` are the
+    elements per second that a conversion writes and a check compares, on one core of a virtual machine of 2026 with a
+    bf16 source.
     """
 
     kind: ClassVar[str]
@@ -88,22 +87,22 @@ class Form(Stored):
     @classmethod
     @abstractmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
-        """The form that a tensor gets in `format`. May be another one, where this form leaves some formats to it."""
+        """The form that a tensor gets in `format`. May be another class, if this form leaves some formats to it."""
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
-        """Whether there are such forms of a format that the method writes, with scales of a granularity."""
+        """Whether this form supports a format that the method writes, with a granularity of scales."""
         return True
 
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
-        """Why a tensor cannot have this form, in words for a report; None where it can."""
+        """Why a tensor cannot have this form, for a report; None if it can."""
         return None
 
     @classmethod
     @abstractmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        """The form of what is stored under a name, None where it is not this one."""
+        """The form of the tensor stored under a name, or None if it is not this form."""
 
     @property
     def needs_first_pass(self) -> bool:
@@ -112,53 +111,56 @@ class Form(Stored):
 
     @functools.cached_property
     def late(self) -> tuple[Component, ...]:
-        """The side tensors that stand behind the data: a block says its own part of them."""
+        """The side tensors that follow the data, because each block determines its own part of them."""
         return ()
 
     @property
     def num_readings(self) -> int:
-        """How often a conversion reads the tensor."""
+        """How many times a conversion reads the tensor."""
         return 2 if self.needs_first_pass and (self.shares or not self.late) else 1
 
     @property
     def seconds_to_encode(self) -> float:
-        """Estimate for writing the tensor, on one core."""
+        """Estimated time to write the tensor, on one core."""
         return self.num_elements / self.encoded_per_second
 
     @property
     def seconds_to_check(self) -> float:
-        """Estimate for comparing the whole tensor with its source, on one core."""
+        """Estimated time to compare the whole tensor with its source, on one core."""
         return self.num_elements / self.checked_per_second
 
     @property
     def has_input_scale(self) -> bool:
-        """Whether a scale of the inputs that meet the weight lies beside it."""
+        """Whether an input scale is stored next to the weight."""
         return False
 
     @property
     def rounding(self) -> RoundingRecord | None:
-        """How error feedback chose the codes, None for codes that the source alone implies."""
+        """The record of error feedback that chose the codes, None for codes that follow from the source alone."""
         return None
 
     def with_inputs(self, absmax: float) -> Form:
-        """The form of a weight that meets inputs of up to `absmax`, by which their scale is made."""
+        """The form of a weight with inputs of up to `absmax`, which determine the input scale."""
         return self
 
     @property
     def shares(self) -> bool:
-        """Whether one of its scales is that of all weights which readers fuse."""
+        """Whether one of its scales is common to all weights that readers fuse."""
         return False
 
     def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """The first pass. `fused` read the weights that readers put into one matrix with this one, where the form has a
-        scale that these share. Raises InputError where the values cannot have this form."""
+        """The first pass over the tensor.
+
+        `fused` read the weights that readers fuse with this one, if the form has a scale that these share. Raises
+        InputError if the values cannot have this form.
+        """
         return self.conclude(list(over(self.look)), over, fused)
 
     def side_for(self, weight: Tensor, *, importance: Tensor | None = None, fused: Sequence[Tensor] = ()) -> Side:
-        """Side tensors (scales, factors, counts) for a whole weight held in memory, the same as `measure` finds.
+        """Side tensors (scales, factors, counts) for a whole weight held in memory, the same as from `measure`.
 
-        `importance`, fp32 [cols], weights the squared error of each column where scales are searched; without a search
-        it changes nothing. `fused` are the weights that share a scale with this one. Raises InputError as `measure`.
+        `importance`, fp32 [cols], weights the squared error of each column in a scale search; without a search it has
+        no effect. `fused` are the weights that share a scale with this one. Raises InputError like `measure`.
         """
         from lpconv.forms.blocks import Workspace
 
@@ -177,65 +179,71 @@ class Form(Stored):
         return self
 
     def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
-        """What the first pass wants to know of a block. Raises InputError as `measure` does."""
+        """The first pass over one block. Raises InputError like `measure`."""
         from lpconv.forms.blocks import block_stats
 
         return Looked(stats=block_stats(x, work))
 
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """What follows from having looked at all blocks; `over` reads them again where more has to be known."""
+        """Combine the results of `look` on all blocks; `over` reads the blocks again if more is needed."""
         return Measured()
 
     def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
-        """What the first pass will most likely find by a few numbers, None where it had better be taken. `sample` reads
-        them, rows from all over the tensor."""
+        """Guess the result of the first pass from a few numbers, or return None if the pass is needed.
+
+        `sample` reads the numbers, in rows from all over the tensor.
+        """
         return None
 
     def begin(self, largest: float) -> Measured:
-        """What precedes the first block of a form with `late` side tensors. `largest` is the largest magnitude of the
-        weights that share a scale, where it `shares` one."""
+        """The measurement before the first block, for a form with `late` side tensors.
+
+        `largest` is the largest magnitude of the weights that share a scale, if it `shares` one.
+        """
         return Measured(is_guess=True)
 
     @abstractmethod
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
-        """One block of the source, 1-D in its own dtype, from element `start` on."""
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+        """Encode one block of the source, 1-D in its own dtype, from element `start` on."""
 
-    def look_and_encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> tuple[Looked, Encoded]:
-        """Both in one go, where what was found is a guess, or what `begin` says."""
-        seen = self.look(x, start, work)
-        return seen, self.encode(x, start, replace(found, stats=seen.stats), work)
+    def look_and_encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+        """Both in one step, if `measured` is a guess or comes from `begin`."""
+        block = self.look(x, start, work)
+        return block, self.encode(x, start, replace(measured, stats=block.stats), work)
 
     @abstractmethod
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        """Whether `got`, decoded from element `start` on, is what the source's `value` should have become.
+        """Whether `got`, decoded from element `start` on, is the correct result for the source's `value`.
 
-        Both are 1-D, `value` in fp32; of what is kept both are in its own dtype.
+        Both are 1-D, `value` in fp32; for kept tensors both are in their own dtype.
         """
 
     def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        """Whether `is_right` says so of what stored data decode to, which `encode` would give of the source's `x`."""
+        """Whether stored data decode to values that are right (`is_right`) for the source's `x`."""
         from lpconv.forms.blocks import as_float32
 
         got = self.decode(data, start, start + x.numel(), side)
         return self.is_right(as_float32(x, work), got, start, side)
 
     def rows_of_scales(self, side: Side) -> Tensor | None:
-        """The scales of all numbers as rows, if each number is right or wrong by its scale and `format` alone: several
-        tensors can then be compared with the reference in one call. None for other forms."""
+        """The scales of all numbers as rows, if scale and `format` alone decide whether a number is right, else None.
+
+        Several such tensors can be compared with the reference in one call.
+        """
         return None
 
     @classmethod
-    def configured(cls, made: Converted) -> dict[str, Any]:
-        """What to add to config.json, so that such a checkpoint is opened as what it is."""
+    def configured(cls, converted: Converted) -> dict[str, Any]:
+        """Entries to add to config.json, so that readers recognise such a checkpoint."""
         if cls.quantised_by is None:
             return {}
-        # What has a scale is only said where sizes do not tell it.
-        told = {k: v for k, v in made.settings.items() if k != "granularity" or v not in (TENSOR, "row")}
+        # Granularity is written only if sizes do not imply it.
+        settings = {k: v for k, v in converted.settings.items() if k != "granularity" or v not in (TENSOR, "row")}
         written = {
             "quant_method": cls.quantised_by,
             "format_version": 1,
-            **told,
-            "leaves": sorted({n.rpartition(".")[2] for n in made.formats}) or ["weight"],
-            "exceptions": {n: f for n, f in made.formats.items() if f != made.settings["format"]},
+            **settings,
+            "leaves": sorted({n.rpartition(".")[2] for n in converted.formats}) or ["weight"],
+            "exceptions": {n: f for n, f in converted.formats.items() if f != converted.settings["format"]},
         }
         return {"quantization_config": written}

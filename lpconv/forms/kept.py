@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Form):
-    """`dtype` is the source's, as safetensors names it; it may be one that is no number format of ours."""
+    """A tensor that keeps its own bits.
+
+    `dtype` is the source's, as safetensors names it; it may be one that is not a number format of lpconv.
+    """
 
     kind: ClassVar[str] = "kept"
     quantised_by: ClassVar[str | None] = None
@@ -45,7 +48,7 @@ class Kept(Form):
     def components(self) -> tuple[Component, ...]:
         return (Component(name=self.name, dtype=self.dtype, shape=self.shape),)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
         return Encoded(data=(x,))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:

@@ -1,9 +1,9 @@
-"""Codes of at most 8 bits for numbers of 16, from a table: no tensor, however large, has more than 65,536 of these.
+"""Table lookup of codes of at most 8 bits for 16-bit numbers, of which there are only 65,536.
 
-The encoder fills the table, so that what is looked up has its very bits. An entry is the difference that coding makes,
-in fp32, whose lowest byte is 0 where scales are powers of two, or have few bits; the code lies in it. One gather then
-gives both. Where tiles have a scale each, a number is looked up in the table of its tile's: of all weights these are a
-few neighbouring powers of two, or such e4m3fn numbers over one power of two, whose tables lie behind each other.
+The encoder fills the table, so lookups give its very bits. An entry is the encoding error in fp32, whose lowest byte is
+0 if scales are powers of two or have few bits; that byte stores the code. One gather then gives both. If each tile has
+its scale, a number is looked up in the table of that scale: the scales of a weight are a few neighbouring powers of
+two, or such e4m3fn numbers over one power of two, and their tables are concatenated.
 """
 
 import functools
@@ -15,41 +15,40 @@ from torch import Tensor
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
 
-LEAST_ELEMENTS = 2**15  # of a block, for which a table pays
+LEAST_ELEMENTS = 2**15  # smallest block for which a table pays off
 _CODE = 0xFF
 _MANTISSA_BITS = FORMATS["fp32"].mantissa_bits
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
-# For scales of so many bits of a significand below its first tables lie behind each other by so many, and no more.
+# Mantissa bits of scales: tables are added in steps of the first number, up to the second.
 _BY_BITS = {0: (8, 32), FORMATS["e4m3fn"].mantissa_bits: (32, 64)}
-# Tables behind each other; and where they are more, at which entry each tile's begins, which broadcasts as scales do.
+# Concatenated tables and, if there are several, the first entry of each tile's table, which broadcasts like scales.
 Tables = tuple[Tensor, Tensor | None]
-# The scales that have tables: the bits of the lowest without its last ones, how many scales, and how many such bits.
+# The scales that have tables: (bits of the lowest one, shifted right; number of scales; the shift).
 Span = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=2)
 def numbers(dtype: torch.dtype) -> Tensor:
-    """Every number of a 16-bit dtype in fp32, by its bit pattern."""
+    """Every number of a 16-bit dtype in fp32, indexed by bit pattern."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
 
 
 def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
-    """The table of fp32 differences and their codes, all three by bit pattern; None where one that is used needs its
-    lowest byte."""
+    """Combine fp32 differences and codes by bit pattern; None if a used difference needs its lowest byte."""
     bits = difference.view(torch.int32)
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
 def span_of_scales(scales: Tensor) -> Span | None:
-    """The scales for which some fp32 ones need tables; None where they have too many bits, or lie too far apart."""
+    """The span of tables for these fp32 scales; None if they have too many bits or are too far apart."""
     bits = scales.numpy().view(np.int32)
     any_bits = int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA if bits.size else _MANTISSA
-    for kept, (by, most) in _BY_BITS.items():
-        dropped = _MANTISSA_BITS - kept
+    for num_bits, (step, most) in _BY_BITS.items():
+        dropped = _MANTISSA_BITS - num_bits
         if not any_bits & (1 << dropped) - 1:
             low, high = int(bits.min()), int(bits.max())
-            first = (low >> dropped) // by * by
-            count = ((high >> dropped) // by + 1) * by - first
+            first = (low >> dropped) // step * step
+            count = ((high >> dropped) // step + 1) * step - first
             is_normal = low >> _MANTISSA_BITS > 0 and high >> _MANTISSA_BITS < 0xFF
             return (first, count, dropped) if is_normal and count <= most else None
     return None
@@ -64,31 +63,31 @@ def scales_of(span: Span) -> list[float]:
 
 
 def beginnings(scales: Tensor, span: Span) -> Tensor:
-    """At which entry of the tables of a span that of each scale begins."""
+    """The first entry of each scale's table in a span."""
     first, _, dropped = span
     return (scales.view(torch.int32) >> dropped).sub_(first).mul_(2**16)
 
 
 def patterns(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
-    """At which entries of tables 16-bit numbers, 1-D, are looked up; `begin` is where each tile's begin.
+    """Table indices of 16-bit numbers, 1-D; `begin` is the first entry of each tile's table.
 
-    They take the place of the numbers in fp32: what is in use of a workspace then nearly fits a core's own cache.
+    They use the buffer of fp32 numbers, so that the used part of a workspace nearly fits a core's own cache.
     """
-    found = work.scratch.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
+    indices = work.scratch.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
     if begin is not None:
-        found.view(*begin.shape[:-1], -1).add_(begin)
-    return found
+        indices.view(*begin.shape[:-1], -1).add_(begin)
+    return indices
 
 
 def look_up(x: Tensor, tables: Tables, codes: Tensor, work: Workspace) -> Tensor:
-    """Write the codes of a block, 1-D, into `codes`, and return the entries, for `differences`."""
-    found, begin = tables
+    """Write the codes of a block, 1-D, into `codes`, and return the table entries, for `differences`."""
+    entries_of_tables, begin = tables
     out = work.scratch.error[: x.numel()].view(torch.int32)
-    entries = torch.index_select(found, 0, patterns(x, begin, work), out=out)
+    entries = torch.index_select(entries_of_tables, 0, patterns(x, begin, work), out=out)
     codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
     return entries
 
 
 def differences(entries: Tensor) -> Tensor:
-    """The differences that coding makes, in the place of entries of a table."""
+    """Encoding errors, in place of table entries."""
     return entries.bitwise_and_(~_CODE).view(torch.float32)

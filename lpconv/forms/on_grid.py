@@ -1,20 +1,20 @@
-"""Weights that lie on the grid of a form already, as quantisation-aware training or another quantiser leaves them.
+"""Weights that are already on the grid of a form, e.g. from quantisation-aware training or another quantiser.
 
-Such a weight is code · s in every tile, rounded to the dtype of its file, and s is no longer there. With another scale
-it would be rounded a second time; with s again nothing is lost. It is found in three steps, of which a weight that lies
-on no grid takes the first one only:
+Such a weight is code · s in every tile, rounded to the dtype of its file, but s is not stored. Another scale would
+round it a second time; with s itself nothing is lost. It is found in three steps, of which a weight that is on no grid
+takes only the first:
 
-1. Some numbers of one tile are tried: random ones lie on no grid of up to 8 bits.
-2. The largest number of a tile is some code times s. Of floating-point codes only the significand is unknown, because
-   a scale that is smaller by a power of two holds the same numbers; of integers it is the ratio to the least number,
-   which is one step or a few. So a few guesses give the codes, and each number an interval for s: that of the
-   scales with which its code rounds to it. What the intervals of a tile share is s.
-3. With s every number is decoded and compared. The scales are kept if all are equal.
+1. Some numbers of one tile are tested: random ones are on no grid of up to 8 bits. 2. The largest number of a tile is
+some code times s. For floating-point codes only the significand is unknown, because a scale that is smaller by a power
+of two represents the same numbers; for integers it is the ratio to the smallest number, which is one step or a few. So
+a few guesses give the codes, and each number an interval for s: the scales with which its code rounds to it. The
+intersection of a tile's intervals contains s. 3. With s every number is decoded and compared. The scales are kept if
+all are equal.
 
-Zeros of integers have no sign, so -0 becomes 0. The two levels of scales of NVFP4 are not looked for, and int8 in a
-16-bit file is found only where rounding to 16 bits, about as coarse as its steps, leaves the guesses right.
+Zeros of integers have no sign, so -0 becomes 0. The two levels of NVFP4 scales are not searched, and int8 in a 16-bit
+file is found only if rounding to 16 bits, which is about as coarse as its steps, leaves the guesses right.
 
-Letters in shapes: H rows and W columns of a block, R and C tiles below and beside each other.
+Letters in shapes: H rows and W columns of a block, R and C tiles along rows and columns.
 """
 
 import functools
@@ -33,33 +33,33 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Over
 from lpconv.forms.search import codes_
 
-# What numbers and scales, both [H, W], say of their tiles: [facts, H, W] in fp64, of which a tile's largest counts.
+# A function of numbers and scales, both [H, W], to facts [facts, H, W] in fp64, reduced by maximum over each tile.
 Facts = Callable[[Tensor, Tensor], Tensor]
 
-_BITS = {torch.float16: 11, torch.bfloat16: 8}  # of a significand; wider dtypes are read as fp32, which has 24
-_HALF_STEP = {torch.float16: 2.0**-25}  # below the normal numbers
-_SLACK = 2.0**-50  # of ends in fp64; a scale may lie at one, where ties round to even
+_BITS = {torch.float16: 11, torch.bfloat16: 8}  # significand bits; wider dtypes are read as fp32, which has 24
+_HALF_STEP = {torch.float16: 2.0**-25}  # half a step of subnormal numbers
+_SLACK = 2.0**-50  # of interval ends in fp64; a scale may be at one, where ties round to even
 _SAMPLE = 128
-_FIRST = 4  # numbers that random ones among them rule out a grid by
+_FIRST = 4  # numbers that suffice to rule out a grid for random weights
 _INTEGERS = np.arange(1.0, 129.0).reshape(-1, 1)
 _FEW = 16  # numbers that have one scale in every layout
 _COMMON = ("int4", "e2m1", "e4m3fn", "int8")  # the coarsest first
-# Of integers: the code that the least number may have, and what rounding to 16 bits may add to the largest one's.
+# For integers: possible codes of the smallest number, and changes of the largest code by rounding to 16 bits.
 _STEPS = (*((step, 0) for step in range(1, 17)), *((step, more) for step in (1, 2, 3) for more in (1, -1)))
 
 
 def _least(x: Tensor, _: Tensor) -> Tensor:
-    """The negatives of magnitudes, so that the least counts; zeros do not."""
+    """Negated magnitudes, so that a maximum finds the smallest; zeros are ignored."""
     value = x.double().abs()
     return torch.where(value == 0, -math.inf, -value).unsqueeze(0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnGrid:
-    """Looks for the scales of a weight whose codes are `format`, one for each `tile` of rows by columns (0: all).
+    """Finds the scales of a weight whose codes are `format`, one for each `tile` of (rows, columns) (0: all).
 
-    `cols` is the length of rows, None where one scale is for all numbers. `has_short_scales` allows only such as bf16
-    holds.
+    `cols` is the length of rows, None for one scale for all numbers. With `has_short_scales`, only scales that bf16 can
+    represent are considered.
     """
 
     format: Format
@@ -69,7 +69,7 @@ class OnGrid:
     has_short_scales: bool = False
 
     def looks_so(self, x: Tensor) -> bool:
-        """Whether some numbers of a block do: those of the tile in its first row that has the largest one."""
+        """Whether some numbers of a block may be on a grid: those of the first row's tile with the largest number."""
         row = x[: self.cols or _SAMPLE]
         width = min(self.tile[1] or len(row), len(row))
         tiles = row[: len(row) // width * width].view(-1, width)
@@ -77,8 +77,8 @@ class OnGrid:
         return self.fits(tiles[largest][:_SAMPLE])
 
     def fits(self, sample: Tensor) -> bool:
-        """Whether some numbers (1-D) may have one scale."""
-        if sample.dtype != torch.float16 and not self._may_fit(sample):  # whose small numbers have fewer bits
+        """Whether some numbers (1-D) may have a common scale."""
+        if sample.dtype != torch.float16 and not self._may_fit(sample):  # small fp16 numbers have fewer bits
             return False
         largest, least = sample.double().abs().amax().view(1, 1), -_least(sample, sample).amax().view(1, 1)
         if not 0 < float(largest) < math.inf:
@@ -89,8 +89,10 @@ class OnGrid:
         return bool(((guesses[:, 0] > 0) & (low <= -high)).any())
 
     def _may_fit(self, sample: Tensor) -> bool:
-        """A necessary condition of `fits` that takes a tenth of the time: each number is to the largest as two codes
-        are, up to the rounding of both."""
+        """A necessary condition of `fits` that takes a tenth of the time.
+
+        The ratio of each number to the largest must be a ratio of two codes, up to the rounding of both.
+        """
         value = sample.double().abs().numpy()
         with np.errstate(invalid="ignore", divide="ignore"):
             unit = value / value.max() * _codes_of_largest(self.format)
@@ -99,19 +101,19 @@ class OnGrid:
         return _some_row_is_whole(unit, sample.dtype)
 
     def scales(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
-        """Scales with which codes are the weight, number by number, in fp32 [R, C]. None where there are none.
+        """Scales with which the codes reproduce every number of the weight, fp32 [R, C]; None if there are none.
 
-        `absmax` are the largest magnitudes of tiles, `usual` the scales that they get otherwise, kept where they do.
+        `absmax` are the largest magnitudes of tiles, `usual` their usual scales, which are kept if they do.
         """
-        found, left = usual, self._tiles(over, self._wrong, usual)[0] > 0
+        scales, left = usual, self._tiles(over, self._wrong, usual)[0] > 0
         least = -self._tiles(over, _least, usual)[0] if self.format.twos_complement else absmax
         for guess in self._guesses(absmax.double(), least.double()):
             if left.any():
-                found, left = self._tried(over, guess, found, left)
-        return None if left.any() else found
+                scales, left = self._tried(over, guess, scales, left)
+        return None if left.any() else scales
 
     def scales_of_rows(self, x: Tensor, absmax: Tensor, usual: Tensor, work: Workspace) -> Tensor | None:
-        """As `scales` of whole rows (1-D) whose tiles are parts of one row, [H, C]: it asks the tiles that are left."""
+        """`scales` for whole rows (1-D) whose tiles are parts of one row, [H, C]; only tests the remaining tiles."""
         rows, width = x.view(-1, self.cols or len(x)), self.tile[1] or self.cols or len(x)
         tiles = pad(rows, (0, -rows.shape[1] % width)).view(-1, width)  # zeros change nothing
         one = replace(self, tile=(1, 0), cols=width)
@@ -119,35 +121,34 @@ class OnGrid:
         def over(which: Tensor) -> Over:
             return lambda job: [job(tiles[which].view(-1), 0, work)]
 
-        found, largest, every = usual.reshape(-1, 1).clone(), absmax.reshape(-1, 1).double(), torch.arange(len(tiles))
-        left = every[one._tiles(over(every), one._wrong, found)[0, :, 0] > 0]
-        least = -one._tiles(over(every), _least, found)[0] if self.format.twos_complement else largest
+        scales, largest, every = usual.reshape(-1, 1).clone(), absmax.reshape(-1, 1).double(), torch.arange(len(tiles))
+        left = every[one._tiles(over(every), one._wrong, scales)[0, :, 0] > 0]
+        least = -one._tiles(over(every), _least, scales)[0] if self.format.twos_complement else largest
         for guess in self._guesses(largest, least):
             if not len(left):
                 break
-            found[left], wrong = one._tried(over(left), guess[left], found[left], torch.ones(len(left), 1).bool())
+            scales[left], wrong = one._tried(over(left), guess[left], scales[left], torch.ones(len(left), 1).bool())
             left = left[wrong[:, 0]]
-        return None if len(left) else found.view(usual.shape)
+        return None if len(left) else scales.view(usual.shape)
 
-    def _tried(self, over: Over, guess: Tensor, found: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales that were `found`, with better ones where tiles are `left` and a guess leads to such; and what is
-        left then."""
-        trial = torch.where(left & (guess > 0), guess.float(), found)
+    def _tried(self, over: Over, guess: Tensor, scales: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """Try a guess for the tiles that are `left`; return the improved scales and the tiles that are still left."""
+        trial = torch.where(left & (guess > 0), guess.float(), scales)
         for scale in self._between(*self._tiles(over, self._ends, trial)):
-            found = torch.where(left & (scale > 0), scale.float(), found)
-            left = self._tiles(over, self._wrong, found)[0] > 0
-        return found, left
+            scales = torch.where(left & (scale > 0), scale.float(), scales)
+            left = self._tiles(over, self._wrong, scales)[0] > 0
+        return scales, left
 
     def _tiles(self, over: Over, facts: Facts, scales: Tensor) -> Tensor:
-        """What the tiles of all rows say, [facts, R, C], where these are their scales."""
+        """Per-tile maxima of each fact for the given scales, shape [facts, R, C]."""
 
         def look(x: Tensor, start: int, work: Workspace) -> Tensor:
             rows = x.view(-1, self.cols or len(x))
             width = self.tile[1] or rows.shape[1]
             first = start // self.cols if self.cols else 0
             index = torch.arange(first, first + len(rows)) // (self.tile[0] or first + len(rows))
-            found = facts(rows, scales[index].repeat_interleave(width, 1)[:, : rows.shape[1]])
-            padded = pad(found, (0, -rows.shape[1] % width), value=-math.inf)
+            values = facts(rows, scales[index].repeat_interleave(width, 1)[:, : rows.shape[1]])
+            padded = pad(values, (0, -rows.shape[1] % width), value=-math.inf)
             return padded.view(*padded.shape[:2], -1, width).amax(-1)
 
         parts = torch.cat(list(over(look)), 1)
@@ -163,18 +164,20 @@ class OnGrid:
         return (self._codes(x, scales).mul_(scales).to(value.dtype) != value).double().unsqueeze(0)
 
     def _ends(self, x: Tensor, scales: Tensor) -> Tensor:
-        """Of the scales with which the codes that these scales give decode to their numbers: the least, and the
-        negative of the largest. Codes and numbers that are zero allow any, or none if only one of them is."""
+        """Intervals of scales with which the current codes decode to their numbers: [smallest, -largest].
+
+        If code and number are both zero any scale is allowed, if only one of them is, none.
+        """
         value, code = x.double().abs(), self._codes(x, scales).double().abs()
         significand, exponent = torch.frexp(value)
         above = torch.ldexp(torch.ones_like(value), exponent - _BITS.get(x.dtype, 24) - 1)
-        below = torch.where(significand == 0.5, above / 2, above)  # powers of two have a nearer neighbour there
+        below = torch.where(significand == 0.5, above / 2, above)  # powers of two have a nearer neighbour below
         above, below = (half.clamp_min(_HALF_STEP.get(x.dtype, 0.0)) for half in (above, below))
         ends = torch.stack([(value - below) / code * (1 - _SLACK), -(value + above) / code * (1 + _SLACK)])
         return torch.where(code == 0, torch.where(value == 0, -math.inf, math.inf), ends)
 
     def _guesses(self, largest: Tensor, least: Tensor) -> Iterator[Tensor]:
-        """Scales that tiles may have by their largest and their least magnitude; 0 where a guess is none."""
+        """Yield possible scales of tiles from their largest and smallest magnitude; 0 for an impossible guess."""
         top = self.format.max
         if self.has_pow2_scale:
             tops = [top, top + 1] if self.format.twos_complement else [top]
@@ -189,7 +192,7 @@ class OnGrid:
             yield from (largest / code for code in (*significands, last / 2 * (2 - self.format.eps)) if code <= top)
 
     def _between(self, low: Tensor, negative_high: Tensor) -> Iterator[Tensor]:
-        """Scales in the interval of each tile, the short ones first; 0 where there is none."""
+        """Yield scales in the interval of each tile, short ones first; 0 if there is none."""
         middle = (low - negative_high) / 2
         tried = [pow2_ceil(low)] if self.has_pow2_scale else [middle.bfloat16().double()]
         if not (self.has_pow2_scale or self.has_short_scales):
@@ -200,28 +203,31 @@ class OnGrid:
 
 @functools.cache
 def _codes_of_largest(fmt: Format) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    """What the code of the largest number may be, up to a power of two of floating-point ones, [codes, 1]."""
+    """Possible codes of the largest number, for floats up to a power of two, [codes, 1]."""
     steps = 2**fmt.mantissa_bits
     codes = np.arange(1, fmt.max + 2) if fmt.twos_complement else 1 + np.arange(steps) / steps
     return codes.reshape(-1, 1)
 
 
 def _some_row_is_whole(unit: "np.ndarray[tuple[int, int], np.dtype[np.float64]]", dtype: torch.dtype) -> bool:
-    """Whether all numbers of a row are whole, up to the rounding of two numbers of `dtype`."""
+    """Whether all numbers of some row are integers, up to the rounding of two numbers of `dtype`."""
     slack = 2.0 ** (3 - _BITS.get(dtype, 24))
     return bool((np.abs(unit - np.rint(unit)) <= slack * unit).all(1).any())
 
 
 def first_look(x: Tensor, rule: OnGrid | None) -> tuple[bool, str | None]:
-    """Whether the first block of a weight looks as `rule` wants it, and the grid on which it seems to lie."""
+    """Whether the first block of a weight may be on the grid of `rule`, and the format on whose grid it seems to be."""
     if not _may_be_codes(x[: min(_FEW, rule.cols or _FEW)] if rule else x[:_FEW]):
         return False, None
     return rule is not None and rule.format.storage_bits <= 8 and rule.looks_so(x), _grid_of(x)
 
 
 def _may_be_codes(sample: Tensor) -> bool:
-    """A necessary condition of every grid of up to 8 bits, and the fastest: the first numbers of a weight are to each
-    other as integers up to 128 are, times powers of two. Numbers of 16 bits are too coarse to tell."""
+    """A fast necessary condition of every grid of up to 8 bits.
+
+    The ratios of the first numbers must be ratios of integers up to 128, times powers of two. 16-bit numbers are too
+    coarse to tell.
+    """
     value = sample.double().abs().numpy()
     value = value[(value > 0) & (value < math.inf)][:_FIRST]
     if sample.dtype in _BITS or len(value) < _FIRST:
@@ -230,7 +236,7 @@ def _may_be_codes(sample: Tensor) -> bool:
 
 
 def _grid_of(x: Tensor) -> str | None:
-    """The format on whose grid the first numbers of a weight (1-D) seem to lie, whatever their scale; None for none."""
+    """The format on whose grid the first numbers of a weight (1-D) seem to be, for any scale; None if there is none."""
     sample = x[:_FEW]
     if len(sample) < _FEW or not sample.count_nonzero():
         return None

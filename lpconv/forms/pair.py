@@ -1,7 +1,7 @@
-"""Two components (Collage): an ordinary 16-bit checkpoint, and beside it what its rounding lost.
+"""Two components (Collage): an ordinary 16-bit checkpoint, and its rounding errors next to it.
 
-The root is a plain checkpoint that any tool opens. The residual has the same name and shape in the files of a folder of
-its own; how it is made and added back is a record in `lpconv.mcf.split.RESIDUALS`.
+The root is a plain checkpoint that any tool opens. The residual has the same name and shape in files of a separate
+folder; `lpconv.mcf.split.RESIDUALS` defines how it is computed and added back.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -34,7 +34,7 @@ _OF_DTYPE = {f.safetensors: f for f in (FORMATS["bf16"], FORMATS["fp16"])}
 
 @dataclass(frozen=True, kw_only=True)
 class Pair(Form):
-    """`residual` is a key of `RESIDUALS`."""
+    """A 16-bit tensor with a residual; `residual` is a key of `RESIDUALS`."""
 
     kind: ClassVar[str] = "pair"
     encoded_per_second: ClassVar[float] = 2.5e8
@@ -70,7 +70,7 @@ class Pair(Form):
             Component(name=self.name, dtype=low, shape=self.shape, in_residual=True),
         )
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.blocks import as_float32, block_error, block_stats, room
 
         rule = self._rule()
@@ -88,20 +88,20 @@ class Pair(Form):
         return all(self._is_close(value[a:b], got[a:b]) for a, b in checked_ranges(value.numel()))
 
     def _is_close(self, value: Tensor, got: Tensor) -> bool:
-        """Within the bound that the residual promises; infinite exactly where the source is, or rounds to it."""
+        """Whether the error is within the residual's bound; infinite exactly if the source is or rounds to it."""
         import torch
 
         from lpconv.forms.blocks import same_numbers
 
         rule = self._rule()
-        wanted = torch.where(value.abs() < rule.overflow, value, value * math.inf)  # NaN stays NaN
-        finite = torch.isfinite(wanted)
+        expected = torch.where(value.abs() < rule.overflow, value, value * math.inf)  # NaN stays NaN
+        finite = torch.isfinite(expected)
         bound = (value.abs().double() * rule.relative_bound).clamp_min(rule.absolute_bound)
         close = (value.double() - got.double()).abs() <= bound
-        return bool((close | ~finite).all()) and same_numbers(got[~finite], wanted[~finite])
+        return bool((close | ~finite).all()) and same_numbers(got[~finite], expected[~finite])
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        """Integer residuals are bit patterns and no summands; those come merged."""
+        """Both parts for float residuals; the merged value for integer residuals, which are bit patterns."""
         from lpconv.mcf.split import FP16_RESIDUAL_SCALE
 
         factor = {"bf16": 1.0, "fp16": 1 / FP16_RESIDUAL_SCALE}.get(self.residual)
@@ -116,6 +116,8 @@ class Pair(Form):
         return RESIDUALS[self.residual]
 
     @classmethod
-    def configured(cls, made: Converted) -> dict[str, Any]:
-        key = "dtype" if "dtype" in made.config else "torch_dtype"  # every release of transformers reads the old name
-        return {key: FORMATS[made.settings["format"]].torch}
+    def configured(cls, converted: Converted) -> dict[str, Any]:
+        key = (
+            "dtype" if "dtype" in converted.config else "torch_dtype"
+        )  # every release of transformers reads the old name
+        return {key: FORMATS[converted.settings["format"]].torch}

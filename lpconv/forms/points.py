@@ -1,7 +1,7 @@
-"""Rows as sums of points (multipoint): value of a row = Σ_i scale_i · codes_i, as many as its bit budget pays for.
+"""Rows as sums of points (multipoint): value of a row = Σ_i scale_i · codes_i, with points within a bit budget.
 
-`NAME_points` says how many points each row has, `NAME_scale` has one fp32 scale a point, and the codes of all of them
-are [1, points, bytes of a row]. What stays in 16 bits (embeddings, output heads) is scaled.
+`NAME_points` is the number of points of each row, `NAME_scale` has one fp32 scale per point, and all codes are [1,
+points, bytes of a row]. Tensors that stay in 16 bits (embeddings, output heads) are `Scaled`.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 _POINTS_SUFFIX = "_points"
-_NARROW = 16  # bits from which numbers need no points
+_NARROW = 16  # formats with this many bits need no points
 _IN_BYTES = {f.name: f for f in FORMATS.values() if f.storage_bits <= 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PointRows(Form):
-    """`points_total` points in all, at most `points_max` a row where they are still to be fitted."""
+    """Rows with `points_total` points in all, at most `points_max` per row if they are still to be fitted."""
 
     kind: ClassVar[str] = "points"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _POINTS_SUFFIX)
@@ -108,7 +108,7 @@ class PointRows(Form):
         )
 
     def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
-        """How rows are fitted. Raises InputError where there are NaN or Inf."""
+        """Fit the rows of a block. Raises InputError for NaN or Inf."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.mcf import multipoint
 
@@ -122,7 +122,7 @@ class PointRows(Form):
         return Looked(stats=stats, more=fit)
 
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """The scales and counts."""
+        """Distribute the points, and return scales and counts."""
         from lpconv.mcf import multipoint
 
         points = multipoint.PointFit.concatenate([each.more for each in looked]).allot(self.points_total)
@@ -132,11 +132,11 @@ class PointRows(Form):
         }
         return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=side)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.blocks import as_float32, block_error
         from lpconv.mcf import multipoint
 
-        points = self._points_of(start, start + x.numel(), found.side)
+        points = self._points_of(start, start + x.numel(), measured.side)
         value = as_float32(x, work)
         coded = multipoint.encode(value.view(-1, self.cols), points, self.format)
         got = multipoint.decode(coded, points, self.format)
@@ -161,7 +161,7 @@ class PointRows(Form):
         return all(self._is_sum(value[a:b], got[a:b], start + a, side) for a, b in parts)
 
     def _is_sum(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        """The sums of points with the stored scales, by the reference rounding; zeros may lose their sign in a sum."""
+        """Whether rows are sums of points with the stored scales, by reference rounding; zeros may lose their sign."""
         import torch
 
         from lpconv.formats.cast import cast

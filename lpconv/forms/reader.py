@@ -1,7 +1,7 @@
-"""Read the tensors of a checkpoint as what they stand for, whatever forms they are stored in, whole or in blocks.
+"""Read the decoded tensors of a checkpoint in any form, whole or in blocks.
 
-Everybody reads through this file: checks and restoring block by block, models and exports whole tensors. It is the one
-file of the forms that opens others.
+All readers use this file: checks and restoring read block by block, models and exports whole tensors. It is the only
+file of the forms that opens files.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -29,20 +29,20 @@ FETCH_AGAIN = "fetch the checkpoint again"
 
 
 def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint as `Checkpoint.open` does, and check its headers before anything heavy is imported.
+    """Open a checkpoint like `Checkpoint.open`, and check its headers before heavy imports.
 
-    Raises InputError for a header that is not sound, UnsupportedError for the layouts that are not read.
+    Raises InputError for a damaged header, UnsupportedError for layouts that lpconv does not read.
     """
     checkpoint = Checkpoint.open(model, revision=revision)
-    check_readable(Headers.of(checkpoint.config, {}))  # first: headers of a layout that is not read may be odd
+    check_readable(Headers.of(checkpoint.config, {}))  # first, because headers of unknown layouts may be odd
     check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
     return checkpoint
 
 
 class StoredTensors:
-    """The tensors of a checkpoint under their own names. `forms` says how each is stored.
+    """The tensors of a checkpoint under their own names, with the form of each in `forms`.
 
-    `residuals` are what `read_residual` found, or `find_residual` for who has just written them.
+    `residuals` come from `read_residual`, or from `find_residual` if they have just been written.
     """
 
     def __init__(self, checkpoint: Checkpoint, residuals: Residuals | None) -> None:
@@ -68,21 +68,24 @@ class StoredTensors:
 
     @classmethod
     def open(cls, model: Openable) -> Self:
-        """All of a checkpoint, its residual proven to belong to it.
+        """Open all tensors of a checkpoint, and check that its residual belongs to it.
 
-        Raises InputError where it does not, and where a scale or a residual fits no form of its tensor;
-        UnsupportedError for the layouts that are not read.
+        Raises InputError if it does not, and if a scale or a residual fits no form of its tensor; UnsupportedError for
+        layouts that lpconv does not read.
         """
         checkpoint = open_readable(model)
-        made = cls(checkpoint, read_residual(checkpoint.directory))
-        wrong = made._disagreement(is_ours=(checkpoint.directory / MARKER).exists())
+        stored = cls(checkpoint, read_residual(checkpoint.directory))
+        wrong = stored._disagreement(is_ours=(checkpoint.directory / MARKER).exists())
         if wrong is not None:
-            made.close()
+            stored.close()
             raise InputError(wrong, hint=FETCH_AGAIN)
-        return made
+        return stored
 
     def _disagreement(self, *, is_ours: bool) -> str | None:
-        """What files and config say against each other, in words. An output of ours may be a mere copy."""
+        """A contradiction between files and config, as a sentence, or None.
+
+        An output of ours may be an unquantised copy.
+        """
         stray, method = self._stray(), self._headers.quantised_by
         if stray is not None:
             return f"`{stray}` is not stored in a form that lpconv knows"
@@ -91,7 +94,7 @@ class StoredTensors:
         return None
 
     def _stray(self) -> str | None:
-        """A tensor that no form has, or one beside which something lies that its form does not have."""
+        """A tensor that belongs to no form, or that has unexpected components, or None."""
         headers = self._headers
         lone = [n for n in headers.low if n not in self.forms or not self.forms[n].data[1:]]
         if headers.quantised_by is not None:
@@ -105,54 +108,54 @@ class StoredTensors:
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """What the root files hold."""
+        """The entries of the root files."""
         return self._root.entries
 
     def file_of(self, name: str) -> str:
-        """The root file that a tensor's codes lie in."""
+        """The root file with a tensor's codes."""
         return self._root.entries[self.forms[name].data[0].name].file
 
     @property
     def with_residual(self) -> frozenset[str]:
-        """The tensors that a residual completes."""
+        """Names of the tensors that have a residual."""
         return frozenset(self._headers.low)
 
     def side(self, name: str) -> Side:
-        """The side tensors of a tensor, empty where its form has none."""
+        """The side tensors of a tensor; empty if its form has none."""
         return self._sides.get(name, {})
 
     def holds(self, form: Stored) -> bool:
-        """Whether a tensor is stored as `form` has it, with nothing beside."""
-        found = {c.name for c in self.forms[form.name].components}
-        return found == {c.name for c in form.components} and all(map(self._headers.holds, form.components))
+        """Whether a tensor is stored exactly as `form`, without other components."""
+        names = {c.name for c in self.forms[form.name].components}
+        return names == {c.name for c in form.components} and all(map(self._headers.holds, form.components))
 
     def read_side(self, form: Stored) -> Side:
-        """The side tensors of a form. Raises InputError where they make no sense."""
+        """Read the side tensors of a form. Raises InputError if they are invalid."""
         side = {c.name: read_tensor(self._root, c.name) for c in form.side}
         if not form.has_sound(side):
             raise InputError(f"the scales of `{form.name}` make no sense for its {form.words}", hint=FETCH_AGAIN)
         return side
 
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The data of elements `start` to `stop` as they lie in the files."""
+        """The data of elements `start` to `stop` as stored in the files."""
         return self.read(self.forms[name], start, stop, self.side(name))
 
     def read(self, form: Stored, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
-        """What `form` needs of the files for elements `start` to `stop`."""
+        """The data that `form` needs to decode elements `start` to `stop`."""
         return form.read(self._fetch, start, stop, side)
 
     def parts(self, name: str) -> Side:
-        """All that is stored of a tensor, whole, by the names in the files."""
+        """All components of a tensor, whole, by their names in the files."""
         data = (c for c in self.forms[name].components if c.name not in self.side(name))
         return {**self.side(name), **{c.name: read_tensor(self._file(c.in_residual), c.name) for c in data}}
 
     def others(self) -> Side:
-        """What the root holds beside the weights, whole: scales of activations, which are left out of `forms`."""
+        """Root tensors that are not in `forms`, whole: scales of activations."""
         known = {c.name for form in self.forms.values() for c in form.components}
         return {n: read_tensor(self._root, n) for n in self.entries if n not in known}
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a stored tensor of the root, as `Source.read_bytes`."""
+        """Fill `out` with bytes of a stored root tensor, like `Source.read_bytes`."""
         self._root.read_bytes(name, start, out)
 
     def _fetch(self, component: Component, start: int, stop: int) -> Tensor:
@@ -165,21 +168,21 @@ class StoredTensors:
         return self._low
 
     def values(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of a tensor, 1-D: decoded to fp32, or kept as they are."""
+        """Elements `start` to `stop` of a tensor, 1-D: decoded to fp32, or unchanged if it is kept."""
         first, last = self.forms[name].widened(start, stop)
         decoded = self.forms[name].decode(self.stored(name, first, last), first, last, self.side(name))
         return decoded if (first, last) == (start, stop) else decoded[start - first : stop - first]
 
     def tensor(self, name: str) -> Tensor:
-        """One whole tensor in its shape: decoded to fp32, or kept as it is."""
+        """A whole tensor in its shape: decoded to fp32, or unchanged if it is kept."""
         form = self.forms[name]
         return self.values(name, 0, form.num_elements).view(form.shape)
 
     def summands(self, name: str) -> tuple[Summand, ...]:
-        """One whole tensor as a sum of floating-point tensors in its shape, each times a factor."""
+        """A whole tensor as a sum of floating-point tensors in its shape, each with a factor."""
         form = self.forms[name]
-        found = form.summands(self.stored(name, 0, form.num_elements), self.side(name))
-        return tuple((codes.view(form.shape), factor) for codes, factor in found)
+        terms = form.summands(self.stored(name, 0, form.num_elements), self.side(name))
+        return tuple((codes.view(form.shape), factor) for codes, factor in terms)
 
     def close(self) -> None:
         self._opened.close()

@@ -1,7 +1,7 @@
-"""A tensor whose codes were chosen by rounding with error feedback: no pass over the source finds them again.
+"""A tensor whose codes were chosen with error feedback, so that no pass over the source gives them again.
 
-Its form is that of any other tensor. Where the codes come from differs: they lie in a file, that of a conversion under
-way or the output itself, and writing or checking them reads that file.
+Its form is that of any other tensor, but its codes come from a file, either of an unfinished conversion or of the
+output itself, and writing or checking them reads that file.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
 
-_SLACK = 1e-5  # of a distance in units of the scale: it is taken in fp32
+_SLACK = 1e-5  # tolerance of a distance in units of the scale, computed in fp32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rounded(Form):
-    """The form `inner` with data from `fetch` and side tensors `held`; `record` says how they were chosen."""
+    """The form `inner` with data from `fetch` and side tensors `held`; `record` describes the rounding."""
 
     kind: ClassVar[str] = "rounded"
 
@@ -39,7 +39,7 @@ class Rounded(Form):
 
     @classmethod
     def around(cls, inner: Scaled, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
-        """The form of a tensor that would be `inner` without feedback."""
+        """Wrap the form `inner` that the tensor would have without feedback."""
         return cls(
             name=inner.name,
             shape=inner.shape,
@@ -56,7 +56,7 @@ class Rounded(Form):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        return None  # headers tell nothing of how codes were chosen
+        return None  # headers do not tell how codes were chosen
 
     @property
     def words(self) -> str:
@@ -105,8 +105,8 @@ class Rounded(Form):
     def begin(self, largest: float) -> Measured:
         return Measured(side=self.held, is_guess=True)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
-        """The codes that were chosen, and their error against the source's `x`."""
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+        """The chosen codes, and their error against the source's `x`."""
         from lpconv.forms.blocks import as_float32, block_error
 
         data = self.read(self.fetch, start, start + x.numel(), self.held)
@@ -120,14 +120,14 @@ class Rounded(Form):
         return self.inner.decode_to(out, data, start, stop, side)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        """Whether numbers are on the grid, by the slow reference, and no further from the source than was recorded."""
+        """Whether numbers are on the grid, by the slow reference, and no further from the source than recorded."""
         scales = self.inner.scale_of_each(side, start, start + value.numel())
         distance = float((value - got).abs_().div_(scales).amax()) if value.numel() else 0.0
         return distance <= self.record.max_steps + _SLACK and self.inner.is_right(got, got, start, side)
 
 
 def digest_of(stored: Mapping[str, Tensor]) -> str:
-    """SHA-256 of everything that is stored of a tensor, by the names of its components."""
+    """SHA-256 of all stored components of a tensor, in the order of their names."""
     import torch
 
     digest = hashlib.sha256()

@@ -1,6 +1,6 @@
 """Codes with one scale: value = scale · code.
 
-The codes have a leading component axis, [1, *shape], so that plain transformers refuses them instead of taking them for
+The codes have a leading component axis, [1, *shape], so that plain transformers refuses them instead of loading them as
 weights. `NAME_scale` [1] is fp32.
 """
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
 _SURE = 5.0  # standard errors between the mean square of a sample and the next power of four
-# The formats that are dtypes of files, by these.
+# Formats by their dtype in files.
 OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled(Form):
-    """`has_pow2_scale` says whether `measure` makes the scale a power of two: see `scale_for`."""
+    """Codes with one scale. `has_pow2_scale` makes `measure` choose a power of two, see `scale_for`."""
 
     kind: ClassVar[str] = "scaled"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX,)
-    axis: ClassVar[tuple[int, ...]] = (1,)  # what leads the shape of the codes
+    axis: ClassVar[tuple[int, ...]] = (1,)  # leading axes of the codes
 
     format: Format
     has_pow2_scale: bool = True
@@ -72,11 +72,11 @@ class Scaled(Form):
         return float(side[self.name + SCALE_SUFFIX])
 
     def factor(self, side: Side, start: int, stop: int) -> float | Tensor:
-        """What the codes of a block, seen as rows of `cols`, are multiplied by."""
+        """The factor of the codes of a block, viewed as rows of `cols`."""
         return float(side[self.name + SCALE_SUFFIX])
 
     def scale_of_each(self, side: Side, start: int, stop: int) -> Tensor:
-        """The scales of the numbers `start` to `stop`, fp32, 1-D: what their codes are multiplied by."""
+        """The scale of each number `start` to `stop`, fp32, 1-D."""
         import torch
 
         factor = self.factor(side, start, stop)
@@ -100,20 +100,20 @@ class Scaled(Form):
 
         stats = sum((each.stats for each in looked), BlockStats())
         scale = scale_for(stats, self.format, pow2=self.has_pow2_scale)
-        # fp32 codes promise the source's bits back; dividing tiny elements by a large scale could lose some.
+        # fp32 codes must restore the source's bits; dividing tiny elements by a large scale could lose some.
         exact = self.format.name == "fp32" and self.has_pow2_scale
         if exact and scale > 1 and not all(over(lambda x, _, work: _fits_exactly(x, scale, work))):
             scale = 1.0
         side = torch.tensor([scale], dtype=torch.float32)
         looks_so, grid = looked[0].more if looked else (False, None)
-        kept = None
+        grid_scale = None
         if looks_so and stats.is_finite:
-            kept = self._on_grid().scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1))
-        side = side if kept is None else kept.view(1)
-        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=kept is not None, grid=grid)
+            grid_scale = self._on_grid().scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1))
+        side = side if grid_scale is None else grid_scale.view(1)
+        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=grid_scale is not None, grid=grid)
 
     def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
-        """The power of two below the RMS, where that of the sample lies well between two of them."""
+        """The power of two below the RMS, if the sample's RMS is well between two of them."""
         import torch
 
         if not self.has_pow2_scale:
@@ -133,11 +133,11 @@ class Scaled(Form):
 
         return OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
         from lpconv.forms.codes import encode
 
-        scale = self.factor(found.side, start, start + x.numel())
-        codes, error = encode(x, scale, self.format, work, found.stats)
+        scale = self.factor(measured.side, start, start + x.numel())
+        codes, error = encode(x, scale, self.format, work, measured.stats)
         return Encoded(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
@@ -173,7 +173,7 @@ class Scaled(Form):
 
 
 def pack_scaled(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:
-    """What is stored of codes in the tensor's own shape and their scale, by name."""
+    """The stored tensors of codes and their scale, by name."""
     import torch
 
     stored = torch.as_tensor(scale, dtype=torch.float32).reshape(1).clone()
@@ -181,9 +181,9 @@ def pack_scaled(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Te
 
 
 def unpack_scaled(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-    """The codes and the scale of a tensor that `packed` made; a tensor without a scale, and 1.
+    """The codes and the scale of a tensor from `pack_scaled`; a tensor without a scale is returned with 1.
 
-    Raises InputError where it has more scales than one.
+    Raises InputError if it has more than one scale.
     """
     scale = tensors.get(name + SCALE_SUFFIX)
     if scale is None:
@@ -199,9 +199,9 @@ def scale_for(stats: BlockStats, fmt: Format, *, pow2: bool) -> float:
     """The scale σ of a tensor, so that x / σ has unit RMS: arXiv 2303.11257 §5.3 step 1, 2407.17353 §2.
 
     With `pow2` it is rounded down to a power of two (2407.17353 §3.2), which keeps the second moment of the codes in
-    [1, 4) and makes them the very data that a scaled model trains on; otherwise it is an fp32 number. Departure from
-    both papers: σ grows to the next power of two that keeps the largest element inside the format, because a saturated
-    outlier costs more than a binade of everything else. An all-zero tensor has scale 1.
+    [1, 4), and the codes are exactly the data that a scaled model trains on; otherwise it is an fp32 number. Departure
+    from both papers: σ grows to the next power of two that keeps the largest element inside the format, because a
+    saturated outlier costs more than a binade of everything else. An all-zero tensor has scale 1.
     """
     import torch
 
@@ -217,7 +217,7 @@ def scale_for(stats: BlockStats, fmt: Format, *, pow2: bool) -> float:
 
 
 def _fits_exactly(x: Tensor, scale: float, work: Workspace) -> bool:
-    """Whether every element of a block survives x / scale · scale in fp32: false only where x / scale is subnormal."""
+    """Whether every element of a block survives x / scale · scale in fp32; false only if x / scale is subnormal."""
     import torch
 
     from lpconv.forms.blocks import as_float32

@@ -1,11 +1,11 @@
-"""Scale search: for each group of numbers, the stored scale that leaves the least squared error.
+"""Scale search: for each group of numbers, the storable scale with the least squared error.
 
-The usual scale of a group follows from its largest magnitude or its root mean square. A few others that the file can
-hold as well are tried next to it: neighbouring powers of two, neighbouring e4m3fn numbers, or multiples that bf16
-holds, so that readers that keep scales in bf16 change none. The usual scale wins ties, so no group gets worse. Every
-group is decided by its own numbers, whatever block they were read in.
+The usual scale of a group comes from its largest magnitude or its root mean square. A few other storable scales near it
+are tried: neighbouring powers of two, neighbouring e4m3fn numbers, or multiples that bf16 can represent, so that
+readers that keep scales in bf16 change none. The usual scale wins ties, so no group gets worse. Every group is decided
+by its own numbers, independently of blocks.
 
-Nothing here knows a form; `tiles.py` asks, and says what its stored scales multiply codes by.
+This file knows no form; `tiles.py` calls it with the scales and their factors.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from lpconv.formats.spec import Format
 
 _EXPONENTS = (-1, 1)  # steps between stored powers of two
 _NEIGHBOURS = tuple(range(-6, 8))  # steps between stored e4m3fn numbers, of which 8 make a binade
-# Multiples of the usual scale. Integers gain by clipping their largest number, floats by the place in a binade alone.
+# Multiples of the usual scale. Integers gain by clipping their largest number, floats only by the place in a binade.
 _CLIPPING = {4: tuple(i / 64 for i in range(44, 76, 2)), 8: tuple(i / 256 for i in range(226, 258, 2))}
 _WITHIN_BINADE = tuple(1 + i / 16 for i in range(16))
 _SCALES = (2.0**-126, 2.0**127)
 
 
 def candidates(stored: Tensor, format: Format) -> list[Tensor]:
-    """Scales to try for each group, as stored, the given ones first; their dtype says what a file can hold."""
+    """Scales to try for each group, as stored, the given ones first; their dtype tells what a file can represent."""
     if stored.dtype == torch.uint8:  # exponents of two
         others = [(stored.int() + step).clamp_(1, 254).to(torch.uint8) for step in _EXPONENTS]
     elif stored.dtype == torch.float8_e4m3fn:
@@ -46,10 +46,10 @@ def squared_errors(
     spare: Tensor,
     importance: Tensor | None = None,
 ) -> Tensor:
-    """Σ importance · (x - code · scale)² over each part of fp32 rows [H, C], as `sum_parts` sums [H, C] to [H, parts].
+    """Σ importance · (x - code · scale)² over each part of fp32 rows [H, C]; `sum_parts` maps [H, C] to [H, parts].
 
-    `scales` broadcast to a view of the rows, [H, parts, 1] or [H, C]. `importance` is fp32 [C], 1 if there is none.
-    `spare` is an fp32 buffer of the rows' size.
+    `scales` broadcast to a view of the rows, [H, parts, 1] or [H, C]. `importance` is fp32 [C], or None for 1. `spare`
+    is an fp32 buffer of the rows' size.
     """
     tiled = rows.view(*scales.shape[:-1], -1)
     error = spare[: rows.numel()].view(tiled.shape)
@@ -59,17 +59,17 @@ def squared_errors(
 
 
 def codes_(x: Tensor, format: Format) -> Tensor:
-    """Round finite fp32 to the numbers of a format of at most 8 bits, in place; integers to the least one, too."""
+    """Round finite fp32 to the numbers of a format of at most 8 bits, in place; for integers including -8 or -128."""
     if not format.twos_complement:
         return nearest_(x, format)
     return x.round_().clamp_(-format.max - 1, format.max)
 
 
 def best(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
-    """For each group the scale of least error among those tried, the first one of equals; errors may be NaN."""
-    found, least = tried[0].view(torch.uint8) if tried[0].itemsize == 1 else tried[0], errors[0]
+    """The scale with the least error for each group, the first one in a tie; errors may be NaN."""
+    chosen_scales, least = tried[0].view(torch.uint8) if tried[0].itemsize == 1 else tried[0], errors[0]
     for scales, error in zip(tried[1:], errors[1:], strict=True):
         is_better = error < least
-        found = torch.where(is_better, scales.view(found.dtype), found)
+        chosen_scales = torch.where(is_better, scales.view(chosen_scales.dtype), chosen_scales)
         least = torch.where(is_better, error, least)
-    return found.view(tried[0].dtype)
+    return chosen_scales.view(tried[0].dtype)

@@ -1,7 +1,7 @@
-"""What lies in a file of one tensor, for who reads it: names, shapes, and how numbers come back.
+"""The stored form of one tensor for readers: names, shapes, and decoding.
 
-`Stored` is all that a reader asks. The forms that lpconv also writes are `Form`, in `form.py`, which tells how the two
-belong together; those that others write, and that are only read, lie in `foreign/`.
+Readers need only `Stored`. The forms that lpconv also writes are `Form`, in `form.py`, which explains both; third-party
+forms, which are only read, are in `foreign/`.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -25,14 +25,14 @@ Summand = tuple["Tensor", "float | Tensor"]
 
 
 class Fetch(Protocol):
-    """Elements `start` to `stop` of a stored tensor, 1-D in its own dtype."""
+    """Reads elements `start` to `stop` of a stored tensor, 1-D in its own dtype."""
 
     def __call__(self, component: Component, start: int, stop: int, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored(ABC):
-    """How the tensor `name` of `shape` is stored. `format` is that of its numbers, None where it keeps its own bits."""
+    """How the tensor `name` of `shape` is stored. `format` is its number format, None if it keeps its own bits."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Stored(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """What is stored, for people: "e4m3fn codes with one scale"."""
+        """A description for reports, such as "e4m3fn codes with one scale"."""
 
     @property
     @abstractmethod
     def components(self) -> tuple[Component, ...]:
-        """Every tensor that is stored."""
+        """Every stored tensor of the form."""
 
     @functools.cached_property
     def data(self) -> tuple[Component, ...]:
@@ -55,61 +55,61 @@ class Stored(ABC):
 
     @functools.cached_property
     def side(self) -> tuple[Component, ...]:
-        """The components that are held whole."""
+        """The components that are held in memory."""
         return tuple(c for c in self.components if c.name != self.name)
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of everything that is stored."""
+        """Total stored bytes."""
         return sum(c.num_bytes for c in self.components)
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """Numbers that the tensor has."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def cols(self) -> int:
-        """Blocks are whole multiples of so many elements."""
+        """Blocks are multiples of this number of elements."""
         return 1
 
     @property
     def num_points(self) -> int | None:
-        """The rows of codes that stand for all the tensor's own, None where each row is its own."""
+        """Number of points (rows of codes) of the tensor, None if each row has one."""
         return None
 
     def widened(self, start: int, stop: int) -> tuple[int, int]:
-        """A range of elements, widened to the rows that it touches where rows are stored whole."""
+        """A range of elements, extended to whole rows if rows are stored whole."""
         return start // self.cols * self.cols, min(-(-stop // self.cols) * self.cols, self.num_elements)
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        """Where the numbers `start` to `stop` lie in the stored data, in its elements."""
+        """The range of stored elements that holds the numbers `start` to `stop`."""
         return start, stop
 
     def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
-        """What `decode` needs of the data for the numbers `start` to `stop`."""
+        """Fetch the data that `decode` needs for the numbers `start` to `stop`."""
         first, last = self.place(start, stop, side)
         return tuple(fetch(c, first, last) for c in self.data)
 
     @abstractmethod
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        """The numbers `start` to `stop` in fp32 from what was `read` of them, 1-D; what is kept in its own dtype."""
+        """Decode data from `read` to the numbers `start` to `stop` in fp32, 1-D; kept tensors keep their dtype."""
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        """`decode` rounded to the dtype of `out`, 1-D, which is filled: bit for bit the same, and at times faster."""
+        """`decode` into `out`, 1-D, rounded to its dtype: bitwise the same, but sometimes faster."""
         return out.copy_(self.decode(data, start, stop, side))
 
     def has_sound(self, side: Side) -> bool:
-        """Whether side tensors that were read make sense: scales are numbers, counts add up."""
+        """Whether side tensors are valid: scales are positive numbers, counts add up."""
         return True
 
     def scale(self, side: Side) -> float | None:
-        """The one factor of all codes, None where there is none or more than one."""
+        """The common factor of all codes, None if there is none or more than one."""
         return None
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        """The whole tensor as a sum of floating-point numbers (1-D) times factors, one each or one a row.
+        """The whole tensor as a sum of floating-point numbers (1-D) with factors, one each or one per row.
 
-        Forms whose components are no such numbers give the decoded ones.
+        Forms with other components return the decoded numbers.
         """
         return ((self.decode(data, 0, self.num_elements, side), 1.0),)

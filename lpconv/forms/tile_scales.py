@@ -1,7 +1,7 @@
 """The scales of tiles, from one pass over the weights.
 
-Each row's part of each tile is looked at alone; tiles of several rows are put together of these when all rows are
-known. So blocks may end within tiles, and no more than whole rows need be in memory.
+Each row's part of each tile is examined separately; tiles of several rows are combined from these when all rows are
+known. So blocks may end within tiles, and only whole rows need be in memory.
 """
 
 import functools
@@ -18,24 +18,24 @@ from lpconv.formats.grains import Grain
 from lpconv.formats.scale import normal_pow2_ceil, normal_pow2_floor, pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 
-# What rows have of tiles, by what it is: [rows, tiles beside each other].
+# Statistics of each row's part of each tile, by name: [rows, tiles along columns].
 Parts = Mapping[str, Tensor]
 Array = np.ndarray[Any, Any]
-# By how many last bits a root of up to 2^18 squares may be wrong in fp32; and where it has lost no square.
+# Error in units of the last bit of a root of up to 2^18 fp32 squares, and the range in which no square is lost.
 _NEAR = 1 << 14
 _LOW, _HIGH = (127 - 40) << 23, (127 + 40) << 23
 _SIGN = -(2**31)
 _ENDS = ("positive", "negative")
 _E2M1_END = 7.0  # half a step above its largest number
 _OF_SCALES = FORMATS["e4m3fn"]
-_WIDE = 128  # columns from which on torch compares floating-point numbers as fast as integers
+_WIDE = 128  # from this many columns on, torch compares floats as fast as integers
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileScales:
-    """The rule for the scales of a matrix of so many rows and columns, whose codes are numbers of `format`.
+    """The rule for the scales of a matrix of (rows, columns) whose codes are numbers of `format`.
 
-    `has_factor` says whether the scale that divides all others, where the grain has it, may be another one than 1.
+    `has_factor` allows the scale that divides all others, if the grain has one, to differ from 1.
     """
 
     grain: Grain
@@ -46,14 +46,14 @@ class TileScales:
 
     @property
     def _keeps_all(self) -> bool:
-        """Whether codes promise the source's bits back."""
+        """Whether codes must restore the source's bits."""
         return self.format.name == "fp32" and self.has_pow2_scale
 
     def parts(self, value: Tensor, spare: Tensor) -> tuple[Parts, float]:
-        """What some rows, fp32 [rows, cols], have of each tile: the largest magnitude, and what the rule needs beside
-        it. NaN and Inf count as nothing, but for the largest magnitude of all, which is returned, too.
+        """Statistics of each tile's part of some rows, fp32 [rows, cols], and the largest magnitude of all.
 
-        `spare` is an fp32 buffer of that size.
+        These are the largest magnitude, and whatever else the rule needs. NaN and Inf are ignored, except for the
+        returned magnitude. `spare` is an fp32 buffer of the rows' size.
         """
         parts = self._magnitudes(value, spare)
         largest = float(parts["absmax"].max()) if parts["absmax"].numel() else 0.0
@@ -70,24 +70,26 @@ class TileScales:
             parts["last_bit"] = self._cut(_last_bits(value), _amin)
         return parts, largest
 
-    def joined(self, found: Sequence[Parts]) -> Parts:
-        """The parts of all rows as those of tiles: [tiles below each other, tiles beside each other]."""
-        return {k: self._rows(torch.cat([p[k] for p in found]), f) for k, f in _JOIN.items() if k in found[0]}
+    def joined(self, parts: Sequence[Parts]) -> Parts:
+        """Combine the parts of all rows to tiles: [tiles along rows, tiles along columns]."""
+        return {k: self._rows(torch.cat([p[k] for p in parts]), f) for k, f in _JOIN.items() if k in parts[0]}
 
     def summed(self, rows: Tensor) -> Tensor:
-        """Rows [rows, cols] summed over the part that each tile has of them: [rows, tiles beside each other]."""
+        """Rows [rows, cols] summed over each tile's part: [rows, tiles along columns]."""
         return self._cut(rows, lambda t: t.sum(-1))
 
     def factor(self, largest: float) -> Tensor | None:
-        """The scale that divides all others, fp32 [1], where the grain has that: it makes the largest scale the largest
-        number of its format, or less where it is a power of two. `largest` is the largest magnitude of all weights that
-        share it."""
+        """The scale that divides all others, fp32 [1], if the grain has one.
+
+        It maps the largest scale to the largest number of its format, or below for a power of two. `largest` is the
+        largest magnitude of all weights that share it.
+        """
         if not self.grain.has_factor:
             return None
         return dividing_factor(self.format, largest if self.has_factor else 0.0, pow2=self.has_pow2_scale)
 
     def stored(self, parts: Parts, factor: Tensor | None) -> Tensor:
-        """The scales as they are stored; `factor` divides them where there is one."""
+        """The scales as stored, divided by `factor` if there is one."""
         if factor is not None:
             return self._divided(parts["absmax"], factor)
         scales = self._scales(parts)
@@ -95,15 +97,17 @@ class TileScales:
         return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales
 
     def _magnitudes(self, value: Tensor, spare: Tensor) -> dict[str, Tensor]:
-        """The largest magnitudes, of integers on both sides of 0 as well: that of either is that of all."""
+        """The largest magnitudes; for integers also of positive and negative numbers separately."""
         if not self.format.twos_complement:
             return {"absmax": self._absmax(value, spare)}
         ends = self._ends(value, spare)
         return {"absmax": torch.maximum(*ends), **dict(zip(_ENDS, ends, strict=True))}
 
     def _absmax(self, value: Tensor, spare: Tensor) -> Tensor:
-        """The largest magnitudes. Of short parts as integers, which torch compares many times faster: without a sign
-        the bits of numbers are ordered as these are."""
+        """The largest magnitudes, for narrow tiles from bit patterns.
+
+        torch compares integers many times faster, and without signs the bits have the order of the magnitudes.
+        """
         if self._width >= _WIDE:
             return torch.maximum(self._cut(value, _amax), -self._cut(value, _amin))
         bits = spare.view(torch.int32)[: value.numel()].view(value.shape)
@@ -111,7 +115,7 @@ class TileScales:
         return self._cut(bits, _amax).view(torch.float32)
 
     def _ends(self, value: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest number of each part and the negative of the least, 0 where there is none, in the same way."""
+        """The largest number of each part and the negated smallest, 0 if there is none, from bit patterns."""
         bits = value.view(torch.int32)
         flipped = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_xor(bits, _SIGN, out=flipped)
@@ -121,15 +125,15 @@ class TileScales:
     def _norms(self, value: Tensor, spare: Tensor) -> Tensor:
         """Root of the sum of squares in fp64.
 
-        Of rows of their own fp32 tells the power of two below it in a third of the time; where it may be wrong, close
-        to one or far from what squares can be, they are summed again.
+        For tiles that are whole rows, fp32 gives the power of two below in a third of the time; rows whose result is
+        uncertain, near a power of two or beyond the range of fp32 squares, are computed again.
         """
         if not self._is_pow2 or self.grain.tile != (1, 0):
             return self._cut(value, functools.partial(_norm, spare=spare))
-        found: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
-        rms = (found / math.sqrt(self._width)).numpy().view(np.int32)
+        norms_fp32: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
+        rms = (norms_fp32 / math.sqrt(self._width)).numpy().view(np.int32)
         unsure = ((rms + _NEAR & 0x7FFFFF) < 2 * _NEAR) | (rms < _LOW) | (rms > _HIGH)
-        norms = found.double()
+        norms = norms_fp32.double()
         if unsure.any():
             rows = torch.from_numpy(unsure[:, 0])
             norms[rows, 0] = _norm(value[rows], spare)
@@ -145,7 +149,7 @@ class TileScales:
         return self.grain.sizes(*self.matrix)[1]
 
     def _cut(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """Rows [h, cols] reduced over the part that each tile has of them: [h, tiles]."""
+        """Reduce rows [h, cols] over each tile's part: [h, tiles]."""
         (height, cols), width = x.shape, self._width
         whole = cols // width * width
         if whole == cols:
@@ -154,38 +158,38 @@ class TileScales:
         return torch.cat([*cut, reduce(x[:, whole:].unsqueeze(1))], 1)
 
     def _rows(self, parts: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        """The parts of rows [rows, tiles] reduced over the rows of a tile."""
+        """Reduce the parts of rows [rows, tiles] over the rows of each tile."""
         height, _ = self.grain.sizes(*self.matrix)
         return parts if height == 1 else torch.stack([reduce(p) for p in torch.split(parts, height)])
 
     def _scales(self, parts: Parts) -> Tensor:
-        """The scale of each tile in fp32. One of zeros has 1.
+        """The scale of each tile in fp32; 1 for a tile of zeros.
 
-        For formats of few exponents a tile's largest magnitude becomes the format's largest number, or less where the
-        scale is a power of two, rounded up so that nothing is clipped (RCEIL); for others as `scale_for` has it. Of 4
-        bits it may lie beyond by less than half a step, and so be rounded to it as any other number is: the steps get
-        finer for all the others. The least integer has one step more.
+        In formats with few exponents a tile's largest magnitude becomes the format's largest number, or less if the
+        scale is a power of two, rounded up so that nothing is clipped (RCEIL); other formats follow `scale_for`. In
+        4-bit formats the largest magnitude may exceed the largest number by less than half a step and still round to
+        it, which makes the steps finer for all others. The most negative integer has one step more.
         """
         is_pow2, top = self._is_pow2, self.format.max
-        # Division in fp32 keeps numbers on their side of a power of two; those that are no powers are rounded once.
+        # fp32 division keeps numbers on their side of a power of two; exact scales are rounded once, so use fp64.
         dtype = np.float32 if is_pow2 else np.float64
-        found: dict[str, Array] = {
+        magnitudes: dict[str, Array] = {
             k: parts[k].numpy().astype(dtype, copy=False) for k in ("absmax", *_ENDS) if k in parts
         }
         if self.format.twos_complement:
             top += 0.5 if self.format.storage_bits == 4 else 0.0
-            floor = np.maximum(found["positive"] / top, found["negative"] / (top + 1))
+            floor = np.maximum(magnitudes["positive"] / top, magnitudes["negative"] / (top + 1))
         elif self.format.storage_bits == 4:
-            floor = np.nextafter(found["absmax"] / _E2M1_END, math.inf)  # half a step is too much
+            floor = np.nextafter(magnitudes["absmax"] / _E2M1_END, math.inf)  # half a step is too much
         else:
-            floor = found["absmax"] / top
+            floor = magnitudes["absmax"] / top
         floor = np.maximum(floor, 2.0**-126)
         scales = normal_pow2_ceil(floor) if is_pow2 else floor
         if not self.grain.is_fitted:
             counts = _counts(self.matrix, self.grain.sizes(*self.matrix)) - parts["missing"].numpy()
             rms = parts["norm"].numpy() / np.sqrt(np.maximum(counts, np.float32(1)))
             scales = np.maximum(normal_pow2_floor(rms) if is_pow2 else rms, scales)
-        scales = np.where(found["absmax"] == 0, 1.0, np.minimum(scales, 2.0**127)).astype(np.float32)
+        scales = np.where(magnitudes["absmax"] == 0, 1.0, np.minimum(scales, 2.0**127)).astype(np.float32)
         if self._keeps_all:
             scales = np.where(parts["last_bit"].numpy() / scales > 0, scales, np.float32(1))
         stored = torch.from_numpy(scales)
@@ -193,21 +197,21 @@ class TileScales:
         return stored.bfloat16().float() if is_short else stored
 
     def _divided(self, absmax: Tensor, factor: Tensor) -> Tensor:
-        """Scales in e4m3fn, rounded to nearest, as NVIDIA's recipe and torchao have it."""
+        """Scales in e4m3fn, rounded to nearest, as in NVIDIA's recipe and torchao."""
         scales = (absmax.double() / self.format.max * factor.double()).float()
         return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
 
 
 @functools.lru_cache(maxsize=8)
 def _counts(matrix: tuple[int, int], tile: tuple[int, int]) -> Array:
-    """How many numbers each tile of a matrix has, in fp32: [tiles below each other, tiles beside each other]."""
+    """Number of elements of each tile of a matrix, in fp32: [tiles along rows, tiles along columns]."""
     sizes = zip(matrix, tile, strict=True)
     rows, cols = (np.minimum(whole - np.arange(0, whole, n), n).astype(np.float32) for whole, n in sizes)
     return np.multiply.outer(rows, cols)
 
 
 def dividing_factor(format: Format, largest: float, *, pow2: bool) -> Tensor:
-    """What divides the e4m3fn scales of groups of numbers up to `largest`, fp32 [1]; 1 where all are zero."""
+    """Divisor of the e4m3fn scales of groups of numbers up to `largest`, fp32 [1]; 1 if all are zero."""
     factor = min(_OF_SCALES.max * format.max / largest, 2.0**127) if largest else 1.0
     return torch.tensor([pow2_floor(factor) if pow2 else factor], dtype=torch.float32)
 
@@ -217,15 +221,17 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, spare: Tensor) -> Tensor:
-    """Along the last axis, in fp64. As many rows at once as `spare` has room for: a buffer of their own for each block,
-    freed between what is kept of blocks, would leave holes in the heap that nothing fills."""
+    """Norm along the last axis, in fp64, computed in as many rows at a time as fit into `spare`.
+
+    A new buffer for each block, freed between results that are kept, would fragment the heap.
+    """
     room = spare.view(torch.float64)
-    found = torch.empty(x.shape[:-1], dtype=torch.float64)
+    norms_of_rows = torch.empty(x.shape[:-1], dtype=torch.float64)
     count = max(room.numel() // max(x[:1].numel(), 1), 1)
-    for part, norms in zip(torch.split(x, count), torch.split(found, count), strict=True):
+    for part, norms in zip(torch.split(x, count), torch.split(norms_of_rows, count), strict=True):
         wide = room[: part.numel()].view(part.shape).copy_(part) if part.numel() <= room.numel() else part.double()
         torch.linalg.vector_norm(wide, dim=-1, out=norms)
-    return found
+    return norms_of_rows
 
 
 def _amin(x: Tensor) -> Tensor:
@@ -233,15 +239,17 @@ def _amin(x: Tensor) -> Tensor:
 
 
 def _last_bits(x: Tensor) -> Tensor:
-    """What the last bit that is set stands for in each fp32 number, infinity for zeros: dividing by a power of two is
-    exact as long as this does not become zero."""
+    """Value of the lowest set bit of each fp32 number, infinity for zeros.
+
+    Dividing by a power of two is exact as long as this does not become zero.
+    """
     bits = x.view(torch.int32)
     others = (bits & (bits - 1)).view(torch.float32)
-    found = torch.where(bits & 0x7FFFFF == 0, x, x - others).abs()
-    return found.masked_fill_(x == 0, math.inf)
+    values = torch.where(bits & 0x7FFFFF == 0, x, x - others).abs()
+    return values.masked_fill_(x == 0, math.inf)
 
 
-# How what rows have of a tile makes what the tile has.
+# How statistics of rows combine to statistics of a tile.
 _JOIN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "absmax": lambda x: x.amax(0),
     "positive": lambda x: x.amax(0),

@@ -1,12 +1,11 @@
-"""Codes with a scale for every tile, which is a row, a part of a row, or rows by columns: value = scale_tile · code.
+"""Codes with a scale per tile (a row, part of a row, or block of rows and columns): value = scale_tile · code.
 
-Rows run along the last axis, whatever the leading ones are; tiles lie on the matrix of all rows. The codes are [1,
-*shape] as of a tensor with one scale, those of 4 bits and integers packed as `formats.narrow` has them, and
-`NAME_scale` has a number for each tile: [tiles below each other, tiles beside each other]. An outlier then costs no
-other tile its precision. What scales are made of, and of which size tiles are, is a `Grain`; how they come from the
-weights is in `tile_scales.py`.
+Rows run along the last axis; tiles divide the matrix of all rows, for any leading axes. The codes are [1, *shape] as
+with one scale, 4-bit codes and integers packed as in `formats.narrow`, and `NAME_scale` has a number per tile: [tiles
+along rows, tiles along columns]. So an outlier costs no other tile its precision. A `Grain` defines the dtype of scales
+and the size of tiles; `tile_scales.py` computes scales from weights.
 
-Decoding is the arithmetic of `foreign/grid.py`, which reads these layouts when others wrote them.
+Decoding uses the arithmetic of `foreign/grid.py`, which also reads these layouts from other tools.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -39,15 +38,15 @@ if TYPE_CHECKING:
 
 
 FACTOR_SUFFIX = "_global_scale"
-# The dtype that packed codes are stored in, the kind of their plane, and what it adds to a code.
+# Packed codes: (stored dtype, kind of plane, offset of codes).
 _PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
 _TORCH = {"U8": "uint8", "I32": "int32"}
-_SEARCHED_PER_SECOND = 1.2e7  # as `Form.encoded_per_second`
+_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a look at a block tells of its tiles; or the scales that it was encoded with, where it was."""
+    """Tile statistics of a block from `look`; or the scales that it was encoded with, if it was."""
 
     first: tuple[bool, str | None] | None
     parts: Parts = field(default_factory=dict)
@@ -57,10 +56,10 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles(Scaled):
-    """As `Scaled`, of every tile alone.
+    """Codes with a scale per tile.
 
-    With `searches`, each scale is the one of several that leaves the least squared error, in which the columns count by
-    their `importance` (fp32 [cols]; None: all the same); see `search.py`.
+    With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
+    `importance` (fp32 [cols]; None: equally); see `search.py`.
     """
 
     kind: ClassVar[str] = "tiles"
@@ -84,7 +83,7 @@ class Tiles(Scaled):
         is_pow2 = settings.scale == "pow2" or (settings.scale == "search" and not format.twos_complement)
         return cls(name=name, shape=shape, format=format, has_pow2_scale=is_pow2, grain=grain, searches=is_searched)
 
-    # What a tensor is that has one scale: of a conversion of that granularity, or in a format of no such tiles.
+    # The form for one scale per tensor: if the granularity is the tensor, or does not support the format.
     whole: ClassVar[type[Scaled]] = Scaled
 
     @classmethod
@@ -113,7 +112,7 @@ class Tiles(Scaled):
 
     @classmethod
     def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers) -> Self | None:
-        """The form of the codes `stored`, in the format `packed` where their dtype says none."""
+        """The form of the codes `stored`; `packed` is their format if the dtype does not tell it."""
         codes = headers.root[stored]
         fmt = OF_DTYPE.get(codes.dtype) or FORMATS.get(packed)
         shape = codes.shape[len(cls.axis) :]
@@ -129,12 +128,12 @@ class Tiles(Scaled):
 
     @functools.cached_property
     def matrix(self) -> tuple[int, int]:
-        """All rows of the tensor, and their length."""
+        """Number of rows of the tensor, and their length."""
         return math.prod(self.shape[:-1]), self.cols
 
     @property
     def codes(self) -> Component:
-        """The component that has the codes."""
+        """The component with the codes."""
         dtype = _PACKED[self.format.name][0] if self.format.name in _PACKED else self.format.safetensors
         assert dtype is not None, self.format.name
         cols = self.cols * self.format.storage_bits // DTYPE_BITS[dtype]
@@ -143,19 +142,19 @@ class Tiles(Scaled):
 
     @property
     def scales(self) -> Component:
-        """The component that has a scale for each tile."""
+        """The component with a scale per tile."""
         shape = self.grain.grid(*self.matrix)
         return Component(name=self.name + self.scale_suffix, dtype=self.grain.scale_dtype, shape=shape)
 
     @property
     def whole_scale(self) -> Component | None:
-        """The component that has one more scale for all, which divides; None where there is none."""
+        """The component with one more scale for the tensor, which divides; None if there is none."""
         has_factor = self.grain.has_factor
         return Component(name=self.name + FACTOR_SUFFIX, dtype="F32", shape=(1,)) if has_factor else None
 
     @property
     def size(self) -> Component | None:
-        """The component that repeats the sizes of the matrix, None where there is none."""
+        """The component that repeats the size of the matrix; None if there is none."""
         return None
 
     @functools.cached_property
@@ -176,7 +175,7 @@ class Tiles(Scaled):
 
     @functools.cached_property
     def grid(self) -> Grid:
-        """The same as who reads layouts of others sees it."""
+        """The weight as a third-party `Grid`."""
         _, kind, plus = _PACKED.get(self.format.name, ("", "", 0))
         rows = self.matrix[0]
         flat = replace(self.codes, shape=(rows, math.prod(self.codes.shape) // max(rows, 1)))
@@ -199,7 +198,10 @@ class Tiles(Scaled):
 
     @functools.cached_property
     def late(self) -> tuple[Component, ...]:
-        """The scales of tiles within rows, of which blocks are whole ones, where they are aligned behind the codes."""
+        """The scales, if tiles are within rows and the scales are aligned behind the codes.
+
+        Blocks are whole rows, so each block determines its own scales.
+        """
         is_aligned = self.codes.num_bytes * 8 % DTYPE_BITS[self.scales.dtype] == 0
         return (self.scales,) if self.grain.tile[0] == 1 and is_aligned else ()
 
@@ -232,16 +234,16 @@ class Tiles(Scaled):
         return grid.has_sound(side) and bool(((scales > 0) & (scales < math.inf)).all())
 
     def factor(self, side: Side, start: int, stop: int) -> Tensor:
-        """[rows, tiles, 1], or [rows, cols] where tiles do not divide rows."""
+        """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""
         cols, grid = self.cols, self.grid
         height, width = self.grain.sizes(*self.matrix)
         top, bottom = (start // cols, stop // cols) if cols else (0, 0)
         first, last = top // height, -(-bottom // height)
         raw = side[grid.scales.component.name][first:last]
-        found = grid.with_factor(stored_numbers(raw, grid.scales.kind, 1), side)
+        factors = grid.with_factor(stored_numbers(raw, grid.scales.kind, 1), side)
         if height > 1:
-            found = found.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
-        return found.repeat_interleave(width, 1)[:, :cols] if width and cols % width else found.unsqueeze(2)
+            factors = factors.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
+        return factors.repeat_interleave(width, 1)[:, :cols] if width and cols % width else factors.unsqueeze(2)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         if self.format.name not in _PACKED:
@@ -254,7 +256,7 @@ class Tiles(Scaled):
         return self.grid.decode_to(out, self._as_grid(data, start, stop, side), start, stop, side)
 
     def _as_grid(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
-        """What `grid` decodes of what was read."""
+        """The data in the layout of `grid`."""
         first, _ = self.place(start, stop, side)
         fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
         return self.grid.read(fetch, start, stop, side)
@@ -264,8 +266,8 @@ class Tiles(Scaled):
             return Stored.summands(self, data, side)
         return ((data[0], self.factor(side, 0, self.num_elements).view(-1)),)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
-        encoded = super().encode(x, start, found, work)
+    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+        encoded = super().encode(x, start, measured, work)
         if self.format.name not in _PACKED:
             return encoded
         import torch
@@ -279,14 +281,14 @@ class Tiles(Scaled):
         return Measured(side=self._same_for_all(self._rule().factor(largest)), is_guess=True)
 
     def _same_for_all(self, factor: Tensor | None) -> dict[str, Tensor]:
-        """The side tensors that are no tile's, by name."""
+        """The side tensors that belong to the whole tensor, by name."""
         import torch
 
-        found = {} if self.whole_scale is None or factor is None else {self.whole_scale.name: factor}
-        return found if self.size is None else {**found, self.size.name: torch.tensor(self.matrix)}
+        side = {} if self.whole_scale is None or factor is None else {self.whole_scale.name: factor}
+        return side if self.size is None else {**side, self.size.name: torch.tensor(self.matrix)}
 
     def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
-        """Raises InputError where there are NaN or Inf and the format has none."""
+        """Tile statistics of a block. Raises InputError for NaN or Inf in a format without them."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.forms.on_grid import first_look
 
@@ -301,17 +303,17 @@ class Tiles(Scaled):
             )
         return Looked(stats=stats, more=_Seen(parts=parts, first=first))
 
-    def look_and_encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> tuple[Looked, Encoded]:
-        seen = self.look(x, start, work)
-        factor = found.side.get(self.name + FACTOR_SUFFIX)
-        scales = self._rule(x.numel() // self.cols).stored(seen.more.parts, factor)
-        scales = self._best_in(x, found.side, scales, work) if self.searches else scales
-        more = _Seen(first=seen.more.first, scales=scales, factor=factor)  # parts would take more memory than scales
-        mine = Measured(stats=seen.stats, side={**found.side, self.name + self.scale_suffix: scales})
-        return Looked(stats=seen.stats, more=more), self.encode(x, 0, mine, work)
+    def look_and_encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+        block = self.look(x, start, work)
+        factor = measured.side.get(self.name + FACTOR_SUFFIX)
+        scales = self._rule(x.numel() // self.cols).stored(block.more.parts, factor)
+        scales = self._best_in(x, measured.side, scales, work) if self.searches else scales
+        more = _Seen(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
+        mine = Measured(stats=block.stats, side={**measured.side, self.name + self.scale_suffix: scales})
+        return Looked(stats=block.stats, more=more), self.encode(x, 0, mine, work)
 
     def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """Fused weights are read only where blocks have not been encoded yet."""
+        """Reads fused weights only if blocks have not been encoded yet."""
         import torch
 
         from lpconv.forms.blocks import finite_absmax
@@ -326,22 +328,22 @@ class Tiles(Scaled):
             factor = rule.factor(max([stats.absmax, *others]))
             scales = rule.stored(rule.joined([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
-        kept, common = None, self._same_for_all(factor)
+        grid_scales, common = None, self._same_for_all(factor)
         if looks_so:
             every = [each.more for each in over(self.look)] if is_encoded else seen
             parts = rule.joined([s.parts for s in every])
-            kept = self._kept(over, parts["absmax"], rule.stored(parts, factor))
-        if kept is None and self.searches and not is_encoded:
+            grid_scales = self._kept(over, parts["absmax"], rule.stored(parts, factor))
+        if grid_scales is None and self.searches and not is_encoded:
             scales = self._searched(over, common, scales)
-        side = {**common, self.scales.name: scales if kept is None else kept}
-        is_other = is_encoded and kept is not None and not torch.equal(kept, scales)
-        return Measured(stats=stats, side=side, on_grid=kept is not None, grid=grid, is_other=is_other)
+        side = {**common, self.scales.name: scales if grid_scales is None else grid_scales}
+        is_other = is_encoded and grid_scales is not None and not torch.equal(grid_scales, scales)
+        return Measured(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
 
     def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
         return None
 
     def _rule(self, num_rows: int | None = None) -> TileScales:
-        """That of all rows, or of so many."""
+        """The rule for the scales of all rows, or of `num_rows`."""
         from lpconv.forms.tile_scales import TileScales
 
         rows, cols = self.matrix
@@ -349,7 +351,7 @@ class Tiles(Scaled):
         return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
 
     def _searched(self, over: Over, common: Side, usual: Tensor) -> Tensor:
-        """The best scales of all tiles. Of tiles within rows each block tells its own; others take sums over blocks."""
+        """The best scales of all tiles; per block if tiles are within rows, otherwise from error sums over blocks."""
         import torch
 
         from lpconv.forms.search import best, candidates
@@ -378,7 +380,7 @@ class Tiles(Scaled):
         return best(tried, total)
 
     def _best_in(self, x: Tensor, common: Side, usual: Tensor, work: Workspace) -> Tensor:
-        """The best scales of the tiles of whole rows (1-D), whose usual ones these are."""
+        """The best scales of the tiles of whole rows (1-D), given their usual scales."""
         from lpconv.forms.search import best, candidates
 
         tried = candidates(usual, self.format)
@@ -400,24 +402,24 @@ class Tiles(Scaled):
         )
 
     def _on_grid(self) -> OnGrid:
-        """Those of MX need no search: the least power of two that clips nothing keeps whatever another one keeps."""
+        """The grid search for tiles. MX needs none: the smallest scale without clipping keeps all that others keep."""
         has_short_scales = self.has_short_scales and self.grain.is_fitted
         return replace(super()._on_grid(), tile=self.grain.tile, cols=self.cols, has_short_scales=has_short_scales)
 
     def _kept(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
-        """The scales of a weight that lies on a grid of codes already."""
+        """The scales of a weight that is already on a grid of codes."""
         import torch
 
         rule = self._on_grid()
         if self.grain.tile[0] != 1:
             return rule.scales(over, absmax, usual)
 
-        def one_block(x: Tensor, start: int, work: Workspace) -> Tensor | None:  # rows have no tile in common
+        def one_block(x: Tensor, start: int, work: Workspace) -> Tensor | None:  # rows share no tile
             rows = slice(start // self.cols, (start + len(x)) // self.cols)
             return rule.scales_of_rows(x, absmax[rows], usual[rows], work)
 
-        found = list(over(one_block))
-        return None if any(f is None for f in found) else torch.cat([f for f in found if f is not None])
+        per_block = list(over(one_block))
+        return None if any(f is None for f in per_block) else torch.cat([f for f in per_block if f is not None])
 
 
 def _holds(grain: Grain, format: Format) -> bool:
@@ -425,7 +427,7 @@ def _holds(grain: Grain, format: Format) -> bool:
 
 
 def _fetcher(held: Side, first: Mapping[str, int] = MappingProxyType({})) -> Fetch:
-    """Reads from tensors in memory, which begin at element `first` of what is stored, 0 unless it is given."""
+    """A `Fetch` from tensors in memory, which begin at element `first` of the stored tensor (default 0)."""
 
     def fetch(component: Component, start: int, stop: int) -> Tensor:
         skipped = first.get(component.name, 0)

@@ -1,7 +1,7 @@
-"""Low-precision weights as others store them, for reading: a file for each layout, with the arithmetic of `grid.py`.
+"""Third-party layouts of low-precision weights, for reading: one file per layout, with the arithmetic in `grid.py`.
 
-A layout is a file with the `quant_method`s that configs name it by, and `find`, which makes a `Grid` of the headers of
-one weight; its line in `_LAYOUTS` is all else. `docs/layouts-reference.md` says what is read, and what was tried.
+A layout is a file with the `quant_method`s of its configs, and `find`, which makes a `Grid` from the headers of one
+weight, and a line in `_LAYOUTS`. `docs/layouts-reference.md` lists what lpconv reads, and what was tested.
 """
 
 import re
@@ -19,18 +19,18 @@ __all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "unread"]
 _LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
 
-# The values of `quant_method` that are read.
+# The values of `quant_method` that lpconv reads.
 READ = frozenset(_BY_METHOD)
-# Last parts of names: what belongs to activations and caches, which no weight needs, and what is part of a weight.
+# Last parts of names of activation and cache scales, which no weight needs.
 ACTIVATIONS = frozenset(
     {*INPUT_SCALES, "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
      "k_scale", "v_scale", "q_scale", "prob_scale"}
 )  # fmt: skip
-# What follows the name of a weight or of its module. Some of a model's own tensors end in these.
+# Suffixes to the name of a weight or of its module. Some of a model's own tensors end in the first ones, too.
 _ALSO_MODELS = ("_scale", "_shape", "_scales", ".scales")
 _PARTS = ("_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_packed", "_g_idx", "_blocks", ".pre_quant_scale",
           ".qweight", ".qzeros", ".g_idx", *_ALSO_MODELS)  # fmt: skip
-# Names of tensors that only these tools give, in layouts that are not read.
+# Tensor names that only these tools use, in layouts that lpconv does not read.
 _UNREAD = {
     "optimum-quanto": re.compile(r"\.weight\._(data|scale|shift|zeropoint)\b"),
     "bitsandbytes": re.compile(r"\.weight\.(absmax|quant_map|quant_state\.bitsandbytes__\w+)$|\.(SCB|weight_format)$"),
@@ -41,14 +41,14 @@ _UNREAD = {
 
 
 def find(name: str, headers: Headers) -> Grid | Blocks | None:
-    """The weight whose codes are stored as `name`, None where that is none of the layout that the config names."""
+    """The weight whose codes are stored as `name`, or None if it is not in the layout that the config names."""
     layout = _BY_METHOD.get(headers.quantised_by or "")
-    found: Grid | Blocks | None = None if layout is None else layout.find(name, headers)
-    return found if found is not None and found.agrees else None
+    weight: Grid | Blocks | None = None if layout is None else layout.find(name, headers)
+    return weight if weight is not None and weight.agrees else None
 
 
 def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
-    """Whether a tensor that no layout has can only be a part of a quantised weight."""
+    """Whether a tensor outside of all layouts can only be a part of a quantised weight."""
     for part in _PARTS:
         base = name.removesuffix(part)
         if base != name and (part not in _ALSO_MODELS or base in weights or base.endswith(".weight")):
@@ -57,7 +57,7 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
 
 
 def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
-    """The widths of integers that a config names."""
+    """Yield the integer widths in a config."""
     groups = compressed_tensors.weight_settings(settings) if method in compressed_tensors.METHODS else [settings]
     for group in groups if method in (*compressed_tensors.METHODS, *gptq.METHODS, *awq.METHODS) else ():
         bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
@@ -66,15 +66,14 @@ def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
 
 
 def unread(headers: Headers) -> str | None:
-    """Why weights are in no layout that is read, in words, from the names of tensors and the config; None if they are
-    plain, ours, or in one of `READ`."""
+    """Why lpconv cannot read the layout, from tensor names and the config; None if it can or need not."""
     method, tool = headers.quantised_by, None
     if method not in READ:
         tool = None if method in (None, "lpconv") else f"`{method}`"
         for name, pattern in _UNREAD.items():
-            found = next((n for n in headers.root if pattern.search(n)), None)
-            if found is not None and (name != "mlx" or _has_words(found, headers)):
-                tool = f"{name} (`{found}`)"
+            match = next((n for n in headers.root if pattern.search(n)), None)
+            if match is not None and (name != "mlx" or _has_words(match, headers)):
+                tool = f"{name} (`{match}`)"
     elif headers.quantization.get("quant_algo") == modelopt.SVD:
         tool = f"ModelOpt's {modelopt.SVD} (a part of each weight is the product of two thin matrices)"
     odd = {*_integer_bits(method, headers.quantization)} & {1, 3, 5, 6, 7}
@@ -84,13 +83,13 @@ def unread(headers: Headers) -> str | None:
 
 
 def _has_words(scales: str, headers: Headers) -> bool:
-    """Whether the codes beside some scales are 32-bit words under the weight's own name, as only mlx has them."""
+    """Whether the codes next to these scales are 32-bit words under the weight's own name, as only in mlx."""
     weight = headers.root.get(f"{scales.rpartition('.')[0]}.weight")
     return weight is not None and weight.dtype == "U32"
 
 
 def check_readable(headers: Headers) -> None:
-    """Raise UnsupportedError for a checkpoint that somebody quantised in a way that is not read."""
+    """Raise UnsupportedError for a checkpoint in a layout that lpconv does not read."""
     why = unread(headers)
     if why is not None:
         hint = "it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint"

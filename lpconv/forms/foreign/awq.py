@@ -1,7 +1,7 @@
-"""AWQ ("gemm"): 4-bit integers in groups, on their side, eight neighbours of a row to a word, even ones first.
+"""AWQ ("gemm"): 4-bit integers in groups, transposed, eight neighbours of a row per word, even ones first.
 
-`MODULE.qweight` [in, out / 8], `scales` [groups, out], `qzeros` [groups, out / 8]. Number k of a word lies in nibble
-0, 4, 1, 5, 2, 6, 3, 7. Sources: AutoAWQ 0.2, `utils/packing_utils.py` and `modules/linear/gemm.py`.
+`MODULE.qweight` [in, out / 8], `scales` [groups, out], `qzeros` [groups, out / 8]. Number k of a word is in nibble 0,
+4, 1, 5, 2, 6, 3, 7. Sources: AutoAWQ 0.2, `utils/packing_utils.py` and `modules/linear/gemm.py`.
 """
 
 from lpconv.formats.spec import FORMATS

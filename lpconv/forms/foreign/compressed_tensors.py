@@ -1,9 +1,9 @@
-"""The layouts of the compressed-tensors package, as llm-compressor and others publish them; vLLM's native tongue.
+"""The layouts of the compressed-tensors package, as llm-compressor and others publish them; vLLM's native format.
 
-`MODULE.weight` are codes that lie one by one (float-quantized, int-quantized, mxfp8-quantized), with `weight_scale`.
+`MODULE.weight` are codes stored one by one (float-quantized, int-quantized, mxfp8-quantized), with `weight_scale`.
 Codes of fewer bits are `weight_packed`: bytes of two e2m1 (nvfp4- and mxfp4-pack-quantized) or words of integers
-(pack-quantized, with `weight_shape`). Sources: vllm-project/compressed-tensors 0.20, `compressors/*/base.py` and
-`pack_quantized/helpers.py`. NVFP4's `weight_global_scale` divides.
+(pack-quantized, with `weight_shape`). NVFP4's `weight_global_scale` divides. Sources: vllm-project/compressed-tensors
+0.20, `compressors/*/base.py` and `pack_quantized/helpers.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -74,13 +74,13 @@ def _fp4(name: str, codes: Component, scale: Component, headers: Headers) -> Gri
 
 
 def _integers(name: str, codes: Component, scale: Component, headers: Headers) -> Grid | None:
-    """Numbers of the bits that the config has and sizes allow; `weight_shape` must agree once it is read."""
+    """Integers of a width that the config names and the sizes allow; `weight_shape` must agree once it is read."""
     rows, words = codes.shape[-2:]
     for bits, group in _integer_schemes(headers):
         cols = one_by_one(scale).size[1] * group if group else words * 32 // bits
         scales = one_by_one(scale, (1, group or cols))
         zeros, offset = headers.component(name + "_zero_point"), -(2 ** (bits - 1))
-        found = Grid(
+        grid = Grid(
             name=name,
             shape=(*codes.shape[:-2], rows, cols),
             format=FORMATS["int4" if bits <= 4 else "int8"],
@@ -90,13 +90,13 @@ def _integers(name: str, codes: Component, scale: Component, headers: Headers) -
             order=headers.component(name + "_g_idx"),
             size=headers.component(name + "_shape"),
         )
-        if found.agrees:
-            return found
+        if grid.agrees:
+            return grid
     return None
 
 
 def _zeros(component: Component, block: tuple[int, int], kind: str, offset: int) -> Plane:
-    """Zero points, which are packed along the rows of the weight, and offset as the codes are."""
+    """Zero points, which are packed along the rows of the weight, with the same offset as codes."""
     if component.dtype != "I32":
         return one_by_one(component, block)
     return Plane(component=component, kind=kind, block=block, axis=0, plus=offset)
@@ -110,7 +110,7 @@ def _integer_schemes(headers: Headers) -> Iterator[tuple[int, int | None]]:
 
 
 def weight_settings(settings: object) -> Iterator[dict[str, Any]]:
-    """The settings of weights that the config's groups have."""
+    """Yield the weight settings of the config's groups."""
     groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
@@ -118,5 +118,5 @@ def weight_settings(settings: object) -> Iterator[dict[str, Any]]:
             yield weights
 
 
-def _is_block(found: object) -> bool:
-    return isinstance(found, list) and len(found) == 2 and all(isinstance(n, int) and n > 0 for n in found)
+def _is_block(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)

@@ -1,10 +1,11 @@
-"""transformers' own fp8, which DeepSeek-V3 began: e4m3fn blocks, and `NAME_scale_inv`, which multiplies.
+"""transformers' own fp8, introduced by DeepSeek-V3: e4m3fn blocks, and `NAME_scale_inv`, which multiplies.
 
-Scales are fp32 or bf16 numbers, or powers of two as e8m0 or bytes (``scale_fmt`` ue8m0; "mxfp8" has them for 32 numbers
+Scales are fp32 or bf16 numbers, or powers of two as e8m0 or bytes (``scale_fmt`` ue8m0; "mxfp8" has one for 32 numbers
 of a row). Sources: transformers 5.23, `integrations/finegrained_fp8.py`; the config of deepseek-ai/DeepSeek-V3.
 
-The config that lpconv writes lies here too; the weights are in `forms/fine_grained.py`. It says that inputs are rounded
-on the way, in which readers have no choice, and names what is not quantised: they take every other `Linear` for codes.
+The config that lpconv writes is here too; the weights are in `forms/fine_grained.py`. It says that inputs are rounded
+at run time, where readers have no choice, and names unquantised modules: readers treat every other `Linear` as
+quantised.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ from lpconv.forms.foreign.plane import one_by_one
 METHODS = ("fp8", "mxfp8")
 SCALE_INV = "_scale_inv"
 _CODES = {"F8_E4M3": "e4m3fn", "F8_E5M2": "e5m2"}
-# What lpconv writes, by what has a scale.
+# Config entries that lpconv writes, by granularity.
 _WRITTEN: Mapping[str, Mapping[str, str]] = {
     "128x128": {"quant_method": "fp8"},
     "mx": {"quant_method": "mxfp8", "scale_fmt": "ue8m0"},
@@ -32,8 +33,12 @@ def find(name: str, headers: Headers) -> Grid | None:
     fmt = _CODES.get(codes.dtype) if codes is not None else None
     if codes is None or scale is None or fmt is None or len(codes.shape) < 2:
         return None
-    found = headers.quantization.get("weight_block_size")
-    hint = tuple(found) if isinstance(found, list) and len(found) == 2 and all(type(n) is int for n in found) else ()
+    block_size = headers.quantization.get("weight_block_size")
+    hint = (
+        tuple(block_size)
+        if isinstance(block_size, list) and len(block_size) == 2 and all(type(n) is int for n in block_size)
+        else ()
+    )
     block = block_of(codes.shape, one_by_one(scale).size, hint)
     if block is None:
         return None
@@ -43,8 +48,7 @@ def find(name: str, headers: Headers) -> Grid | None:
 
 
 def quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of e4m3fn codes with scales of a granularity; `ignored` are the modules that are not
-    quantised."""
+    """The `quantization_config` of e4m3fn codes with a granularity; `ignored` are the unquantised modules."""
     return {
         **_WRITTEN[grain.name],
         "activation_scheme": "dynamic",
@@ -54,7 +58,7 @@ def quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]:
 
 
 def grain_in(config: Mapping[str, Any]) -> Grain | None:
-    """The granularity of which this is the config to the letter, as lpconv writes it; None for that of others."""
+    """The granularity of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
     ignored = config.get("modules_to_not_convert")
     if not isinstance(ignored, list):
         return None

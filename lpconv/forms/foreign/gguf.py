@@ -1,8 +1,8 @@
-"""GGUF, llama.cpp's: rows of blocks that hold their scales with their codes, decoded by the package gguf.
+"""GGUF of llama.cpp: rows of blocks that contain scales and codes, decoded by the package gguf.
 
-`lpconv.storage.gguf` says where tensors lie and what they are called. What transformers does to the values of some
-(undo llama.cpp's order of the rows of q and k, take the 1 out of norms) is done by its own processors, on the whole
-tensor. Sources: ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_pytorch_utils.py`.
+`lpconv.storage.gguf` defines positions and names of tensors. Changes that transformers makes to some values (undo
+llama.cpp's row order of q and k, subtract 1 from norms) are made by its own processors, on the whole tensor. Sources:
+ggml-org/ggml, docs/gguf.md; transformers 5.23, `modeling_gguf_pytorch_utils.py`.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -29,10 +29,10 @@ _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1"
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Stored):
-    """Rows of blocks of the type `kind`, `original` in the file.
+    """Rows of blocks of type `kind`, called `original` in the file.
 
-    `processed_by` is the architecture whose processor changes decoded values, with its settings as JSON; empty where
-    none does.
+    `processed_by` is the architecture whose processor changes decoded values, with its settings as JSON; None without
+    one.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Blocks(Stored):
 
     @property
     def agrees(self) -> bool:
-        """Whether the stored bytes are those of the shape."""
+        """Whether the stored bytes match the shape."""
         size, num_bytes = BLOCKS[self.kind]
         return self.codes.dtype == "U8" and self.codes.num_bytes * size == self.num_elements * num_bytes
 

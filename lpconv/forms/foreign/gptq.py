@@ -1,9 +1,9 @@
-"""GPTQ: integers in groups, on their side, eight (4 bits) of one column to a word.
+"""GPTQ: integers in groups, transposed, eight (4 bits) of one column per word.
 
 `MODULE.qweight` [in / 8, out], `scales` [groups, out], `qzeros` [groups, out / 8] and `g_idx` [in], the group of each
-input. Files of the first version, which most are, store a zero point less one and wrap (15 is 0 for 4 bits);
-``checkpoint_format`` "gptq_v2" stores it as it is. Sources: AutoGPTQ 0.7, `nn_modules/qlinear/qlinear_cuda.py`;
-ModelCloud/GPTQModel, `utils/model.py` (convert_gptq_v1_to_v2_format).
+input. Most files are of the first version, which stores a zero point minus one and wraps (15 is 0 for 4 bits);
+``checkpoint_format`` "gptq_v2" stores the zero point itself. Sources: AutoGPTQ 0.7,
+`nn_modules/qlinear/qlinear_cuda.py`; ModelCloud/GPTQModel, `utils/model.py` (convert_gptq_v1_to_v2_format).
 """
 
 from lpconv.formats.spec import FORMATS

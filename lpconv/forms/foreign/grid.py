@@ -1,14 +1,14 @@
-"""A weight as others store it: value = (code - zero point) · scale, with scales for a tensor, rows, blocks or groups.
+"""A third-party weight: value = (code - zero point) · scale, with scales for a tensor, rows, blocks or groups.
 
-Every layout that is read is this one arithmetic over `Plane`s; what differs is where they lie, which the files beside
-this one know. A weight may lie on its side in the file (GPTQ, AWQ, the experts of gpt-oss): then a band of its rows is
-a band of the file's columns, read row by row, and `cols` is a band, so that no reading is too small to be worth it.
+All readable layouts share this arithmetic over `Plane`s; they differ in where these are stored, which the other files
+here define. A weight may be transposed in the file (GPTQ, AWQ, the experts of gpt-oss): then a band of its rows is a
+band of the file's columns, read row by row, and `cols` is the size of a band, so that no read is too small.
 
 Values are computed in fp32: codes and zero points are small integers or fp8, whose difference is exact, and the product
-with the scale is rounded once. A scale of two factors (NVFP4) is their product or quotient in fp32, as its readers have
-it. Where readers multiply inputs by a number for each column first (AWQ), the weight is what the model has without it:
-value[n, k] = (code[n, k] · scale) · column[k], since (code · scale) · (x[k] · column[k]) is that times x[k]. The second
-product is rounded, too.
+with the scale is rounded once. A scale of two factors (NVFP4) is their product or quotient in fp32, as in its readers.
+If readers first multiply inputs by a number per column (AWQ), that number is folded into the weight: value[n, k] =
+(code[n, k] · scale) · column[k], since (code · scale) · (x[k] · column[k]) equals that times x[k]. The second product
+is rounded, too.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 
 _WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
-_BAND = 2**21  # numbers of a weight on its side that are read at once
+_BAND = 2**21  # numbers of a transposed weight that are read at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Stored):
-    """`factor` is one more scale for all, by which `divides` says to divide.
+    """A third-party weight. `factor` is one more scale for the tensor; with `divides` it is a divisor.
 
-    `order` has the group of each column, where groups are not neighbours. `size` is a tensor that repeats the shape of
-    the weight. `columns` has the number of each column by which readers multiply inputs; `beside` is one that they
-    divide by and multiply by again, so that no value depends on it. `on_its_side` says that the file has the transpose.
+    `order` has the group of each column, if groups are not contiguous. `size` is a tensor that repeats the shape of the
+    weight. `columns` has the factor of each column by which readers multiply inputs; `beside` is a factor that readers
+    divide by and multiply by again, so that values do not depend on it. `on_its_side` means that the file has the
+    transpose.
     """
 
     format: Format
@@ -113,7 +114,7 @@ class Grid(Stored):
         )
 
     def has_sound(self, side: Side) -> bool:
-        """Whether all factors are positive numbers, each group has a scale, and the shape is right."""
+        """Whether all factors are positive, each group has a scale, and the stored shape is right."""
         if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.beside) if c is not None):
             return False
         if self.size is not None and tuple(side[self.size.name].tolist()) != self.shape:
@@ -130,8 +131,8 @@ class Grid(Stored):
         import torch
 
         raw = iter(data)
-        found = [self._values([next(raw) for _ in self.planes], span, side) for span in self.spans(start, stop)]
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+        pieces = [self._values([next(raw) for _ in self.planes], span, side) for span in self.spans(start, stop)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         import torch
@@ -147,29 +148,29 @@ class Grid(Stored):
         if not torch.equal(short.float(), scales):
             return super().decode_to(out, data, start, stop, side)
         fill(out.view(span.shape), data[0], self.codes.kind)
-        out.view(len(scales), scales.shape[1], -1).mul_(short.unsqueeze(2))  # one rounding, as of fp32 numbers
+        out.view(len(scales), scales.shape[1], -1).mul_(short.unsqueeze(2))  # rounded once, like fp32 products
         return out
 
     def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """The codes alone of what was `read` of some elements, 1-D, in the order of the file."""
+        """The codes in data from `read`, 1-D, in the order of the file."""
         import torch
 
         spans, step = self.spans(start, stop), len(self.planes)
         return torch.cat([self.codes.numbers(data[i * step], s).reshape(-1) for i, s in enumerate(spans)])
 
     def scales_of(self, raw: Tensor, span: Span, side: Side) -> Tensor:
-        """The scales in fp32 of the blocks that a span touches, the one factor included."""
+        """The scales of the blocks in a span, fp32, including the tensor's factor."""
         return self.with_factor(self.scales.numbers(raw, span), side)
 
     def with_factor(self, scales: Tensor, side: Side) -> Tensor:
-        """Scales in fp32 with the one factor that all have, where there is one."""
+        """fp32 scales multiplied or divided by the tensor's factor, if there is one."""
         if self.factor is None:
             return scales
         factor = side[self.factor.name].float().reshape(())
         return scales / factor if self.divides else scales * factor
 
     def factors(self, raw: Tensor, span: Span, side: Side) -> Tensor:
-        """What the codes of a span are multiplied by, as it broadcasts to them."""
+        """The factors of the codes of a span, which broadcast to them."""
         return self._spread(self.scales, self.scales_of(raw, span, side), span, side)
 
     def _values(self, raw: Sequence[Tensor], span: Span, side: Side) -> Tensor:
@@ -180,18 +181,18 @@ class Grid(Stored):
         return self.with_columns(x.t() if self.on_its_side else x, side).reshape(-1)
 
     def with_columns(self, x: Tensor, side: Side) -> Tensor:
-        """Whole rows of the weight with the number that each column has, where there are any."""
+        """Whole rows of the weight multiplied by the column factors, if there are any."""
         return x if self.columns is None else x * side[self.columns.name].float()
 
     def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
-        """Numbers of groups for each element of a span, which has all groups: they run along the rows of a weight."""
+        """Expand numbers of groups to the elements of a span, which contains all groups since they run along rows."""
         if self.order is None:
             return plane.spread(x, span)
         order = side[self.order.name].long()
         return x[order] if self.on_its_side else x[:, order]
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
-        """The elements `start` to `stop`, whole rows, by the matrices that they are of."""
+        """Yield a `Span` per matrix for the elements `start` to `stop`, which are whole rows."""
         rows, cols = self.matrix
         first, last = (start // cols, stop // cols) if cols else (0, 0)
         while first < last:
@@ -205,21 +206,21 @@ class Grid(Stored):
 
 
 def is_positive(x: Tensor) -> bool:
-    """Whether all are numbers above zero."""
+    """Whether all numbers are positive and finite."""
     return bool(((x > 0) & (x < math.inf)).all())
 
 
 def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """The block of a matrix, the last two axes, for which each of so many scales is; None where that is no block.
+    """Block size of a matrix, the last two axes, for a number of scales along each; None if they do not fit.
 
-    `hint` is the size of whole blocks as a config has it: the last ones may be smaller, which sizes alone do not tell.
+    `hint` is the config's block size: the last blocks may be smaller, which the sizes alone do not tell.
     """
-    found = []
-    for n, scales, wanted in zip(shape[-2:], size, hint or (0, 0), strict=True):
-        if wanted and -(-n // wanted) == scales:
-            found.append(wanted)
+    block = []
+    for n, scales, hinted in zip(shape[-2:], size, hint or (0, 0), strict=True):
+        if hinted and -(-n // hinted) == scales:
+            block.append(hinted)
         elif scales and n % scales == 0:
-            found.append(n // scales)
+            block.append(n // scales)
         else:
             return None
-    return found[0], found[1]
+    return block[0], block[1]

@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4, `NAME_blocks` of 16 bytes for 32 numbers and `NAME_scales`, on their side.
+"""gpt-oss: experts in MXFP4, `NAME_blocks` of 16 bytes for 32 numbers and `NAME_scales`, transposed.
 
 The file has a row for each output, [experts, out, groups, 16]; the parameter is [experts, in, out]. Sources:
 openai/gpt-oss, `gpt_oss/torch/weights.py`; transformers 5.23, `integrations/mxfp4.py`, convert_moe_packed_tensors.

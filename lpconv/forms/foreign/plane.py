@@ -1,8 +1,8 @@
-"""A matrix of numbers as others put it into a file: codes, scales or zero points, several to a word or one by one.
+"""A matrix of numbers in a third-party file: codes, scales or zero points, one by one or packed into words.
 
-The numbers of a `Plane` stand for blocks of a weight's elements, so that a scale of 128 x 128 elements, a zero point of
-a group and a code of one element are read by the same few lines. Everything is in the order of the file, in which a
-weight may lie on its side. Letters: a weight has P x Q numbers, a plane H x W elements in the file.
+Each number of a `Plane` belongs to a block of a weight's elements, so that a scale of 128 x 128 elements, a zero point
+of a group and a code of one element are read by the same few lines. Everything is in the order of the file, in which a
+weight may be transposed. Letters: a weight has P x Q numbers, a plane H x W elements in the file.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lpconv.kernels.buffers import Buffers
 
 
-# The kinds whose numbers floats of 16 bits hold exactly.
+# The kinds whose numbers are exact in 16-bit floats.
 SHORT = ("fp8", "e2m1")
 _PIECE = 2**17  # bytes whose numbers are looked up at once
 
-# Unsigned integers of so many bits, 32 / bits in a word of 32, the first in the lowest bits.
+# Unsigned integers by their bits, 32 / bits per 32-bit word, the first in the lowest bits.
 INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
 _PER_WORD = {"e2m1": 2, "int4": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
-# AWQ's kernels want even numbers of a word in its lower half: where the number k of a word lies, in nibbles.
+# The nibble of number k of a word: AWQ's kernels need the even ones in the lower half.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DTYPES = {
@@ -38,14 +38,14 @@ _DTYPES = {
 
 
 def one_by_one(component: Component, block: tuple[int, int] = (1, 1)) -> Plane:
-    """A plane of numbers of the component's own dtype; bytes are exponents, as of MX formats."""
+    """A plane of numbers of the component's own dtype; bytes are exponents, as in MX formats."""
     kind = next((k for k, dtypes in _DTYPES.items() if component.dtype in dtypes), "")
     return Plane(component=component, kind=kind, block=block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Numbers `top` to `bottom` by `left` to `right` of the matrix `index` of a weight, in the file's order."""
+    """Rows `top` to `bottom` and columns `left` to `right` of matrix `index` of a weight, in the file's order."""
 
     index: int
     top: int
@@ -60,9 +60,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """`kind` says how a number is made of what is stored: see `stored_numbers`. Words lie along `axis`.
+    """A matrix of stored numbers. `kind` is their encoding, see `stored_numbers`. Words run along `axis`.
 
-    Each number stands for `block` elements. `plus` is added to a number, and kept within its bits where `wraps`.
+    Each number belongs to `block` elements. `plus` is added to a number, modulo its bits if it `wraps`.
     """
 
     component: Component
@@ -84,7 +84,7 @@ class Plane:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The least and the largest number that a code can be."""
+        """The smallest and largest possible value of a code."""
         if self.kind == "int4":
             return -8.0, 7.0
         if self.kind in _PER_WORD and self.kind != "e2m1":
@@ -94,13 +94,13 @@ class Plane:
         return -high, high
 
     def holds(self, shape: tuple[int, int]) -> bool:
-        """Whether this has the numbers for a matrix, in their dtype, and no more padding than a word."""
+        """Whether this has the numbers for a matrix, in the right dtype, padded to less than a word."""
         rows, cols = (-(-n // b) for n, b in zip(shape, self.block, strict=True))
         words = (-(-rows // self.per_word), cols) if self.axis == 0 else (rows, -(-cols // self.per_word))
         return self.size == words and self.component.dtype in _DTYPES.get(self.kind, ())
 
     def fetch(self, fetch: Fetch, span: Span) -> Tensor:
-        """The stored elements that a span touches, [h, w]."""
+        """The stored elements of the blocks in a span, [h, w]."""
         import torch
 
         (height, width), (rows, cols) = self.size, self._words(span)
@@ -113,7 +113,7 @@ class Plane:
         return torch.stack([fetch(self.component, s + cols[0], s + cols[1]) for s in starts])
 
     def numbers(self, raw: Tensor, span: Span) -> Tensor:
-        """The numbers in fp32, one for each block that a span touches."""
+        """The numbers in fp32, one for each block in a span."""
         x = stored_numbers(raw, self.kind, self.axis)
         if self.plus:
             x = x + self.plus
@@ -126,7 +126,7 @@ class Plane:
         return x[top - above : bottom - above, left - before : right - before]
 
     def spread(self, x: Tensor, span: Span) -> Tensor:
-        """Numbers of blocks as they are for each element of a span, or as they broadcast to it."""
+        """Expand numbers of blocks to each element of a span, or so that they broadcast to it."""
         _, (left, _) = self._blocks(span)
         cols, width = self.block[1], span.shape[1]
         x = self.by_rows(x, span)
@@ -136,7 +136,7 @@ class Plane:
         return x
 
     def by_rows(self, x: Tensor, span: Span) -> Tensor:
-        """Numbers of blocks for each row of a span, or one row of them for all."""
+        """Expand numbers of blocks to each row of a span; a single row stays one."""
         (top, _), _ = self._blocks(span)
         rows, height = self.block[0], span.shape[0]
         if rows == 1 or x.shape[0] == 1:
@@ -145,12 +145,12 @@ class Plane:
         return x.unsqueeze(1).expand(-1, rows, -1).flatten(0, 1)[skipped : skipped + height]
 
     def _blocks(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The blocks that a span touches, by rows and by columns."""
+        """The range of blocks in a span, by rows and by columns."""
         rows, cols = self.block
         return (span.top // rows, -(-span.bottom // rows)), (span.left // cols, -(-span.right // cols))
 
     def _words(self, span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The stored elements that these lie in."""
+        """The range of stored elements that contain these blocks."""
         (top, bottom), (left, right) = self._blocks(span)
         n = self.per_word
         if self.axis == 0:
@@ -161,9 +161,9 @@ class Plane:
 def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
     """Stored elements [h, w] as fp32 numbers.
 
-    ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127), of which 255 is NaN (OCP MX 1.0,
-    5.4.1), ``e2m1`` two to a byte, the first in the lower half, ``int4`` likewise, of two's complement; the others are
-    unsigned integers in words of 32 bits.
+    ``fp8`` and ``wide`` are numbers of their dtype, ``e8m0`` bytes 2^(byte - 127) with 255 as NaN (OCP MX 1.0, 5.4.1),
+    ``e2m1`` two per byte, the first in the lower half, ``int4`` the same in two's complement; the others are unsigned
+    integers in 32-bit words.
     """
     import torch
 
@@ -173,7 +173,7 @@ def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
         return raw.view(torch.float8_e8m0fnu).float()
     if kind == "wide":
         return raw.float()
-    if axis == 1 and kind in ("uint4", "uint8"):  # the bytes of words lie in the order of their numbers
+    if axis == 1 and kind in ("uint4", "uint8"):  # the bytes of words are in the order of their numbers
         raw = raw.contiguous().view(torch.uint8)
         return (raw if kind == "uint8" else torch.stack((raw & 15, raw >> 4), dim=2).flatten(1)).float()
     if kind == "int4":
@@ -187,17 +187,17 @@ def stored_numbers(raw: Tensor, kind: str, axis: int) -> Tensor:
 
 
 def fill(out: Tensor, raw: Tensor, kind: str) -> Tensor:
-    """The numbers of stored elements [h, w] of a kind in `SHORT`, in `out` [h, numbers], fp32, bf16 or fp16: exact."""
+    """Write the numbers of stored elements [h, w] of a kind in `SHORT` to `out` [h, numbers]; exact in 16 bits."""
     import torch
 
     from lpconv.kernels.decode import decode
 
     if kind == "fp8":
         return decode(raw.contiguous(), out.dtype, out=out)
-    # The two numbers of a byte in one reading of twice their bits: 50 times the speed of indexing by each half.
+    # Both numbers of a byte in one lookup of twice their bits: 50 times faster than a lookup for each half.
     both, (index,) = _pairs(out.dtype, raw.device), _indices().on(raw.device)
-    found = out.view(-1).view(both.dtype)
-    for codes, pairs in zip(torch.split(raw.reshape(-1), _PIECE), torch.split(found, _PIECE), strict=True):
+    targets = out.view(-1).view(both.dtype)
+    for codes, pairs in zip(torch.split(raw.reshape(-1), _PIECE), torch.split(targets, _PIECE), strict=True):
         torch.index_select(both, 0, index[: len(codes)].copy_(codes), out=pairs)
     return out
 
