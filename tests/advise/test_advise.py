@@ -95,7 +95,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
             trial.budget,
         )
 
-    monkeypatch.setattr(infer, "measured", measured)
+    monkeypatch.setattr(infer, "measure", measured)
     result = advise("demo", tmp_path, asked(1e-4, purpose="infer"))
     rows = {r.name: r for r in result.rows}
     assert rows["unit e4m3fn"].meets is False
@@ -111,7 +111,7 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
         return judged(replace(row, status="measured", gap=gap(0.009, 0.0005)), trial.budget)
 
-    monkeypatch.setattr(infer, "measured", measured)
+    monkeypatch.setattr(infer, "measure", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
     assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("far noisier than unit e4m3fn")
@@ -123,7 +123,7 @@ def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeyp
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
         return judged(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
 
-    monkeypatch.setattr(infer, "measured", measured)
+    monkeypatch.setattr(infer, "measure", measured)
     monkeypatch.setattr(infer, "_DOUBT", 100.0)
     result = advise("demo", tmp_path, asked(0.01, purpose="infer"))
     undecided = [r.name for r in result.rows if r.status == "measured" and not r.meets]
