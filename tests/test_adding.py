@@ -29,7 +29,7 @@ from lpconv.formats.cast import cast
 from lpconv.formats.codes import decode, encode
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.kernels.fp8_linear import FP8_RECIPES
+from lpconv.kernels.linear import FP8_RECIPES, fp8_recipe
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 from lpconv.options import Option
 from lpconv.plan.schemes import SCHEMES, Scheme
@@ -151,9 +151,9 @@ def test_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bench_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another `Fp8Linear`: where its scales come from, and that fp8 can be run so."""
+    """Another recipe of a Linear: how its operands are cast, and that fp8 can be run so."""
     without_processes(monkeypatch)
-    monkeypatch.setitem(FP8_RECIPES, "toy", dataclasses.replace(FP8_RECIPES["tensorwise"], name="toy"))
+    monkeypatch.setitem(FP8_RECIPES, "toy", fp8_recipe("max"))
     monkeypatch.setitem(BENCH_FORMATS["fp8"], "toy", None)
     monkeypatch.setitem(BENCH_METHODS, "toy", None)  # made of `BENCH_FORMATS`
 

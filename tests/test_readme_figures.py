@@ -49,8 +49,7 @@ def _optimizer() -> str:
 def _fp8_step() -> str:
     ms = {t["name"]: t["median_ms"] for t in recorded("kernels-linear")["timings"]}
     tensor, row, peer = (
-        ms[n] / ms["torch bfloat16"]
-        for n in ("lpconv fp8, tensorwise", "lpconv fp8, rowwise", "torchao rowwise, emulate")
+        ms[n] / ms["torch bfloat16"] for n in ("lpconv fp8, tensor", "lpconv fp8, row", "torchao rowwise, emulate")
     )
     return f"{tensor:.2f} of the time with a scale per tensor, {row:.2f} per row; torchao's emulation {peer:.1f}"
 

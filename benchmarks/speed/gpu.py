@@ -33,7 +33,7 @@ from lpconv.doctor import try_products
 from lpconv.errors import LpconvError
 from lpconv.formats.codes import decode, encode
 from lpconv.kernels.decode import decode as fast_decode
-from lpconv.kernels.fp8_linear import FP8_RECIPES, calibrate, convert_linears
+from lpconv.kernels.linear import FP8_RECIPES, calibrate, use_recipe
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
@@ -78,13 +78,13 @@ JOBS = (
         mode="train",
         batch=2,
         seq=4096,
-        methods=("static", "torchao-tensorwise", "tensorwise"),
+        methods=("static", "torchao-tensorwise", "tensor"),
     ),
     Job(model="llama-8b", layers=2, mode="infer", batch=2, seq=4096, methods=("static", "torchao-tensorwise")),
     Job(model="bert-large", layers=None, mode="train", batch=32, seq=512, methods=("static", "torchao-tensorwise")),
     Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("static",)),
     Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("static", "torchao-tensorwise")),
-    Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("rowwise", "torchao-rowwise", "te")),
+    Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("row", "torchao-rowwise", "te")),
     # So small that launching its kernels is most of a step; CUDA graphs, and the same without.
     Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",), compiled="graphs"),
     Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",)),
@@ -168,7 +168,7 @@ def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
     for (m, k, n), scales in itertools.product(_SHAPES, ("none", "tensor", "row", "row and tensor")):
         checks[f"product {m} x {k} x {n}, scales: {scales}"] = partial(check_product, m, k, n, scales, device)
     for recipe in FP8_RECIPES:
-        checks[f"Fp8Linear {recipe}: compiled as eager"] = partial(check_compiled, recipe, device)
+        checks[f"Linear in fp8, {recipe}: compiled as eager"] = partial(check_compiled, recipe, device)
     for kind in ("tensor", "row"):
         checks[f"scaled fp8 model, operand scale {kind}: compiled as eager"] = partial(check_scaled, kind, device)
     checks["doctor: no scaled product that lpconv uses is an error"] = partial(check_layouts, device)
@@ -212,7 +212,7 @@ def check_compiled(recipe: str, device: str) -> tuple[bool, str]:
     """Outputs and gradients, compiled as one graph, against eager; codes at a rounding edge may flip."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 128)).to(device, torch.bfloat16)
-    convert_linears(model, recipe)
+    use_recipe(model, FP8_RECIPES[recipe])
     x = torch.randn(128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def gradients(run: Callable[[Tensor], Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ BENCH_FORMATS: dict[str, dict[str, Peer | None]] = {
     "bf16": {PLAIN: None},
     "fp16": dict.fromkeys((PLAIN, *SCALED)),
     "fp8": {
-        **dict.fromkeys(("static", "tensorwise", "delayed", "rowwise", "mx", *SCALED)),
+        **dict.fromkeys(("static", "tensor", "delayed", "row", "mx", *SCALED)),
         "torchao-tensorwise": _TORCHAO,
         "torchao-rowwise": _TORCHAO,
         "te": _TE,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
-from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
-from lpconv.kernels.linear import FP16_LINEAR, use_recipe
+from lpconv.kernels.linear import FP8_RECIPES, FP16_LINEAR, Multiplying, calibrate, use_recipe
 from lpconv.layers import head
 from lpconv.models.load import load
 from lpconv.models.opening import Blueprint
@@ -86,7 +85,7 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
 
 def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     kept = head(model)  # it stays in 16 bits under every recipe, as in other libraries
-    names = convert_linears(model, case.method, keep=lambda name, module: module is kept)
+    names = use_recipe(model, FP8_RECIPES[case.method], keep=() if kept is None else (kept,))
     if not names:
         raise UnsupportedError(f"`{case.model}` has no Linear to run in fp8", hint="bench another model")
 
@@ -99,11 +98,11 @@ def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
                 model(**batch)
 
     calibrate(model, step)
-    if FP8_RECIPES[case.method].source == "delayed":
+    if case.method == "delayed":
         step()  # a history to scale by
     if case.mode == "infer":
         for module in model.modules():
-            if isinstance(module, Fp8Linear):
+            if isinstance(module, Multiplying):
                 module.freeze()
     return model
 

@@ -30,8 +30,8 @@ _SMALLEST_M = 16
 CASTS: dict[str, tuple[int, int]] = {
     "static": (1, 0),
     "delayed": (1, 0),
-    "tensorwise": (1, 1),
-    "rowwise": (2, 1),
+    "tensor": (1, 1),
+    "row": (2, 1),
     "torchao-tensorwise": (1, 1),
     "torchao-rowwise": (2, 1),
     "te": (1, 0),

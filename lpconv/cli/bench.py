@@ -44,7 +44,7 @@ def bench(
 
       lpconv bench --format fp8
 
-      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensorwise --rivals --mode infer,train
+      lpconv bench llama-8b --layers 4 --format fp8 --method static,tensor --rivals --mode infer,train
 
       lpconv bench bert-base --batch 1,8 --seq 128,512 --gate 'speedup>=1.2' --html bench.html
 

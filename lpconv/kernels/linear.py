@@ -1,55 +1,78 @@
-"""A linear layer whose three products (output, input gradient, weight gradient) run in low precision.
+"""A Linear whose three products (output, input gradient, weight gradient) run in low precision.
 
     y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
 
-Each operand is rounded once and saved as codes for the backward pass, so fp8 halves the saved bytes of a bfloat16
-layer.
+A scale may not vary along the axis that a product sums over, so rows and blocks (`kernels.operands`) are cast twice:
+x and w along K for the output and along M or N for the gradients. One scale for the tensor serves both. What is kept of
+x for the backward pass are codes, one byte an element in fp8; on CUDA already transposed, since the tensor cores want
+both operands row-major along the summed axis and a compiler can write the transpose in the pass of the cast. The weight
+is there anyway, so a GPU casts it once more.
+
+Several Linears that read one tensor (query, key, value) each cast it and each keep codes in eager mode. A compiler sees
+that they do the same, as far as they share their scale; see `calibrate`.
 """
 
 import functools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.formats.cast import Rounding
 from lpconv.formats.codes import code_dtype
-from lpconv.formats.scale import tensor_scale
-from lpconv.formats.spec import get_format
-from lpconv.kernels.matmul import matmul
-from lpconv.kernels.quantise import fake_quantise
-from lpconv.kernels.scaled_cast import scaled_codes
+from lpconv.formats.scale import pow2_nearest
+from lpconv.kernels.operands import Coded, OperandCast, coded_product, encode_at, encode_operand, inverse_scale
 from lpconv.layers import linears
+
+_E4M3, _E5M2 = OperandCast(), OperandCast(format="e5m2")
+_HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's default is 1024, to the same end
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """The formats of a linear layer's operands, and their scaling.
+    """How the operands of a Linear's products are cast.
 
-    "unit" casts without a scale, for tensors at unit scale; "amax" divides each by a power of two that brings its
-    largest element into the format's top binade. float16 and bfloat16 overflow to Inf, which a loss scaler can detect;
-    fp8 saturates, unless `overflow` is "inf", which only e5m2 supports. Values that were not finite before a cast are
-    not finite after it. With "stochastic" `rounding`, inputs and gradients are rounded up or down at random with
-    torch's generator, but weights never; without gradients nothing is random, so that evaluation needs no seed.
+    Stochastic rounding takes torch's generator, and nothing is rounded by chance where no gradient is wanted, so that
+    evaluating needs no seed.
     """
 
-    input: str = "e4m3fn"
-    weight: str = "e4m3fn"
-    gradient: str = "e5m2"
-    scaling: Literal["unit", "amax"] = "unit"
-    overflow: Literal["saturate", "inf"] = "saturate"
-    rounding: Rounding = "nearest"
+    input: OperandCast = _E4M3
+    weight: OperandCast = _E4M3
+    gradient: OperandCast = _E5M2
 
 
+def fp8_recipe(scale: str) -> LinearRecipe:
+    """The usual formats at scales of a kind of `kernels.operands`: e4m3fn, and e5m2 for gradients with one scale.
+
+    Finer scales leave gradients no wider range than other tensors (torchao and TransformerEngine have them in e4m3fn).
+    """
+    operand = replace(_E4M3, scale=scale)
+    gradient = replace(_E5M2, scale=scale) if operand.has_one_scale else operand
+    return LinearRecipe(input=operand, weight=operand, gradient=gradient)
+
+
+FP8_RECIPES = {scale: fp8_recipe(scale) for scale in ("static", "tensor", "delayed", "row", "mx")}
 FP8_LINEAR = LinearRecipe()
-FP16_LINEAR = LinearRecipe(input="fp16", weight="fp16", gradient="fp16")
+_FP16, _E5M2_WITH_INF = OperandCast(format="fp16"), OperandCast(format="e5m2", overflow="inf")
+_STOCHASTIC = replace(_E5M2_WITH_INF, rounding="stochastic")
+FP16_LINEAR = LinearRecipe(input=_FP16, weight=_FP16, gradient=_FP16)
 # Mixed precision with 8-bit floats (Mellempudi et al. 2019, arXiv 1905.12334): e5m2 everywhere, and a loss scale. The
 # paper rounds activations and gradients stochastically.
-E5M2_LINEAR = LinearRecipe(input="e5m2", weight="e5m2", gradient="e5m2", overflow="inf")
-E5M2_STOCHASTIC = replace(E5M2_LINEAR, rounding="stochastic")
+E5M2_LINEAR = LinearRecipe(input=_E5M2_WITH_INF, weight=_E5M2_WITH_INF, gradient=_E5M2_WITH_INF)
+E5M2_STOCHASTIC = replace(E5M2_LINEAR, input=_STOCHASTIC, gradient=_STOCHASTIC)
+
+
+class States(NamedTuple):
+    """What scales of "static" and "delayed" operands come from: a calibrated scale, or a history of magnitudes."""
+
+    input: Tensor | None = None
+    weight: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+_NO_STATES = States()
 
 
 def linear(
@@ -59,83 +82,205 @@ def linear(
     *,
     recipe: LinearRecipe = FP8_LINEAR,
     weight_scale: Tensor | None = None,
+    states: States = _NO_STATES,
 ) -> Tensor:
     """`F.linear` in low precision: x (..., K), weight (N, K), bias (N,); the result has x's dtype.
 
-    `weight` may already be codes of the recipe's weight format, which are multiplied without a cast; the weight's value
-    is then codes · `weight_scale` (a float32 number; None means 1). Gradients have the dtypes of their tensors, but the
-    gradient of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32 throughout. Raises UsageError
-    for a recipe whose formats cannot be multiplied.
+    `weight` may be codes of the recipe's weight format already, which are multiplied as they are; the weight's value is
+    then codes · `weight_scale` (float32: one number, one per row or block; 1 if it is None). Gradients have the dtypes
+    of what they belong to, and that of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32
+    throughout. Raises UsageError for a recipe whose formats cannot be multiplied.
     """
-    if recipe.scaling not in ("unit", "amax"):
-        raise UsageError(f"unknown scaling `{recipe.scaling}`", hint="known: unit, amax")
-    if not torch.is_grad_enabled():
-        recipe = replace(recipe, rounding="nearest")
-    result: Tensor = _Linear.apply(x, weight, bias, recipe, weight_scale)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    if recipe.input.rounding != "nearest" and not torch.is_grad_enabled():
+        recipe = replace(recipe, input=replace(recipe.input, rounding="nearest"))
+    result: Tensor = _Linear.apply(x, weight, bias, weight_scale, recipe, states)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
-
-
-def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> None:
-    """Make the linear layers of `model`, except `keep`, multiply according to `recipe`; parameters are unchanged."""
-    for layer in linears(model):
-        if layer.is_replaceable and layer.module not in keep:
-            cls: Any = type(layer.module)  # mypy treats classes of modules as unhashable
-            layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
-
-
-@functools.cache  # one class for all layers, otherwise every block would be compiled separately
-def _multiplying(cls: type[nn.Module], kind: str, recipe: LinearRecipe) -> type[nn.Module]:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight if kind == "Linear" else self.weight.t(), self.bias, recipe=recipe)
-
-    return type(f"Multiplying{cls.__name__}", (cls,), {"forward": forward})
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: LinearRecipe, weight_scale: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_scale: Tensor | None,
+        recipe: LinearRecipe,
+        states: States,
     ) -> Tensor:
-        x_MK, scale_x = _operand(x.reshape(-1, x.shape[-1]), recipe.input, recipe, recipe.rounding)
-        is_codes = weight.dtype == code_dtype(get_format(recipe.weight)) and weight.dtype.itemsize == 1
-        w_NK, scale_w = (weight, weight_scale) if is_codes else _operand(weight, recipe.weight, recipe)
-        ctx.save_for_backward(x_MK, scale_x, w_NK, scale_w)
-        ctx.recipe, ctx.is_codes = recipe, is_codes
-        ctx.weight_dtype = x.dtype if is_codes else weight.dtype
+        flat_MK = x.reshape(-1, x.shape[-1])
+        into = None if recipe.input.has_one_scale else "left"  # else its codes are kept
+        x_MK = encode_operand(flat_MK, recipe.input, axis=-1, state=states.input, into=into)
+        x_codes, x_scale = None, None
+        if ctx.needs_input_grad[1]:
+            x_codes, x_scale = _other_way(x_MK, flat_MK, recipe.input)
+        ctx.has_codes = _is_codes(weight, recipe.weight)
+        w_NK, w_kept, w_factor = _weight(weight, weight_scale, recipe.weight, states.weight)
+        ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor)
+        ctx.recipe, ctx.states = recipe, states
+        ctx.weight_dtype = x.dtype if ctx.has_codes else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        y_MN = matmul(x_MK, w_NK.t(), scale_a=scale_x, scale_b=scale_w, bias=bias, out_dtype=x.dtype)
-        return y_MN.view(*x.shape[:-1], weight.shape[0])
+        return coded_product(x_MK, w_NK, bias=bias, out_dtype=x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x_MK, scale_x, w_NK, scale_w = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        x_codes, x_scale, w_kept, w_factor = ctx.saved_tensors
+        how = ctx.recipe.gradient
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        g_MN, scale_g = _operand(grad_MN, ctx.recipe.gradient, ctx.recipe, ctx.recipe.rounding)
+        g_MN = encode_operand(grad_MN, how, axis=-1, state=ctx.states.gradient, into="left")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = matmul(g_MN, w_NK, scale_a=scale_g, scale_b=scale_w, out_dtype=grad.dtype)
-            dx = dx.view(*grad.shape[:-1], w_NK.shape[1])
+            w_KN = _turned(w_kept, w_factor, ctx.recipe.weight)
+            dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
-            dw = matmul(g_MN.t(), x_MK, scale_a=scale_g, scale_b=scale_x, out_dtype=ctx.weight_dtype)
-            if ctx.is_codes and scale_w is not None:
-                dw = dw * scale_w.to(dw.dtype)  # with respect to the codes, not to codes · scale
+            g_NM = _other_way(g_MN, grad_MN, how, into="left")
+            dw = coded_product(g_NM, Coded(x_codes, 1.0 if x_scale is None else x_scale), out_dtype=ctx.weight_dtype)
+            if ctx.has_codes and w_factor is not None:
+                dw = dw * w_factor.to(dw.dtype)  # with respect to the codes, not to codes · scale
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
-def _operand(
-    x: Tensor, name: str, recipe: LinearRecipe, rounding: Rounding = "nearest"
-) -> tuple[Tensor, Tensor | None]:
-    spec = get_format(name)
-    scale = tensor_scale(x, spec) if recipe.scaling == "amax" else None
-    # A power of two: exact. In float32 instead of float16, whose range may be too small.
-    wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    inverse = None if scale is None else (1 / scale).to(wide)
-    if rounding != "nearest":
-        scaled = x if inverse is None else x.to(wide) * inverse
-        values = fake_quantise(scaled, spec, rounding=rounding, overflow=recipe.overflow)
-        return values.to(code_dtype(spec)), scale
-    if spec.bits == 8 and not (recipe.overflow == "inf" and spec.has_inf):
-        return scaled_codes(x, inverse, spec, saturate=True), scale
-    return (x if inverse is None else x.to(wide) * inverse).to(code_dtype(spec)), scale
+def _other_way(along: Coded, x: Tensor, cast: OperandCast, *, into: str | None = None) -> Coded:
+    """The transpose (C, R) of `x` cast along R, where `along` is `x` (R, C) cast along C."""
+    if not cast.has_one_scale:
+        return encode_operand(x.t(), cast, axis=-1, into=into)
+    return _laid_out(along.mT)
+
+
+def _weight(
+    weight: Tensor, scale: Tensor | None, cast: OperandCast, state: Tensor | None
+) -> tuple[Coded, Tensor, Tensor | None]:
+    """The weight cast along K, and what `_turned` takes: codes and their scale, or the weight and its factor.
+
+    A CPU keeps codes that serve both products, a byte an element: to cast again takes longer than to decode again.
+    """
+    if _is_codes(weight, cast):
+        return Coded(weight, 1.0 if scale is None else scale), weight, scale
+    inverse = inverse_scale(weight, cast, axis=-1, state=state)
+    w_NK = encode_at(weight, inverse, cast, into="right")
+    if cast.has_one_scale and not weight.is_cuda and _is_codes(w_NK.codes, cast):
+        return w_NK, w_NK.codes, _tensor(w_NK.scale)
+    return w_NK, weight, inverse
+
+
+def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast) -> Coded:
+    """The weight cast along N, from what `_weight` kept.
+
+    Turned before it is cast: a compiler that saw the same cast twice would keep the codes in between.
+    """
+    if _is_codes(weight, cast):
+        return Coded(weight, 1.0 if factor is None else factor).mT
+    if not cast.has_one_scale:
+        return encode_operand(weight.t(), cast, axis=-1, into="right")
+    return _laid_out(encode_at(weight.t(), factor, cast, into="right"))
+
+
+def _is_codes(weight: Tensor, cast: OperandCast) -> bool:
+    return weight.dtype == code_dtype(cast.spec) and weight.dtype.itemsize == 1
+
+
+def _laid_out(x: Coded) -> Coded:
+    """Codes as the device reads them: row-major for tensor cores, in any layout on a CPU, which decodes them anyway."""
+    return Coded(x.codes.contiguous(), x.scale) if x.codes.is_cuda and x.codes.itemsize == 1 else x
+
+
+def _tensor(scale: float | Tensor | None) -> Tensor | None:
+    return scale if isinstance(scale, Tensor) else None
+
+
+class Multiplying(nn.Module):
+    """A Linear (or GPT-2's Conv1D) that multiplies as `recipe` says, since `use_recipe` changed its class.
+
+    Scales of "static" and histories of "delayed" operands are buffers (`input_state`, `weight_state`,
+    `gradient_state`); so is the `weight_scale` of a frozen weight.
+    """
+
+    recipe: LinearRecipe
+    has_turned_weight: bool
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) to (..., N)."""
+        scale = self._buffers.get("weight_scale")
+        return linear(x, self.weight_NK, self.bias, recipe=self.recipe, weight_scale=scale, states=self.states)
+
+    @property
+    def weight_NK(self) -> Tensor:
+        """The weight of a Linear."""
+        return self.weight.t() if self.has_turned_weight else self.weight
+
+    @property
+    def states(self) -> States:
+        """The buffers that scales come from."""
+        known = self._buffers
+        return States(known.get("input_state"), known.get("weight_state"), known.get("gradient_state"))
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Cast the weight once and drop its high-precision values. There is no way back, and no gradient."""
+        found = _laid_out(encode_operand(self.weight_NK, self.recipe.weight, axis=-1, state=self.states.weight))
+        self.weight = nn.Parameter(found.codes.t() if self.has_turned_weight else found.codes, requires_grad=False)
+        self.register_buffer("weight_scale", _tensor(found.scale))
+
+
+def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> list[str]:
+    """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; returns their names.
+
+    Parameters stay the objects that they are.
+    """
+    found = [layer for layer in linears(model) if layer.is_replaceable and layer.module not in keep]
+    for layer in found:
+        cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
+        layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
+        for role in States._fields:
+            if getattr(recipe, role).scale == "delayed":
+                device = layer.module.get_parameter("weight").device
+                layer.module.register_buffer(f"{role}_state", torch.ones(_HISTORY, device=device))
+    return [layer.name for layer in found]
+
+
+@functools.cache  # one class for all layers, or every block would be compiled by itself
+def _multiplying(cls: type[nn.Module], kind: str, recipe: LinearRecipe) -> type[nn.Module]:
+    facts = {"recipe": recipe, "has_turned_weight": kind != "Linear"}
+    return type(f"Multiplying{cls.__name__}", (Multiplying, cls), facts)
+
+
+def calibrate(model: nn.Module, step: Callable[[], object]) -> None:
+    """Set the scales of "static" operands in `model` from one run of `step`, which calls it (and may go back).
+
+    Each scale is the power of two nearest to the root mean square: elements then lie around 1, where every format is
+    densest. Layers that read the same tensor share the scale of their inputs, so that a compiler casts it once.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Multiplying) and m.recipe.weight.scale == "static"]
+    last: list[tuple[Tensor, Tensor]] = []
+
+    def before(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if not last or last[0][0] is not args[0]:
+            last[:] = [(args[0], _unit_scale(args[0]))]
+        layer.register_buffer("input_state", last[0][1])
+
+    def after(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            state = layer.get_buffer("gradient_state")  # in place, for the backward pass that has begun
+            output.register_hook(lambda grad: state.copy_(_unit_scale(grad)) and None)  # type: ignore[no-untyped-call]
+
+    for layer in layers:
+        layer.register_buffer("weight_state", _unit_scale(layer.weight))
+        layer.register_buffer("gradient_state", torch.ones((), device=layer.weight.device))
+    handles = [h for m in layers for h in (m.register_forward_pre_hook(before), m.register_forward_hook(after))]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _unit_scale(x: Tensor) -> Tensor:
+    rms = float(x.float().square().mean().sqrt()) if x.numel() else 0.0
+    if not rms < float("inf"):
+        raise UsageError("cannot scale a tensor that is not finite", hint="look for the step that broke it")
+    return torch.tensor(max(pow2_nearest(rms), 2.0**-60) if rms > 0 else 1.0, device=x.device)

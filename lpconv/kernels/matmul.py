@@ -54,7 +54,8 @@ def matmul(
 ) -> Tensor:
     """(a · scale_a) @ (b · scale_b) + bias, for a (M, K) and b (K, N): both fp8, or both bfloat16, or both float16.
 
-    Scales are float32, one number or one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is
+    Both may be batches (B, M, K) and (B, K, N), which fp8 tensor cores do not take. Scales are float32, one number or
+    one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is
     bfloat16 (the default for fp8), float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before
     scales that are not powers of two are applied. Has no gradient: see `kernels.linear`. Raises UsageError for
     unsuitable operands.
@@ -62,7 +63,7 @@ def matmul(
     _check(a, b, scale_a, scale_b, bias)
     out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
     if 0 in (*a.shape, *b.shape):
-        out = torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
+        out = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=out_dtype, device=a.device)
     elif a.dtype in _FP8 and a.is_cuda and why_not_scaled_mm(a, b) is None:
         if out_dtype != torch.bfloat16 and _has_rows(scale_a, scale_b):  # row-wise kernels write bfloat16 only
             out = _scaled_mm(a, b, None, None, torch.float32)
@@ -78,6 +79,8 @@ def matmul(
 def why_not_scaled_mm(a: Tensor, b: Tensor) -> str | None:
     """Why a product of fp8 matrices on CUDA runs in bfloat16 instead of on fp8 tensor cores; None if it does not."""
     fnuz = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+    if a.dim() == 3:
+        return "cuBLASLt has no batched product of fp8 matrices"
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "cuBLASLt has no product of two e5m2 matrices"
     if torch.version.hip is None and (a.dtype in fnuz or b.dtype in fnuz):
@@ -136,11 +139,13 @@ def _wide_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         wide = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
         return _mm(decode_operand(a, wide, "left"), decode_operand(b, wide, "right"))
     if (a.device.type == "cpu" and a.dtype == torch.float16) or out_dtype != a.dtype:
-        return torch.mm(a.float(), b.float())
+        return _mm(a.float(), b.float())
     return _mm(a, b)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if a.dim() == 3:
+        return torch.bmm(a, b)
     if a.device.type == "cpu" and a.dtype == torch.bfloat16 and a.numel() >= _LARGE and not a.is_contiguous():
         out = operand("turned", a.shape, a.dtype)
         a = out.copy_(a) if fused_turn(a, out) is None else out
@@ -148,17 +153,20 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> None:
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+    if not (a.ndim == b.ndim in (2, 3)) or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
         raise UsageError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}", hint="pass (M, K) and (K, N)")
     if not ({a.dtype, b.dtype} <= _FP8 or (a.dtype == b.dtype and a.dtype in _WIDE)):
         raise UsageError(
             f"cannot multiply {a.dtype} by {b.dtype}", hint="both must be fp8, or both bfloat16, or both float16"
         )
-    for name, scale, full in (("scale_a", scale_a, (a.shape[0], 1)), ("scale_b", scale_b, (1, b.shape[1]))):
+    for name, scale, full in (
+        ("scale_a", scale_a, (*a.shape[:-1], 1)),
+        ("scale_b", scale_b, (*b.shape[:-2], 1, b.shape[-1])),
+    ):
         if scale is not None and scale.numel() != 1 and tuple(scale.shape) != full:
             raise UsageError(f"{name} is {tuple(scale.shape)}", hint=f"pass one number or {full}")
-    if bias is not None and bias.shape != (b.shape[1],):
-        raise UsageError(f"bias is {tuple(bias.shape)}", hint=f"it must be ({b.shape[1]},)")
+    if bias is not None and bias.shape != b.shape[-1:]:
+        raise UsageError(f"bias is {tuple(bias.shape)}", hint=f"it must be ({b.shape[-1]},)")
 
 
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import Format
-from lpconv.kernels.buffers import Buffers
-from lpconv.kernels.decode import decode
+from lpconv.kernels.buffers import Buffers, operand_like
 from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_values
 
 _PIECE = 1 << 18  # elements: half a megabyte in 16 bits, and twice that in float32
@@ -86,28 +85,35 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
     return codes
 
 
-def scaled_values(x: Tensor, inverse: Tensor, spec: Format, *, saturate: bool, out: Tensor) -> Tensor:
-    """The values of the codes of `scaled_codes`, written to the bfloat16 `out`, shaped and laid out like `x`."""
+def scaled_values(x: Tensor, inverse: Tensor, spec: Format, into: str) -> Tensor | None:
+    """What the codes of `scaled_codes` without saturation stand for, in bfloat16 memory of an operand's name.
+
+    None if the matrix has no compiled kernel (`kernels.fused`): codes and their decoding are as fast then.
+    """
+    x = x.detach()
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
     if _is_turned(x):
-        turned = inverse.mT if inverse.dim() else inverse
-        return scaled_values(x.mT, turned, spec, saturate=saturate, out=out.mT).mT
-    done = None if saturate else fused_values(x.detach(), inverse, spec, out)
-    return decode(scaled_codes(x, inverse, spec, saturate=saturate), out=out) if done is None else out
+        values = scaled_values(x.mT, inverse.mT if inverse.dim() else inverse, spec, into)
+        return None if values is None else values.mT
+    return fused_values(x, inverse, spec, operand_like(into, x, x.dtype))
 
 
 def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
-    """Multiply `out` (…, M, N) by float32 scales, numbers, (…, M, 1) or (…, 1, N), in place, rounding at most once."""
-    numbers = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
-    if not numbers or out.itemsize >= 4:
-        for scale in numbers:
+    """`out` (…, M, N) times each scale (a number, (…, M, 1) or (…, 1, N), float32), in place; rounded once at most."""
+    found = [torch.as_tensor(s, dtype=torch.float32, device=out.device) for s in scales if s is not None]
+    if not found or out.itemsize >= 4:
+        for scale in found:
             out.mul_(scale)
         return out
+    if len(found) == 1 and not found[0].dim() and out.device.type == "cpu":
+        return out.mul_(found[0])  # torch multiplies by a number in float32, on a CPU
     if not _goes_by_pieces(out) or not out.is_contiguous():
-        return out.copy_(functools.reduce(torch.mul, numbers, out.float()))
-    if len(numbers) == 2 and (done := fused_product_(out, *numbers)) is not None:
+        return out.copy_(functools.reduce(torch.mul, found, out.float()))
+    if len(found) == 2 and (done := fused_product_(out, *found)) is not None:
         return done
     flat = out.view(-1, *out.shape[-2:])
-    factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in numbers]
+    factors = [s.reshape(-1, *s.shape[-2:]) if s.dim() else s for s in found]
     for piece in _pieces(flat.shape):
         wide = _scratch(flat[piece].shape, torch.float32, 0).copy_(flat[piece])
         for factor in factors:

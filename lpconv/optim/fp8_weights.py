@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
-from lpconv.kernels.linear import LinearRecipe, linear
+from lpconv.kernels.linear import LinearRecipe, fp8_recipe, linear
 from lpconv.layers import head, linears
 from lpconv.mcf.fp8 import nearest_e4m3fn
 
 # Inputs and gradients come from an ordinary model, so their scale is unknown.
-RECIPE = LinearRecipe(scaling="amax")
+RECIPE = fp8_recipe("max")
 
 _ZERO_SCALE = 2.0**-6  # for all-zero weights; near 0.02, the usual standard deviation of an initialisation
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lpconv.kernels.operands import encode_operand
 from lpconv.layers import LinearLayer, linears
-from lpconv.scaled.operands import encode_operand
+from lpconv.scaled.operands import operand_cast
 from lpconv.scaled.places import heads
 
 MAX_CREST = 100.0
@@ -95,6 +96,6 @@ def _measure(
 
 def _row_sqnr_db(x_MK: Tensor) -> float:
     """SQNR of a cast with one scale, from the mean of error over signal by row."""
-    error_M = (encode_operand(x_MK, "e4m3fn", "tensor").decoded(torch.float32) - x_MK).square().sum(1)
+    error_M = (encode_operand(x_MK, operand_cast("e4m3fn", "tensor")).decoded(torch.float32) - x_MK).square().sum(1)
     signal_M = x_MK.square().sum(1)
     return float(-10 * torch.log10((error_M / signal_M)[signal_M > 0].mean()))

@@ -5,34 +5,19 @@ times that, and a code holds 448. An operand therefore has a scale of its own fr
 folds out of the result; `ScaledTensor`'s scale stays as it is.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lpconv.formats.scale import pow2_ceil, pow2_floor
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
-from lpconv.kernels.matmul import at_half, matmul
-from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
+from lpconv.kernels.matmul import at_half
+from lpconv.kernels.operands import Coded, OperandCast, coded_product, encode_operand
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
-from lpconv.scaled.scales import Scale, times
 
 aten = torch.ops.aten
-
-_SMALLEST = 2.0**-100  # of an amax: 1 / scale stays finite
-
-
-class Coded(NamedTuple):
-    """value = codes · scale. The scale is 1.0, a 0-dim fp32 tensor, or one number for each slice along a dimension."""
-
-    codes: Tensor
-    scale: Scale
-
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The values, rounded to `dtype` once more where the scale is no power of two."""
-        return times(decoded(self.codes, dtype), self.scale)
 
 
 def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bias: Tensor | None = None) -> Tensor:
@@ -84,17 +69,15 @@ def scale_kind(numerics: Numerics, a: object, b: object) -> str:
 
 def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
-    if x.codes.device.type == "cuda" and x.codes.dim() == 2:
-        gain = torch.full((), alpha, device=x.codes.device) * x.scale
-        scale_b = y.scale if isinstance(y.scale, Tensor) else None
-        out = matmul(x.codes, y.codes, scale_a=gain, scale_b=scale_b, out_dtype=wide)
+    meets_tensor_cores = x.codes.device.type == "cuda" and x.codes.dim() == 2
+    if isinstance(x.scale, float) and isinstance(y.scale, float) and not meets_tensor_cores:
+        left, right = decode(x.codes, wide), decode(y.codes, wide)
+        return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
+    if isinstance(y.scale, Tensor) and y.scale.dim():
+        x = Coded(x.codes, x.scale * alpha)
     else:
-        left, right = decoded(x.codes, wide), decoded(y.codes, wide)
-        if isinstance(x.scale, float) and isinstance(y.scale, float):
-            return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
-        out = _gemm(left, right, 1.0, None)
-        is_row = isinstance(y.scale, Tensor) and y.scale.dim() > 0
-        out = scale_product_(out, x.scale * alpha, y.scale) if is_row else out.mul_(x.scale * y.scale * alpha)
+        x, y = Coded(x.codes, x.scale * y.scale * alpha), Coded(y.codes, 1.0)
+    out = coded_product(x, y.mT, out_dtype=wide)
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
@@ -104,10 +87,16 @@ def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int) -> Coded
     # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
     format = numerics.gradient if is_gradient and kind != "row" else numerics.operand
     assert format is not None
-    coded = encode_operand(data_of(operand), format, kind, axis=axis)
+    coded = encode_operand(data_of(operand), operand_cast(format, kind), axis=axis)
     if kind in ("static", "l2"):
         _count_saturated(numerics, _role(operand), coded.codes, get_format(format))
     return coded
+
+
+@functools.cache
+def operand_cast(format: str, kind: str) -> OperandCast:
+    """The cast of an operand to 8 bits at a scale of a kind of `OPERAND_SCALES`."""
+    return OperandCast(format=format, scale=kind, narrow=True)
 
 
 def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format) -> None:
@@ -118,43 +107,6 @@ def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format
     count = int((codes.view(torch.uint8) & 0x7F).eq(top).sum())
     if count:
         numerics.counts[f"{role.value} saturated in {spec.name}"] += count
-
-
-def encode_operand(data: Tensor, format: str, kind: str, *, axis: int | None = None) -> Coded:
-    """8-bit codes of `data`, one byte each, nearest-even, at a scale of their own; `kind` is one of `OPERAND_SCALES`.
-
-    With "row" slices along `axis`, the summed one, have a scale each; None is one scale for the tensor. Data with Inf
-    give NaN, so that an overflow is seen behind the cast too: e4m3fn has no Inf, and a clamp would make it finite.
-    """
-    spec = get_format(format)
-    if kind == "static" or not data.numel():
-        return Coded(scaled_codes(data, None, spec, saturate=True), 1.0)
-    inverse = _inverse_scale(data, spec, kind, axis)
-    return Coded(scaled_codes(data, inverse, spec, saturate=kind == "l2"), 1 / inverse.float())
-
-
-def _inverse_scale(data: Tensor, spec: Format, kind: str, axis: int | None) -> Tensor:
-    """What brings `data` to the top of the format; NaN where they are not finite. No larger than fits their dtype.
-
-    In bf16 it is rounded to 8 bits, so that the product with the data takes no wider pass: the largest element may come
-    out above the largest number by less than half a step, and is rounded down to it.
-    """
-    if kind == "l2":
-        inverse = 1 / pow2_floor(_bounded(data.float().square().mean().sqrt()))
-    elif kind == "max":
-        inverse = 1 / pow2_ceil(_bounded(largest_magnitude(data) / spec.max))
-    else:
-        inverse = spec.max / _bounded(largest_magnitude(data, axis if kind == "row" else None))
-    return inverse.to(data.dtype) if data.dtype == torch.bfloat16 else inverse
-
-
-def _bounded(size: Tensor) -> Tensor:
-    return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
-
-
-def decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of codes, exact in every dtype of 16 bits or more; a compiler fuses torch's own cast."""
-    return codes.to(dtype) if torch.compiler.is_compiling() else decode(codes, dtype)
 
 
 def _role(x: object) -> Role:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lpconv.scaled.operands import Coded, encode_operand
+from lpconv.kernels.operands import Coded, encode_operand
+from lpconv.scaled.operands import operand_cast
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.scales import Scale
 from lpconv.scaled.tensor import ScaledTensor
@@ -85,7 +86,7 @@ class SavedCodes:
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
         flat = data.as_strided((data.numel(),), (1,), data.storage_offset())
-        coded = Coded(flat.half(), 1.0) if format is None else encode_operand(flat, format, kind)
+        coded = Coded(flat.half(), 1.0) if format is None else encode_operand(flat, operand_cast(format, kind))
         self._codes[key] = (StorageWeakRef(storage), coded)  # type: ignore[no-untyped-call]
         return coded
 

@@ -7,7 +7,7 @@ from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, C
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
 from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
-from lpconv.kernels.fp8_linear import FP8_RECIPES
+from lpconv.kernels.linear import FP8_RECIPES
 from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of
 

@@ -50,7 +50,7 @@ def refused(code: int, *args: object) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """A training bench of three rows in two launches, and where it was saved."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
-    what = ("--format", "bf16,fp8", "--method", "static,rowwise", "--mode", "train", "--batch", "1")
+    what = ("--format", "bf16,fp8", "--method", "static,row", "--mode", "train", "--batch", "1")
     result = run(
         "demo", *what, *QUICK, "--launches", "2", "--json", "--save", path, "--html", path.with_suffix(".html")
     )
@@ -62,7 +62,7 @@ def test_every_row_says_what_it_is_relative_to(trained: tuple[dict[str, Any], Pa
     document, _ = trained
 
     assert [(r["format"], r["method"]) for r in document["rows"]] == [
-        ("bf16", "plain"), ("fp8", "static"), ("fp8", "rowwise"),
+        ("bf16", "plain"), ("fp8", "static"), ("fp8", "row"),
     ]  # fmt: skip
     for row in document["rows"]:
         assert row["status"] == "ok"
@@ -82,10 +82,10 @@ def test_every_row_says_what_it_is_relative_to(trained: tuple[dict[str, Any], Pa
 
 
 def test_the_error_is_that_of_the_format(trained: tuple[dict[str, Any], Path]) -> None:
-    bf16, static, rowwise = trained[0]["rows"]
+    bf16, static, by_row = trained[0]["rows"]
 
     assert bf16["numerics"]["output_error"] < 0.02
-    for row in (static, rowwise):
+    for row in (static, by_row):
         assert 0.01 < row["numerics"]["output_error"] < 0.15
         assert 0.02 < row["numerics"]["gradient_error"] < 0.4
 

@@ -55,7 +55,7 @@ def test_memory_linears_and_sentences_have_their_sections() -> None:
 def test_the_verdict_says_whether_anything_was_faster(
     ratio: tuple[float, float, float], outcome: str, word: str
 ) -> None:
-    document = bench_document(result(row("plain"), row("static", ratio=ratio), row("rowwise", ratio=(0.2, 0.1, 0.3))))
+    document = bench_document(result(row("plain"), row("static", ratio=ratio), row("row", ratio=(0.2, 0.1, 0.3))))
     assert document.verdict is not None
     assert document.verdict.outcome == outcome
     assert document.verdict.text.startswith(f"fp8 static is {word}: {ratio[0]:.2f} [")

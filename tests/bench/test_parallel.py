@@ -85,7 +85,7 @@ def test_scaled_tensors_train_together_by_parts_only() -> None:
 
 
 def test_what_is_drawn_or_calibrated_is_opened_whole() -> None:
-    for changes in ({"model": "gpt2"}, {"format": "fp8", "method": "tensorwise"}, {"parallel": "ddp"}):
+    for changes in ({"model": "gpt2"}, {"format": "fp8", "method": "tensor"}, {"parallel": "ddp"}):
         mine = case(**{"parallel": "fsdp2", **changes})
         assert rows_of(mine, find_model(mine)) is None
 

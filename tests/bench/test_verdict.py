@@ -24,11 +24,10 @@ def test_a_product_takes_as_long_as_the_slower_of_arithmetic_and_traffic() -> No
 
 def test_fewer_passes_over_the_data_gain_more() -> None:
     gains = {
-        m: gemm_record(LARGE, 8192, GPU_PEAKS, method=m, train=True).gain or 0
-        for m in ("static", "tensorwise", "rowwise")
+        m: gemm_record(LARGE, 8192, GPU_PEAKS, method=m, train=True).gain or 0 for m in ("static", "tensor", "row")
     }
 
-    assert 1.0 < gains["rowwise"] < gains["tensorwise"] < gains["static"] < 1.3e15 / 7e14
+    assert 1.0 < gains["row"] < gains["tensor"] < gains["static"] < 1.3e15 / 7e14
 
 
 def test_small_products_lose_and_say_from_where_they_would_gain() -> None:
@@ -52,12 +51,12 @@ def test_the_head_stays_in_16_bits() -> None:
 
 
 def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
-    found = verdict([row("plain"), row("static"), row("rowwise", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
+    found = verdict([row("plain"), row("static"), row("row", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     text = " ".join(found.sentences)
     assert "fp8 static is faster than bf16" in text
-    assert "fp8 rowwise is slower than bf16" in text
+    assert "fp8 row is slower than bf16" in text
     assert "14336 x 4096" in text
     assert "will be slower for the 1 Linear of 64 x 4096" in text
     assert "Amdahl); measured 1.30" in text

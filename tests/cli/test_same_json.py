@@ -53,7 +53,7 @@ COMMANDS = {
         ("numbers", "report probe --what-if e5m2"),
         ("values", f"finetune demo --dry-run {_SHORT} -o dry"),
         ("numbers", f"finetune demo --recipe unit-fp8 {_SHORT} --eval-batches 1 -o finetuned"),
-        ("numbers", f"bench demo --method static,rowwise --optimizer adamw,collage-plus {_BENCH} --save bench.json"),
+        ("numbers", f"bench demo --method static,row --optimizer adamw,collage-plus {_BENCH} --save bench.json"),
         ("numbers", "report bench.json"),
         ("values", "report unit"),
         ("values", "report unit scalify"),

@@ -120,10 +120,10 @@ def capability(*version: int) -> Iterator[None]:
 
 
 def functional_linear() -> None:
-    """`kernels.linear`: three products with fp8 codes, unit and amax scales; none in fp16, which is multiplied so."""
-    from lpconv.kernels.linear import FP16_LINEAR, LinearRecipe, linear
+    """`kernels.linear`: three products with fp8 codes, scaled or not; none in fp16, which is multiplied so."""
+    from lpconv.kernels.linear import FP16_LINEAR, LinearRecipe, fp8_recipe, linear
 
-    for recipe, expected in ((LinearRecipe(), 3), (LinearRecipe(scaling="amax"), 3), (FP16_LINEAR, 0)):
+    for recipe, expected in ((LinearRecipe(), 3), (fp8_recipe("max"), 3), (FP16_LINEAR, 0)):
         for m, k, n in ODD:
             x, w = on_gpu(m, k).requires_grad_(), on_gpu(n, k).requires_grad_()
             with products(expected):
@@ -134,14 +134,12 @@ def functional_linear() -> None:
 
 
 def _fp8_linear(recipe: str, n: int, k: int) -> nn.Module:
-    from lpconv.kernels import Fp8Linear
+    from lpconv.kernels import FP8_RECIPES, use_recipe
 
-    kind = "delayed" if recipe == "static" else recipe  # static reads its weight: its scales are put in below
-    layer = Fp8Linear(nn.Parameter(on_gpu(n, k)), nn.Parameter(on_gpu(n)), kind)
-    if recipe == "static":
-        from lpconv.kernels import FP8_RECIPES
-
-        layer.recipe = FP8_RECIPES["static"]
+    layer = nn.Linear(k, n)
+    layer.weight, layer.bias = nn.Parameter(on_gpu(n, k)), nn.Parameter(on_gpu(n))
+    use_recipe(layer, FP8_RECIPES[recipe])
+    if recipe == "static":  # `calibrate` reads the weight: its scales are put in here
         for name in ("input_state", "weight_state", "gradient_state"):
             layer.register_buffer(name, torch.ones((), device="cuda"))
     return layer
@@ -162,7 +160,7 @@ def fp8_linear() -> None:
 
 def frozen_fp8_linear() -> None:
     """Inference from codes."""
-    for recipe in ("tensorwise", "rowwise", "mx"):
+    for recipe in ("tensor", "row", "mx"):
         layer: Any = _fp8_linear(recipe, 33, 65)
         layer.freeze()
         with torch.no_grad(), products(0 if recipe == "mx" else 1):  # 65 columns are three blocks
@@ -171,7 +169,7 @@ def frozen_fp8_linear() -> None:
 
 def fp8_linear_compiled() -> None:
     """One graph each way, at odd shapes; the products stay in fp8, but for those of blocks with a scale each."""
-    layers = [_fp8_linear("tensorwise", 65, 33), _fp8_linear("rowwise", 1, 65), _fp8_linear("mx", 40, 1)]
+    layers = [_fp8_linear("tensor", 65, 33), _fp8_linear("row", 1, 65), _fp8_linear("mx", 40, 1)]
     run, found = compiled(nn.Sequential(*layers))
     run(on_gpu(49, 33).requires_grad_()).sum().backward()
     assert found == [3, 4], found  # mx: the one input is a block, 40 outputs and 49 rows are two each

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import get_format
 from lpconv.kernels import buffers, fused
 from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.decode import decode, decode_operand
-from lpconv.kernels.fp8_linear import Fp8Linear
 from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_turn, fused_values
+from lpconv.kernels.linear import FP8_RECIPES, linear
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 
 BF16 = torch.bfloat16
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_left_to_others() -> None:
     assert fused_product_(x, some(1, 8), some(6, 1)) is None
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensor", "row"])
 @pytest.mark.parametrize("shape", [(48, 96, 80), (33, 95, 70)])
 def test_a_training_step_has_the_same_bits(
     recipe: str, shape: tuple[int, int, int], compiled: pytest.MonkeyPatch
@@ -139,9 +139,9 @@ def test_a_training_step_has_the_same_bits(
 
     def step(mode: str) -> tuple[Tensor, ...]:
         compiled.setenv("LPCONV_COMPILE", mode)
-        leaf, layer = x.clone().requires_grad_(), Fp8Linear(nn.Parameter(weight.clone()), None, recipe)
-        y = layer(leaf)
-        return y, *torch.autograd.grad(y, (leaf, layer.weight), grad)
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = linear(*leaves, recipe=FP8_RECIPES[recipe])
+        return y, *torch.autograd.grad(y, leaves, grad)
 
     for found, plain in zip(step("always"), step("never"), strict=True):
         assert same(found, plain)

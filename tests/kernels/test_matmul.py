@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.codes import encode
-from lpconv.kernels.linear import FP8_LINEAR, FP16_LINEAR, LinearRecipe, linear
+from lpconv.kernels.linear import FP8_LINEAR, FP16_LINEAR, LinearRecipe, fp8_recipe, linear
 from lpconv.kernels.matmul import _scaled_mm as on_tensor_cores, matmul, scaled_mm_operands, why_not_scaled_mm
+from lpconv.kernels.operands import OperandCast
 
 FP8 = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
@@ -204,14 +205,14 @@ def test_amax_scaling_serves_tensors_far_from_unit_scale() -> None:
     x, w, g = torch.randn(32, 64) * 2.0**-30, torch.randn(16, 64) * 2.0**14, torch.randn(32, 16) * 2.0**-40
     exact = gradients(F.linear, x.double(), w.double(), weight=g.double())
     unit = gradients(linear, x, w, weight=g)
-    amax = gradients(lambda a, b: linear(a, b, recipe=LinearRecipe(scaling="amax")), x, w, weight=g)
+    amax = gradients(lambda a, b: linear(a, b, recipe=fp8_recipe("max")), x, w, weight=g)
     assert all(relative_error(got, want) < 0.1 for got, want in zip(amax, exact, strict=True))
     assert all(relative_error(got, want) > 0.9 for got, want in zip(unit, exact, strict=True))
 
 
 def test_amax_scaling_of_float16_tensors_below_what_float16_can_scale_by() -> None:
     x, w = (torch.randn(32, 64) * 2.0**-18).half(), torch.randn(16, 64).half()
-    y = linear(x, w, recipe=LinearRecipe(scaling="amax"))
+    y = linear(x, w, recipe=fp8_recipe("max"))
     assert relative_error(y, x.double() @ w.double().t()) < 0.1
 
 
@@ -236,6 +237,20 @@ def test_fp8_keeps_one_byte_per_element_for_backward() -> None:
 
 
 def test_bad_recipes_are_refused() -> None:
-    for recipe in (LinearRecipe(input="e4m3"), LinearRecipe(input="fp16"), LinearRecipe(scaling="rms")):  # type: ignore[arg-type]
+    for format in ("e4m3", "fp16"):
         with pytest.raises(UsageError):
-            linear(torch.ones(2, 4), torch.ones(3, 4), recipe=recipe)
+            linear(torch.ones(2, 4), torch.ones(3, 4), recipe=LinearRecipe(input=OperandCast(format=format)))
+    with pytest.raises(UsageError):
+        OperandCast(scale="rms")
+
+
+def test_batches_are_multiplied_one_by_one() -> None:
+    a, b = codes((12, 20), "e4m3fn", 1).view(3, 4, 20), codes((60, 8), "e4m3fn", 2).view(3, 20, 8)
+    scale_a, scale_b = torch.rand(3, 4, 1) + 0.5, torch.rand(3, 1, 8) + 0.5
+
+    found = matmul(a, b, scale_a=scale_a, scale_b=scale_b)
+
+    expected = [matmul(*matrices, scale_a=x, scale_b=y) for *matrices, x, y in zip(a, b, scale_a, scale_b, strict=True)]
+    assert torch.equal(found, torch.stack(expected))
+    with pytest.raises(UsageError):
+        matmul(a, b[:2])

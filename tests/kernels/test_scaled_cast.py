@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lpconv.formats.spec import get_format
 from lpconv.kernels import scaled_cast
-from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear
-from lpconv.kernels.linear import LinearRecipe, linear
+from lpconv.kernels.linear import FP8_RECIPES, fp8_recipe, use_recipe
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -103,15 +102,14 @@ def test_a_product_takes_its_scales_and_is_rounded_once(shape: tuple[int, ...], 
         assert torch.equal(scale_product_(out.clone(), *scales), expected.to(dtype))
 
 
-LAYERS = [*FP8_RECIPES, "unit scale", "own scale"]
+LAYERS = [*FP8_RECIPES, "l2", "max"]
 
 
-def layer(name: str) -> Any:
-    weight = nn.Parameter(torch.randn(5, 6, generator=torch.Generator().manual_seed(1)))
-    if name in FP8_RECIPES:
-        return Fp8Linear(weight, None, name)
-    recipe = LinearRecipe(scaling="unit" if name == "unit scale" else "amax")
-    return lambda x: linear(x, weight, recipe=recipe)
+def layer(name: str) -> nn.Module:
+    module = nn.Linear(6, 5, bias=False)
+    module.weight.data = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    use_recipe(module, fp8_recipe(name))
+    return module
 
 
 def check_overflows(run: Any, where: str, bad: float) -> None:
@@ -134,7 +132,7 @@ def test_no_linear_layer_makes_an_overflow_finite(name: str, where: str, bad: fl
     check_overflows(layer(name), where, bad)
 
 
-@pytest.mark.parametrize("name", ["static", "rowwise"])
+@pytest.mark.parametrize("name", ["static", "delayed", "row"])
 def test_nor_does_a_compiled_one(name: str) -> None:
     torch._dynamo.reset()
     run = torch.compile(layer(name), fullgraph=True, backend="aot_eager")

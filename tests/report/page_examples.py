@@ -167,7 +167,7 @@ def probe() -> ProbeReport:
 
 def bench() -> BenchResult:
     """A baseline and variants with names of every length, one of them skipped."""
-    methods = ("static", "delayed", "tensorwise", "rowwise", "mx", "scalify")
+    methods = ("static", "delayed", "tensor", "row", "mx", "scalify")
     rows = [row("plain"), *(row(m, ratio=(0.3 + i / 4, 0.2 + i / 4, 0.5 + i / 4)) for i, m in enumerate(methods))]
     rows.append(
         row(

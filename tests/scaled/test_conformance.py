@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lpconv.formats.codes import decode, encode
 from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.operands import encode_operand
 from lpconv.scaled import ScaledTensor, dynamic_rescale, scaled_tensor
-from lpconv.scaled.operands import encode_operand
+from lpconv.scaled.operands import operand_cast
 from lpconv.scaled.scales import split_number
 
 
@@ -170,8 +171,26 @@ def test_logsumexp_keeps_the_scale() -> None:
 
 def test_casts_to_fp8_round_to_nearest_even_and_saturate() -> None:
     vector = torch.tensor([17.0, -17.0, 8.0, 1.0, 9.0, 11.0, 18.0, 1e6])
-    assert encode_operand(vector, "e4m3fn", "static").codes.float().tolist() == [16, -16, 8, 1, 9, 11, 18, 448]
-    assert encode_operand(vector, "e5m2", "static").codes.float().tolist() == [16, -16, 8, 1, 8, 12, 16, 57344]
+    assert encode_operand(vector, operand_cast("e4m3fn", "static")).codes.float().tolist() == [
+        16,
+        -16,
+        8,
+        1,
+        9,
+        11,
+        18,
+        448,
+    ]
+    assert encode_operand(vector, operand_cast("e5m2", "static")).codes.float().tolist() == [
+        16,
+        -16,
+        8,
+        1,
+        8,
+        12,
+        16,
+        57344,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
+from lpconv.kernels.operands import encode_operand
 from lpconv.scaled import gradients_are_finite, scaled, scaled_tensor
 from lpconv.scaled.choices import OPERAND_SCALES, operand_scales
-from lpconv.scaled.operands import encode_operand, product, scale_kind
+from lpconv.scaled.operands import operand_cast, product, scale_kind
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.rules import multiply
 
@@ -104,7 +105,7 @@ def test_what_is_not_finite_is_not_so_behind_the_cast(kind: str, format: str, ba
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         data = torch.ones(2, 3, dtype=dtype)
         data[1, 1] = bad
-        assert encode_operand(data, format, kind, axis=-1).decoded(dtype)[1, 1].isnan()
+        assert encode_operand(data, operand_cast(format, kind), axis=-1).decoded(dtype)[1, 1].isnan()
 
 
 @pytest.mark.parametrize("kind", CASTS)
@@ -130,7 +131,7 @@ def test_an_overflow_reaches_the_guard(kind: str, save_codes: bool, where: str) 
 @pytest.mark.parametrize("kind", CASTS)
 def test_zeros_and_nothing_have_codes(kind: str) -> None:
     for shape in ((2, 3), (0, 3)):
-        coded = encode_operand(torch.zeros(shape), "e4m3fn", kind, axis=-1)
+        coded = encode_operand(torch.zeros(shape), operand_cast("e4m3fn", kind), axis=-1)
         assert torch.equal(coded.decoded(torch.float32), torch.zeros(shape))
 
 

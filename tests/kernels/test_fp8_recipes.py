@@ -1,4 +1,4 @@
-"""`Fp8Linear` under every recipe: near the plain Linear, small in what it saves, and the block format that it names."""
+"""Linears under every fp8 recipe: near the plain Linear, small in what they save, MX blocks as specified."""
 
 import copy
 
@@ -8,7 +8,7 @@ from block_reference import cast_blocks
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
-from lpconv.kernels.fp8_linear import FP8_RECIPES, Fp8Linear, calibrate, convert_linears
+from lpconv.kernels.linear import FP8_RECIPES, Multiplying, calibrate, fp8_recipe, use_recipe
 
 # ‖y - ŷ‖/‖y‖ of a product of two operands rounded to 3 (gradients: 2) bits of mantissa; mx lets the largest saturate.
 OUTPUT, GRADIENT = 0.09, 0.14
@@ -19,9 +19,14 @@ def small_model(bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(96, 64, bias=bias), nn.GELU(), nn.Linear(64, 48, bias=bias))
 
 
+def multiplying(layer: nn.Linear, recipe: str) -> nn.Linear:
+    use_recipe(layer, FP8_RECIPES[recipe])
+    return layer
+
+
 def converted(model: nn.Module, recipe: str, x: Tensor) -> nn.Module:
     ours = copy.deepcopy(model)
-    assert convert_linears(ours, recipe) == ["0", "2"]
+    assert use_recipe(ours, FP8_RECIPES[recipe]) == ["0", "2"]
 
     def step() -> None:
         ours(x).square().mean().backward()
@@ -83,19 +88,19 @@ def test_a_frozen_layer_gives_the_same_output_from_a_quarter_of_the_bytes(recipe
     with torch.no_grad():
         expected = ours(x)
         for module in ours.modules():
-            if isinstance(module, Fp8Linear):
+            if isinstance(module, Multiplying):
                 module.freeze()
         found = ours(x)
 
     assert torch.equal(found, expected)
-    codes = sum(b.numel() for b in ours.buffers() if b.dtype == torch.float8_e4m3fn)
-    assert codes >= 96 * 64 + 64 * 48
-    assert sum(p.numel() for p in ours.parameters()) == 64 + 48  # the biases
+    codes = [p for p in ours.parameters() if p.dtype == torch.float8_e4m3fn]
+    assert sum(p.numel() for p in codes) == 96 * 64 + 64 * 48
+    assert sum(p.numel() for p in ours.parameters()) - sum(p.numel() for p in codes) == 64 + 48  # the biases
 
 
 def test_codes_are_saved_in_place_of_inputs() -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16)
-    layer = Fp8Linear(nn.Parameter(torch.randn(48, 96, dtype=torch.bfloat16)), None, "static")
+    layer = multiplying(nn.Linear(96, 48, bias=False, dtype=torch.bfloat16), "static")
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -106,15 +111,15 @@ def test_codes_are_saved_in_place_of_inputs() -> None:
         layer(x)
 
     own = [t for t in saved if t is not layer.weight and t.numel() > 1]
-    assert sum(t.numel() * t.element_size() for t in own) == x.numel()
+    assert sum(t.numel() * t.element_size() for t in own) == x.numel() + layer.weight.numel()  # the latter on a CPU
 
 
 def test_mx_blocks_are_those_of_the_specification() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(8, 64) * torch.logspace(-3, 3, 64), torch.randn(32, 64)
-    layer = Fp8Linear(nn.Parameter(weight), None, "mx")
+    x, layer = torch.randn(8, 64) * torch.logspace(-3, 3, 64), multiplying(nn.Linear(64, 32, bias=False), "mx")
 
-    expected = cast_blocks(x, "mxfp8_e4m3").bfloat16() @ cast_blocks(weight, "mxfp8_e4m3").bfloat16().t()
+    w = cast_blocks(layer.weight.detach(), "mxfp8_e4m3")
+    expected = cast_blocks(x, "mxfp8_e4m3").bfloat16() @ w.bfloat16().t()
 
     assert torch.equal(layer(x), expected.float())
 
@@ -129,7 +134,7 @@ def test_layers_that_read_one_tensor_share_its_scale() -> None:
             return self.a(x) + self.b(x)  # type: ignore[no-any-return]
 
     model = Fork()
-    convert_linears(model, "static")
+    use_recipe(model, FP8_RECIPES["static"])
 
     calibrate(model, lambda: model(torch.randn(4, 32)))
 
@@ -138,12 +143,12 @@ def test_layers_that_read_one_tensor_share_its_scale() -> None:
 
 def test_what_is_not_finite_cannot_be_calibrated() -> None:
     model = nn.Sequential(nn.Linear(32, 16))
-    convert_linears(model, "static")
+    use_recipe(model, FP8_RECIPES["static"])
 
     with pytest.raises(UsageError):
         calibrate(model, lambda: model(torch.full((4, 32), float("inf"))))
     with pytest.raises(UsageError):
-        Fp8Linear(nn.Parameter(torch.randn(16, 32)), None, "unti")
+        fp8_recipe("tenser")
 
 
 def test_conv1d_is_a_linear_with_its_weight_turned() -> None:
@@ -154,6 +159,6 @@ def test_conv1d_is_a_linear_with_its_weight_turned() -> None:
     ours = copy.deepcopy(plain)
     x = torch.randn(40, 64)
 
-    assert convert_linears(ours, "tensorwise") == ["0"]
+    assert use_recipe(ours, FP8_RECIPES["tensor"]) == ["0"]
 
     assert relative(plain(x), ours(x)) < OUTPUT
