@@ -33,6 +33,7 @@ from lpconv.convert.gptq import (
     round_with_feedback,
 )
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
 from lpconv.forms.ranges import block_ranges
@@ -97,7 +98,7 @@ def remove_rounded(staging: Staging) -> None:
     shutil.rmtree(staging.directory / _FOLDER, ignore_errors=True)
 
 
-def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedTensor) -> Any:
+def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedTensor) -> Form:
     if t.name not in records:
         return t.form
     held = {c.name: read_tensor(chosen, c.name) for c in t.form.side}
@@ -184,7 +185,7 @@ class _Weights(StoredTensors):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.rounded: dict[str, tuple[Scaled, Side]] = {}
+        self.rounded: dict[str, tuple[Form, Side]] = {}
 
     def values(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self.rounded:

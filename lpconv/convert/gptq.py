@@ -66,8 +66,8 @@ def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Te
     out_RC = torch.empty_like(weight_RC)
     for start in range(0, len(weight_RC), _ROWS):
         rows = slice(start, start + _ROWS)
-        columns = (x_RC[rows].t()[inverse.order] for x_RC in (weight_RC, scales_RC))
-        out_RC[rows, inverse.order] = _round_columns(*columns, inverse.upper_CC, element).t()
+        weight_CR, scales_CR = (x_RC[rows].t()[inverse.order] for x_RC in (weight_RC, scales_RC))
+        out_RC[rows, inverse.order] = _round_columns(weight_CR, scales_CR, inverse.upper_CC, element).t()
     return out_RC
 
 

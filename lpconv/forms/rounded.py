@@ -38,8 +38,9 @@ class Rounded(Form):
     record: RoundingRecord
 
     @classmethod
-    def around(cls, inner: Scaled, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
+    def around(cls, inner: Form, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
         """Wrap the form `inner` that the tensor would have without feedback."""
+        assert isinstance(inner, Scaled)
         return cls(
             name=inner.name,
             shape=inner.shape,
@@ -67,15 +68,15 @@ class Rounded(Form):
         return self.inner.components
 
     @property
-    def data(self) -> tuple[Component, ...]:  # type: ignore[override]  # a property here
+    def data(self) -> tuple[Component, ...]:
         return self.inner.data
 
     @property
-    def side(self) -> tuple[Component, ...]:  # type: ignore[override]
+    def side(self) -> tuple[Component, ...]:
         return self.inner.side
 
     @property
-    def late(self) -> tuple[Component, ...]:  # type: ignore[override]
+    def late(self) -> tuple[Component, ...]:
         return self.inner.late
 
     @property

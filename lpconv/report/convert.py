@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from lpconv.report.convert_tables import action_sections, layer_section, listed_tensors, tensor_section, worst_section
-from lpconv.report.convert_words import conversion_summary, headline, method_name
+from lpconv.report.convert_words import conversion_summary, has_input_scales, headline, method_name
 from lpconv.report.document import Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
@@ -141,7 +141,7 @@ def _outputs_tile(result: ConvertResult) -> Tile:
         return Tile(label=label, figure=MISSING, detail=(logits.skipped if logits else None) or "not compared")
     if logits.bit_equal:
         return Tile(label=label, figure="bit-equal", detail="to the source's")
-    as_they_are = ", inputs not rounded" if result.calibration else ""
+    as_they_are = ", inputs not rounded" if has_input_scales(result) else ""
     detail = f"relative error to the source's{as_they_are}"
     return Tile(label=label, figure=error_text(logits.rel_error), detail=detail)
 
@@ -190,7 +190,7 @@ def _provenance(result: ConvertResult) -> Mapping[str, str]:
     }
     if (calibration := result.calibration) is not None:
         windows = f"{count_text(calibration.num_tokens)} tokens in windows of {calibration.seq_len}"
-        facts["Inputs calibrated on"] = f"{calibration.text}, {windows}, SHA-256 {calibration.sha256}"
+        facts["Calibrated on"] = f"{calibration.text}, {windows}, SHA-256 {calibration.sha256}"
     return facts | {f"Option {name}": _option_text(value) for name, value in sorted(result.options.items())}
 
 

@@ -36,7 +36,12 @@ def summary(result: ConvertResult) -> str:
 
 def conversion_summary(result: ConvertResult) -> str:
     """What was done, what it cost the weights, and where input scales come from."""
-    sentences = (_done_sentence(result), _error_sentence(result.tensors), _inputs_sentence(result))
+    sentences = (
+        _done_sentence(result),
+        _error_sentence(result.tensors),
+        _feedback_sentence(result),
+        _inputs_sentence(result),
+    )
     return " ".join(filter(None, sentences))
 
 
@@ -62,15 +67,45 @@ def _done_words(result: ConvertResult) -> str:
     return f"{method_name(result.method)}: {', '.join(parts)}"
 
 
+def has_input_scales(result: ConvertResult) -> bool:
+    """Whether the files have scales of inputs, which no comparison of the conversion applies."""
+    return result.calibration is not None and bool(result.calibration.absmax)
+
+
+def _text_words(result: ConvertResult) -> str:
+    """The text of the calibration: "8,192 tokens of plays.txt"."""
+    assert result.calibration is not None
+    return f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
+
+
 def _inputs_sentence(result: ConvertResult) -> str:
-    """Where input scales come from, and what the measured errors leave out; empty without calibration."""
-    if result.calibration is None:
+    """Where input scales come from, and what the measured errors leave out; empty without input scales."""
+    if not has_input_scales(result):
         return ""
-    tokens = f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
     return (
-        f"Inputs have scales in the file, calibrated on {tokens}. Comparisons here leave inputs as they are: what "
-        "rounding them costs comes on top."
+        f"Inputs have scales in the file, calibrated on {_text_words(result)}. Comparisons here leave inputs as they "
+        "are: what rounding them costs comes on top."
     )
+
+
+def _feedback_sentence(result: ConvertResult) -> str:
+    """What error feedback won on the calibration text; empty without it."""
+    errors = output_errors(result.tensors)
+    if errors is None:
+        return ""
+    before, after = errors
+    return (
+        f"Error feedback on {_text_words(result)} keeps the outputs of layers: on average {share_text(after, 1)} of "
+        f"their squared size is lost, {share_text(before, 1)} by rounding to nearest."
+    )
+
+
+def output_errors(tensors: Iterable[TensorRecord]) -> tuple[float, float] | None:
+    """Mean shares of layers' outputs that rounding changes, to nearest and with error feedback; None without that."""
+    found = [t.rounding for t in tensors if t.rounding is not None]
+    if not found:
+        return None
+    return sum(r.nearest_error for r in found) / len(found), sum(r.output_error for r in found) / len(found)
 
 
 def _stored_form(result: ConvertResult) -> str:

@@ -114,7 +114,7 @@ class ConvertResult(RunResult):
 
     `weights_seconds` is the time of reading, encoding and writing weights (None if not measured). `architecture` is the
     first in config.json. `card` are facts of the source's model card that the output repeats: base model and licence.
-    `calibration` is None if the files have no input scales.
+    `calibration` is None if no text was used.
     """
 
     kind: str = "convert"

@@ -28,6 +28,9 @@ from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.plan.patterns import parse_rule
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
+from lpconv.report.convert import convert_document
+from lpconv.report.markdown import markdown
+from lpconv.report.numbers import share_text
 from lpconv.results import ConvertResult, VerifyResult
 from lpconv.verify.run import verify_output
 
@@ -312,3 +315,16 @@ def test_inputs_that_are_not_finite_are_named(plain: Path, tmp_path: Path) -> No
     save_file(tensors, broken / FILE, metadata={"format": "pt"})
     with pytest.raises(LpconvError, match=r"layers\.1\.self_attn"):
         rounded(broken, tmp_path / "output", **INT4)
+
+
+def test_the_report_says_what_feedback_won(plain: Path, tmp_path: Path) -> None:
+    result = rounded(plain, tmp_path / "output", **INT4)
+    before, after = (
+        sum(getattr(t.rounding, name) for t in result.tensors if t.rounding) / 14
+        for name in ("nearest_error", "output_error")
+    )
+    said = markdown(convert_document(result))
+    assert f"{share_text(after, 1)} of their squared size is lost, {share_text(before, 1)} by rounding" in said
+    page = (tmp_path / "output" / "report.html").read_text(encoding="utf-8")
+    assert page.count("Output error, nearest") == 2  # of each layer, and of each tensor
+    assert "Inputs have scales" not in page

@@ -88,7 +88,7 @@ def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() ->
     assert "what rounding them costs comes on top" in document.summary
     assert document.tiles[3].detail.endswith("inputs not rounded")
     (provenance,) = document.all_of(Facts)
-    assert provenance.values["Inputs calibrated on"].startswith("plays.txt, 4,096 tokens in windows of 128, SHA-256 ab")
+    assert provenance.values["Calibrated on"].startswith("plays.txt, 4,096 tokens in windows of 128, SHA-256 ab")
 
 
 @pytest.mark.parametrize(
