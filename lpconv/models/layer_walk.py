@@ -8,13 +8,16 @@ architecture is named. After that every layer can run alone, any number of times
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
+
+# The number of a layer, the state that it was called with, and its other arguments.
+_Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,7 +36,7 @@ class LayerWalk:
 
     def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
         self.layers = blocks_of(model)
-        self._returns_tuple = False
+        self._returns_tuple: bool | None = None
         self._model_name = type(model).__name__
         with torch.no_grad():
             self.batches = tuple(self._noted(model, ids_NL) for ids_NL in torch.split(windows_NL, at_once))
@@ -52,25 +55,26 @@ class LayerWalk:
 
     def _noted(self, model: Any, ids_NL: Tensor) -> _Batch:
         """A batch before the first layer."""
-        called: list[tuple[int, Any, tuple[Any, ...], dict[str, Any]]] = []
+        called: list[_Call] = []
         with self._stand_ins(called):
             model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
-        state = called[0][1] if called else None
-        if [index for index, *_ in called] != [*range(len(self.layers))] or any(s is not state for _, s, *_ in called):
+        states = [state for _, state, *_ in called]
+        is_in_turn = [index for index, *_ in called] == [*range(len(self.layers))]
+        if not is_in_turn or any(state is not states[0] for state in states):
             raise UnsupportedError(
                 f"`{self._model_name}` does not run its layers once each, one on the output of the other",
                 hint="its weights can be rounded to nearest only: --rounding nearest",
             )
-        return _Batch(state=state, arguments=[(args, kwargs) for _, _, args, kwargs in called])
+        return _Batch(state=states[0], arguments=[(args, kwargs) for _, _, args, kwargs in called])
 
     @contextmanager
-    def _stand_ins(self, called: list[tuple[int, Any, tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+    def _stand_ins(self, called: list[_Call]) -> Iterator[None]:
         """Layers that add a line to `called` and pass their input on."""
 
         def stand_in(index: int, forward: Any) -> Any:
             def note(state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
                 state = hidden_states if state is None else state
-                if not called:  # what a layer returns beside the state differs by architecture
+                if self._returns_tuple is None:  # what a layer returns beside the state differs by architecture
                     self._returns_tuple = isinstance(forward(state, *args, **kwargs), tuple)
                 called.append((index, state, args, kwargs))
                 return (state,) if self._returns_tuple else state
@@ -79,7 +83,7 @@ class LayerWalk:
 
         try:
             for index, layer in enumerate(self.layers):
-                layer.forward = stand_in(index, layer.forward)  # type: ignore[method-assign]  # of this object only
+                layer.forward = stand_in(index, layer.forward)  # of this object only
             yield
         finally:
             for layer in self.layers:
