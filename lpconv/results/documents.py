@@ -39,7 +39,7 @@ class RunResult(Result):
 
 
 # Strings restricted to these values; `from_json` rejects others.
-Role = Annotated[str, ("run", "twin")]
+RunRole = Annotated[str, ("run", "twin")]
 TensorRole = Annotated[str, ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")]
 Purpose = Annotated[str, ("infer", "train")]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from lpconv.results.documents import Result, Role, RunResult, TensorRole
+from lpconv.results.documents import Result, RunResult, RunRole, TensorRole
 from lpconv.results.verify import GateRecord
 
 
@@ -163,7 +163,7 @@ class RunRecord:
     recording divided by the other time. `seconds` is the wall time by activity since the last resumption.
     """
 
-    role: Role
+    role: RunRole
     seed: int
     losses: Series
     evaluations: tuple[Series, ...]
@@ -195,7 +195,7 @@ class HeldOutRecord:
     for `after` - `before`, both between batches; None with one batch.
     """
 
-    role: Role
+    role: RunRole
     metric: str
     num_examples: int
     num_available: int
