@@ -32,7 +32,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, GapEstimate, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.critical import with_critical
-from lpconv.train.job import Work, training_job
+from lpconv.train.job import TrainingRun, training_job
 from lpconv.train.memory import weight_bytes
 from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
@@ -89,7 +89,7 @@ class Runs:
         started = time.perf_counter()
         job, _ = with_critical(replace(self._job, options=self.options.training(recipe, steps=steps)))
         with tempfile.TemporaryDirectory() as folder:
-            work = Work(
+            work = TrainingRun(
                 role=role,
                 seed=seed,
                 arithmetic=RECIPES[recipe].arithmetic,

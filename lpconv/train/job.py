@@ -68,7 +68,7 @@ class TrainingJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TrainingRun:
     """One run of a job: role, seed, arithmetic, folders, and what to record.
 
     Values are assessed in the formats of the job's arithmetic, gradients at 2^log2_scale(step). `lca`: allocate the

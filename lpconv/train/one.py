@@ -28,7 +28,7 @@ from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.examples import Collator
 from lpconv.train.folder import Metrics
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, first_batches, num_ranks, open_start
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare
@@ -50,7 +50,7 @@ class Finished:
     opened: Opened
 
 
-def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
+def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finished:
     """Train, from the last checkpoint in the work's folder if there is one.
 
     Raises DivergedError if a loss, or the gradients of many steps in a row, are not finite.
@@ -82,7 +82,7 @@ def train_one(job: TrainingJob, work: Work, progress: Progress) -> Finished:
 
 
 def _prepared(
-    job: TrainingJob, work: Work, device: torch.device, clock: Clock, *, is_resumed: bool
+    job: TrainingJob, work: TrainingRun, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """(opened model, setup for training on a device, estimated memory of a step by part)."""
     with clock.spending("opening the model"):
@@ -105,7 +105,7 @@ def _prepared(
     return opened, prepared, needed
 
 
-def _watch(job: TrainingJob, work: Work, model: Any) -> StepWatch:
+def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
     """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
@@ -113,7 +113,7 @@ def _watch(job: TrainingJob, work: Work, model: Any) -> StepWatch:
 
 
 def _trainer(
-    job: TrainingJob, work: Work, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
+    job: TrainingJob, work: TrainingRun, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
 ) -> LowPrecisionTrainer:
     is_measurable = not (job.options.compile or job.options.is_sharded)
     trainer = LowPrecisionTrainer(
@@ -145,7 +145,7 @@ def _compiler_errors() -> Iterator[None]:
         ) from e
 
 
-def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, needed: dict[str, int]) -> None:
+def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | None, needed: dict[str, int]) -> None:
     is_half = work.arithmetic.precision == "fp16" and trainer.args.device.type == "cpu"
     half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
     try:
@@ -160,7 +160,7 @@ def _train(trainer: LowPrecisionTrainer, work: Work, checkpoint: Path | None, ne
 
 
 def figures_in_fp32(
-    job: TrainingJob, work: Work, device: torch.device, values: Mapping[str, Tensor] | None
+    job: TrainingJob, work: TrainingRun, device: torch.device, values: Mapping[str, Tensor] | None
 ) -> tuple[Series, ...]:
     """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
@@ -168,7 +168,7 @@ def figures_in_fp32(
     return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
 
 
-def _arguments(options: FinetuneOptions, work: Work, *, is_resumed: bool) -> TrainingArguments:
+def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     share = options.batch_size // num_processes()
     return TrainingArguments(
@@ -215,7 +215,7 @@ def _keep_good(folder: Path, error: DivergedError) -> None:
     )
 
 
-def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
+def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, int]:
     """Estimated memory of a step. Raises ResourceError if there is not enough.
 
     Activations are measured for one sequence in fp32, times the batch size, an upper bound for low precision.
@@ -235,7 +235,7 @@ def _check_memory(job: TrainingJob, work: Work, model: Any) -> dict[str, int]:
     return needed
 
 
-def _check_gradients(job: TrainingJob, work: Work, model: Any, needed: dict[str, int]) -> None:
+def _check_gradients(job: TrainingJob, work: TrainingRun, model: Any, needed: dict[str, int]) -> None:
     """Compare the gradients of one sequence with the plain model's, for scaled arithmetic and if memory allows."""
     arithmetic, scale = work.arithmetic, None
     if arithmetic.is_scaled:
@@ -250,12 +250,12 @@ def _check_gradients(job: TrainingJob, work: Work, model: Any, needed: dict[str,
         check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
 
 
-def _loss_watch(job: TrainingJob, work: Work, model: Any) -> LossWatch:
+def _loss_watch(job: TrainingJob, work: TrainingRun, model: Any) -> LossWatch:
     batches = first_batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
     return LossWatch(model, open_start(job, work.seed).model.to(model.device), batches)
 
 
-def _calibrate(job: TrainingJob, work: Work, model: Any) -> None:
+def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     """Set static scales measured on the run's first batches in fp32, where nothing overflows or underflows."""
     batches = first_batches(job, job.stream(work.seed, held_out=False), MEASURED_BATCHES, model.device)
     measured = scaled(open_start(job, work.seed).model.to(model.device), method="unit")

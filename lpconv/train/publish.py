@@ -21,7 +21,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import writing
 from lpconv.storage.staging import MARKER
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
-from lpconv.train.job import TrainingJob, Work
+from lpconv.train.job import TrainingJob, TrainingRun
 from lpconv.train.one import Finished, figures_in_fp32
 from lpconv.train.processes import is_main_process, wait_for_all
 
@@ -29,7 +29,7 @@ from lpconv.train.processes import is_main_process, wait_for_all
 _NOT_COPIED = {"metrics.json"}
 
 
-def publish_model(output: Path, job: TrainingJob, work: Work, finished: Finished) -> tuple[Series, ...]:
+def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: Finished) -> tuple[Series, ...]:
     """Publish the model of a run below `output`, with the source's tokenizer.
 
     Returns its held-out metrics in fp32, after opening it from its files. `in_place` moves the first seed's model. A

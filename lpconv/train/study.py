@@ -36,7 +36,7 @@ from lpconv.train.folder import (
     run_folder,
     write_finished,
 )
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, Work, training_job
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gaps, held_out_records
@@ -136,15 +136,15 @@ def _train_all(
     return tuple(records), notes
 
 
-def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[Work]:
+def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
     """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
     options, arithmetic = job.options, job.options.arithmetic
     every = options.every("track")
     is_first = seed == options.seed
 
-    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> Work:
+    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> TrainingRun:
         folder = run_folder(output, role, seed)
-        return Work(
+        return TrainingRun(
             role=role,
             seed=seed,
             arithmetic=trained,
