@@ -13,10 +13,10 @@ from lpconv.errors import VerificationError
 from lpconv.machine import out_of_memory
 from lpconv.results import OnnxCheck
 
-Case = tuple[Mapping[str, Tensor], Tensor]
+TracedCase = tuple[Mapping[str, Tensor], Tensor]
 
 
-def check_file(path: Path) -> None:
+def check_graph(path: Path) -> None:
     """Run `onnx.checker` with strict shape inference on the file. Raises VerificationError with its message."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -26,7 +26,7 @@ def check_file(path: Path) -> None:
         ) from e
 
 
-def compare(path: Path, cases: Sequence[Case], *, tolerance: float) -> OnnxCheck:
+def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: float) -> OnnxCheck:
     """Run the file on the inputs of each case and compare with PyTorch's outputs.
 
     Raises VerificationError if ONNX Runtime cannot open or run the file. A difference beyond `tolerance` is not raised

@@ -13,7 +13,7 @@ from lpconv.errors import VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
 from lpconv.export.trace import Traceable, open_traceable, trace
-from lpconv.export.validate import Case, check_file, compare
+from lpconv.export.validate import TracedCase, check_graph, compare_with_torch
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.whole import check_complete
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config
@@ -150,11 +150,11 @@ def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _check(path: Path, cases: Sequence[Case], options: ExportOptions) -> OnnxCheck | None:
-    check_file(path)
+def _check(path: Path, cases: Sequence[TracedCase], options: ExportOptions) -> OnnxCheck | None:
+    check_graph(path)
     if not options.validate:
         return None
-    check = compare(path, cases, tolerance=options.tolerance)
+    check = compare_with_torch(path, cases, tolerance=options.tolerance)
     if not check.passed:
         raise VerificationError(
             f"outputs differ by {check.max_rel_diff:.2g} of the largest, {check.tolerance:g} is allowed",

@@ -17,7 +17,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import trace
-from lpconv.export.validate import check_file, compare
+from lpconv.export.validate import check_graph, compare_with_torch
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
@@ -144,9 +144,9 @@ def test_a_file_that_is_no_graph_fails_its_check(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(b"\x08\x0a\x12\x04oops")
     with pytest.raises(VerificationError):
-        check_file(path)
+        check_graph(path)
     with pytest.raises(VerificationError, match="does not run"):
-        compare(path, [({"x": torch.zeros(1)}, torch.zeros(1))], tolerance=1.0)
+        compare_with_torch(path, [({"x": torch.zeros(1)}, torch.zeros(1))], tolerance=1.0)
 
 
 def test_outputs_that_are_there_and_inputs_that_are_not(llama: Path, fp8: Path, tmp_path: Path) -> None:
