@@ -116,7 +116,7 @@ def running_bytes(model: nn.Module, case: Case, vocab_size: int) -> int:
 
 def check_fits(estimate: int, case: Case, share: float) -> None:
     """Raise ResourceError if `estimate` exceeds the fraction `share` of free memory."""
-    free = available_bytes(case.device)
+    free = free_device_bytes(case.device)
     if estimate <= free * share:
         return
     where = "GPU" if case.device != "cpu" else "machine"
@@ -128,7 +128,7 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
     )
 
 
-def available_bytes(device: str) -> int:
+def free_device_bytes(device: str) -> int:
     """Free memory of the device in bytes; for a CPU, of the machine within the container's limit."""
     if device != "cpu":
         return int(torch.cuda.mem_get_info()[0])

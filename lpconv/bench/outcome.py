@@ -17,7 +17,7 @@ from lpconv.storage.partfile import write_small
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
 
 
-def compare(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
+def compare_rows(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
     """Compare rows with the same rows of an older result, by their ratios to the baseline.
 
     On a shared machine times of two runs are not comparable, but ratios to an interleaved baseline are. A change is a
@@ -40,7 +40,7 @@ def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
     old = read_bench(Path(options.compare)) if options.compare else None
 
     def judged(result: BenchResult) -> BenchResult:
-        changes = compare(result.rows, old) if old else ()
+        changes = compare_rows(result.rows, old) if old else ()
         return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
 
     return judged

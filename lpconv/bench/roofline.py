@@ -97,7 +97,7 @@ def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int 
     return None
 
 
-def verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
+def roofline_verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:
     """The verdict on rows that share model, mode, batch and sequence length; None if the baseline was not measured."""
     done = [r for r in rows if r.status == "ok" and r.timing is not None]
     base = next((r for r in done if r.is_baseline), None)

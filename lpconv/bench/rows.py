@@ -11,7 +11,7 @@ from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.interleave import Samples, interleave, ratio_of, timing_of
 from lpconv.bench.nvml import GpuMonitor, measure_energy
 from lpconv.bench.options import BenchOptions
-from lpconv.bench.roofline import Gemm, verdict
+from lpconv.bench.roofline import Gemm, roofline_verdict
 from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.options import fields_of_run
@@ -95,7 +95,7 @@ class BenchRun:
                         self._keep_error(group, case, e)
                     break
         rows = [row for (base, _), row in self.rows.items() if base == base_case]
-        conclusion = verdict(rows, group.gemms, self.peaks)
+        conclusion = roofline_verdict(rows, group.gemms, self.peaks)
         self.verdicts += [conclusion] if conclusion else []
         self.on_result(self.result(interrupted=True))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, result, row
 
-from lpconv.bench.roofline import verdict
+from lpconv.bench.roofline import roofline_verdict
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
@@ -15,7 +15,7 @@ ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="not ins
 
 
 def judged(*rows: BenchRow, **fields: Any) -> BenchResult:
-    found = verdict(rows, GEMMS, CPU_PEAKS)
+    found = roofline_verdict(rows, GEMMS, CPU_PEAKS)
     assert found is not None
     return from_json(BenchResult, to_json(result(*rows)) | {"verdicts": [to_json(found)]} | fields)
 

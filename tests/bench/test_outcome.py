@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.outcome import compare, final_error
+from lpconv.bench.outcome import compare_rows, final_error
 from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.results import BenchResult, BenchRow
@@ -60,7 +60,7 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 ) -> None:
     old, rows = result(row("plain"), row("static")), (row("plain"), row("static", ratio=now), row("mx"))
 
-    changes = compare(rows, old)
+    changes = compare_rows(rows, old)
 
     assert [c.change for c in changes] == [change, "not in the older document"]  # which has no mx
     error = final_error(dataclasses.replace(result(*rows), changes=changes))
@@ -71,7 +71,7 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: dict[str, object]) -> None:
     rows = [row("static", **changes)]
 
-    found = compare(rows, result(row("static")))
+    found = compare_rows(rows, result(row("static")))
 
     assert [(c.before, c.change) for c in found] == [(None, "not in the older document")]
     error = final_error(dataclasses.replace(result(*rows), changes=found))

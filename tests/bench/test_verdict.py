@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
 
-from lpconv.bench.roofline import gemm_record, gemm_seconds, step_gemm_seconds, verdict
+from lpconv.bench.roofline import gemm_record, gemm_seconds, roofline_verdict, step_gemm_seconds
 from lpconv.results import GpuRecord
 
 LARGE, NARROW, HEAD = GEMMS
@@ -51,7 +51,7 @@ def test_the_head_stays_in_16_bits() -> None:
 
 
 def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
-    found = verdict([row("plain"), row("static"), row("row", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
+    found = roofline_verdict([row("plain"), row("static"), row("row", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     text = " ".join(found.sentences)
@@ -64,7 +64,7 @@ def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
 
 
 def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
-    found = verdict([row("plain"), row("static", emulated=True)], GEMMS, CPU_PEAKS)
+    found = roofline_verdict([row("plain"), row("static", emulated=True)], GEMMS, CPU_PEAKS)
 
     assert found is not None
     assert "emulated here" in found.sentences[0]
@@ -73,7 +73,7 @@ def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
 
 
 def test_intervals_that_contain_one_decide_nothing() -> None:
-    found = verdict([row("plain"), row("static", ratio=(1.05, 0.98, 1.1))], GEMMS, GPU_PEAKS)
+    found = roofline_verdict([row("plain"), row("static", ratio=(1.05, 0.98, 1.1))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     assert "do not differ measurably in speed" in " ".join(found.sentences)
@@ -82,7 +82,7 @@ def test_intervals_that_contain_one_decide_nothing() -> None:
 def test_odd_sizes_are_named() -> None:
     odd = (dataclasses.replace(LARGE, n=1001), NARROW)
 
-    found = verdict([row("plain", batch=1, seq=100), row("static", batch=1, seq=100)], odd, GPU_PEAKS)
+    found = roofline_verdict([row("plain", batch=1, seq=100), row("static", batch=1, seq=100)], odd, GPU_PEAKS)
 
     assert found is not None
     assert any("1001 x 4096" in s and "100 tokens" in s for s in found.sentences)
@@ -94,7 +94,7 @@ def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
         foreign_processes=(8,),
     )  # fmt: skip
 
-    found = verdict([row("plain"), row("static", gpu=state)], GEMMS, GPU_PEAKS)
+    found = roofline_verdict([row("plain"), row("static", gpu=state)], GEMMS, GPU_PEAKS)
 
     assert found is not None
     others, throttled = found.sentences[-2:]
@@ -107,14 +107,16 @@ def test_intervals_of_few_rounds_are_not_to_be_trusted() -> None:
     assert once.timing is not None
     once = dataclasses.replace(once, timing=dataclasses.replace(once.timing, num_rounds=1))
 
-    texts = [" ".join(v.sentences) for r in (once, often) if (v := verdict([row("plain"), r], GEMMS, GPU_PEAKS))]
+    texts = [
+        " ".join(v.sentences) for r in (once, often) if (v := roofline_verdict([row("plain"), r], GEMMS, GPU_PEAKS))
+    ]
 
     assert ["1 round;" in text for text in texts] == [True, False]
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.104, False), (0.2, True), (0.05, True)])
 def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: bool) -> None:
-    found = verdict([row("plain"), row("static", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
+    found = roofline_verdict([row("plain"), row("static", baseline_median_s=seconds)], GEMMS, GPU_PEAKS)
 
     assert found is not None
     ratio = f"{seconds / 0.1:.2f}"
@@ -124,7 +126,7 @@ def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: boo
 def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
     busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
 
-    found = verdict([row("plain"), row("static")], GEMMS, busy)
+    found = roofline_verdict([row("plain"), row("static")], GEMMS, busy)
 
     assert found is not None
     assert any("machine was busy" in s for s in found.sentences)
@@ -132,4 +134,4 @@ def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
 
 
 def test_without_a_baseline_there_is_no_verdict() -> None:
-    assert verdict([row("static")], GEMMS, GPU_PEAKS) is None
+    assert roofline_verdict([row("static")], GEMMS, GPU_PEAKS) is None

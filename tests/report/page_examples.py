@@ -8,7 +8,7 @@ from advice_examples import a_row, an_advice, gap
 from bench_records import CPU_PEAKS, GEMMS, row
 from report_examples import bert_result, llama_result
 
-from lpconv.bench.roofline import verdict
+from lpconv.bench.roofline import roofline_verdict
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.compare import RunEntry, index_document
@@ -179,7 +179,7 @@ def bench() -> BenchResult:
             memory=None,
         )
     )
-    found = verdict(rows, GEMMS, CPU_PEAKS)
+    found = roofline_verdict(rows, GEMMS, CPU_PEAKS)
     assert found is not None
     return BenchResult(
         rows=tuple(rows), peaks=CPU_PEAKS, command="lpconv bench llama-8b --format bf16,fp8", verdicts=(found,),
