@@ -63,7 +63,7 @@ def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, i
         del model, opened
         with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
             got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
-    return compare(wanted, got, cls.__name__, describe_inputs(inputs))
+    return compare_outputs(wanted, got, cls.__name__, describe_inputs(inputs))
 
 
 def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
@@ -72,7 +72,7 @@ def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
         inputs, cls = example_inputs(model), type(model)
         wanted = outputs_of(model, inputs)
     with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
-        return compare(wanted, outputs_of(model, inputs), cls.__name__, describe_inputs(inputs))
+        return compare_outputs(wanted, outputs_of(model, inputs), cls.__name__, describe_inputs(inputs))
 
 
 def _check_whole(missing: Sequence[str]) -> None:
@@ -95,7 +95,7 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def compare(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
+def compare_outputs(wanted: Tensor, got: Tensor, model: str, inputs: str) -> LogitsCheck:
     """Compare the outputs of two models on the same inputs; `model` and `inputs` describe both."""
     finite = torch.isfinite(wanted)
     reference = wanted[finite].double()

@@ -27,7 +27,7 @@ from lpconv.plan.plan import PlannedTensor
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.storage.header import TensorInfo
-from lpconv.verify.logits import compare
+from lpconv.verify.logits import compare_outputs
 from lpconv.verify.run import verify_output
 from lpconv.verify.weights import whole_tensors
 from lpconv.verify.written import output_problems
@@ -192,9 +192,9 @@ def test_sums_in_another_order_are_another_machine(run: Run, source: Path, outpu
 def test_outputs_that_are_no_numbers() -> None:
     wanted = torch.tensor([[1.0, 2.0, math.nan]])
     for bad in (math.nan, math.inf):
-        check = compare(wanted, torch.tensor([[1.0, bad, math.nan]]), "M", "")
+        check = compare_outputs(wanted, torch.tensor([[1.0, bad, math.nan]]), "M", "")
         assert output_problems(check, ()) == ("outputs are NaN or infinite where the source's are finite",)
-    same = compare(wanted, wanted, "M", "")
+    same = compare_outputs(wanted, wanted, "M", "")
     assert (same.max_abs_diff, same.rel_error, output_problems(same, ())) == (0.0, 0.0, ())
 
 

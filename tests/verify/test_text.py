@@ -22,7 +22,7 @@ from lpconv.errors import LpconvError
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
-from lpconv.verify.logits import compare
+from lpconv.verify.logits import compare_outputs
 from lpconv.verify.text import compare_on_text
 
 LENGTH, TOKENS = 24, 120
@@ -68,7 +68,7 @@ def test_it_is_what_whole_models_say(tmp_path: Path, kind: str, monkeypatch: pyt
     ids = tokenize(text(tmp_path), tokenizer, seq_len=LENGTH, vocab_size=words).windows[: TOKENS // LENGTH]
     with torch.no_grad():
         said = [m(ids).logits for m in models]
-    wanted, back = compare(said[0], said[1], "", ""), compare(said[1], said[0], "", "")
+    wanted, back = compare_outputs(said[0], said[1], "", ""), compare_outputs(said[1], said[0], "", "")
     # The same products, summed by a BLAS in another order: 1e-4 of a figure is far more than that, and far less than
     # a layer, a window or a token left out.
     close = {"rel": 1e-4, "abs": 1e-9}
