@@ -27,7 +27,7 @@ from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
 from lpconv.forms.form import Over
 from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.plan.tensor_records import tensor_record
-from lpconv.plan.workers import TensorBlock, Workers, blocks_of
+from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
@@ -147,7 +147,7 @@ class Engine:
     ) -> list[TensorRecord]:
         sums = {t.name: _Sums(stats=measured[t.name].stats if t.name in measured else None) for t in tensors}
         encode = functools.partial(self._encode_block, files=files, measured=measured)
-        with closing(self._workers.in_order(blocks_of(tensors), encode)) as results:
+        with closing(self._workers.in_order(tensor_blocks(tensors), encode)) as results:
             for block, (work, seen, encoded) in results:
                 for file, data in zip(files, encoded.data, strict=False):
                     file.part.digest(_bytes(data))

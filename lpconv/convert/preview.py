@@ -15,7 +15,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.policy import settings_for
 from lpconv.plan.tensor_records import planned_record, tensor_record
-from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, blocks_of
+from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 from lpconv.storage.source import read_range, read_tensor
@@ -56,7 +56,7 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
             return dataclasses.replace(encoded, data=())
 
     error, stats = BlockError(), found.stats
-    for _, encoded in workers.in_order(blocks_of([t]), convert):
+    for _, encoded in workers.in_order(tensor_blocks([t]), convert):
         error = error + (encoded.error or BlockError())
         stats = stats + (encoded.stats or BlockStats())
     return values.view(t.info.shape), tensor_record(t, t.form.scale(found.side), stats, error)

@@ -13,7 +13,7 @@ from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
 from lpconv.models.load import load_from_state, missing_parameters
-from lpconv.models.opening import first_line, model_errors, read_config
+from lpconv.models.opening import first_line, model_errors, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.storage.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ _HINT = "lpconv builds the models of this release of transformers"
 
 def empty_model(checkpoint: Checkpoint) -> nn.Module:
     """Build the class that the config names, on the meta device. Raises UnsupportedError if that is not possible."""
-    config = read_config(checkpoint, hint=_HINT)
+    config = transformers_config(checkpoint, hint=_HINT)
     with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
         model: nn.Module = resolve_auto_class(architecture(checkpoint.config), config)._from_config(config)
     return model
@@ -38,7 +38,7 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     Raises UnsupportedError if the model cannot be built.
     """
     model = empty_model(checkpoint)
-    name, config = type(model).__name__, read_config(checkpoint, hint=_HINT)
+    name, config = type(model).__name__, transformers_config(checkpoint, hint=_HINT)
     state = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
     lists = {f"{n}." for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     lists |= {x.removeprefix(f"{model.base_model_prefix}.") for x in lists}

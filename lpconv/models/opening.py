@@ -163,7 +163,7 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
     return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
-def read_config(checkpoint: Checkpoint, *, hint: str) -> Any:
+def transformers_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The transformers config. Raises UnsupportedError for models of another release or with their own code."""
     with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
@@ -171,7 +171,7 @@ def read_config(checkpoint: Checkpoint, *, hint: str) -> Any:
 
 def read_text_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The config of a model that reads only token ids. Raises UnsupportedError for any other."""
-    config = read_config(checkpoint, hint=hint)
+    config = transformers_config(checkpoint, hint=hint)
     cls = resolve_auto_class(architecture(checkpoint.config), config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)

@@ -58,7 +58,7 @@ class TensorBlock:
         return (self.stop - self.start) * DTYPE_BITS[self.tensor.info.dtype] // 8
 
 
-def blocks_of(tensors: Iterable[PlannedTensor]) -> Iterator[TensorBlock]:
+def tensor_blocks(tensors: Iterable[PlannedTensor]) -> Iterator[TensorBlock]:
     """The blocks of some tensors in order, in the sizes that their forms need."""
     for t in tensors:
         for start, stop in block_ranges(t.info.num_elements, t.form.cols):
@@ -117,7 +117,7 @@ class Workers:
             with self.borrow() as work:
                 return job(self.read(block, work), block.start, work)
 
-        return self.in_order(blocks_of([tensor]), read_and_do)
+        return self.in_order(tensor_blocks([tensor]), read_and_do)
 
     def measure(self, tensor: PlannedTensor) -> Measured:
         """Statistics of the first pass over a tensor; empty if its form needs none."""

@@ -11,7 +11,7 @@ import torch
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.inputs import sequence_length, vocabulary_size
-from lpconv.models.opening import Opened, open_to_train, read_config
+from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
@@ -112,7 +112,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     _check_head(checkpoint, options, task)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
-    config = read_config(checkpoint, hint="lpconv trains what this release of transformers opens")
+    config = transformers_config(checkpoint, hint="lpconv trains what this release of transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
     mask_id = special_id(tokenizer, "mask")

@@ -16,7 +16,7 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for
 from lpconv.models.load import load, open_in_files
-from lpconv.models.opening import model_errors, open_to_run, read_config
+from lpconv.models.opening import model_errors, open_to_run, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.report.numbers import code_list
@@ -39,7 +39,7 @@ def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
     if trust_remote_code and "auto_map" in checkpoint.config:
         return  # only the model's own code can tell
     cls = architecture(checkpoint.config)
-    config = read_config(checkpoint, hint="use --verify weights")
+    config = transformers_config(checkpoint, hint="use --verify weights")
     inputs_for(resolve_auto_class(cls, config), config)
 
 

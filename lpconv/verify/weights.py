@@ -28,7 +28,7 @@ from lpconv.forms.form import Form
 from lpconv.forms.stored import Side
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.tensor_records import planned_record, tensor_record
-from lpconv.plan.workers import TensorBlock, Workers, blocks_of
+from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.summed import Summed, joined
@@ -166,7 +166,7 @@ def _compare_whole(
             return seen, _compare(block, x, output, found, None, work)
 
     total, looked = _Compared(), list[Looked]()
-    for block, (seen, found) in workers.in_order(blocks_of([t]), look):
+    for block, (seen, found) in workers.in_order(tensor_blocks([t]), look):
         total = total + found
         looked += [] if seen is None else [seen]
         progress.advance(block.source_bytes)
@@ -179,7 +179,7 @@ def _compare_whole(
             return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
 
     if not (same_side and implied.stats.is_finite):
-        total = sum((found for _, found in workers.in_order(blocks_of([t]), compare)), _Compared())
+        total = sum((found for _, found in workers.in_order(tensor_blocks([t]), compare)), _Compared())
     record = output.records[t.name]
     if t.format is None:
         return record, total.right and planned_record(t) == record, None
