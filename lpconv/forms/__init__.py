@@ -6,7 +6,7 @@ Third-party layouts are read by `lpconv.forms.foreign`.
 from collections.abc import Mapping
 
 from lpconv.forms.compressed import Compressed, CompressedTiles
-from lpconv.forms.facts import Component, Headers, Settings
+from lpconv.forms.facts import Component, FormSettings, Headers
 from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
@@ -18,7 +18,7 @@ from lpconv.forms.scaled import Scaled
 from lpconv.forms.stored import Stored
 from lpconv.forms.tiles import Tiles
 
-__all__ = ["FORMS", "Component", "Form", "Headers", "Kept", "Settings", "Stored", "grid_of", "recognise"]
+__all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Stored", "grid_of", "recognise"]
 
 # In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Converted, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Converted, FormSettings, Headers, Looked, Measured
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.form import Form, Over
@@ -63,7 +63,7 @@ class _Layout(Scaled):
     input_name: ClassVar[str]
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         form = super().of(name, shape, format, settings)
         assert isinstance(form, _Layout)
         return replace(form, has_input_scale=settings.calibrated)
@@ -73,7 +73,7 @@ class _Layout(Scaled):
         return preset_of(format.name, grain) is not None
 
     @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         preset = preset_of(format.name, settings.grain, calibrated=settings.calibrated)
         if preset is None:
             words = settings.grain.words if settings.grain else "one scale"
@@ -149,7 +149,7 @@ class Compressed(_Layout):
     scale_dtype: str = "F32"
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         """Like `Scaled.of`, but always with a power of two next to weights of another granularity.
 
         Readers that keep scales in bf16 would change other scales.
@@ -236,7 +236,7 @@ class CompressedTiles(_Layout, Tiles):
     is_expert: bool = False
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         form = super().of(name, shape, format, settings)
         return replace(form, is_expert=settings.is_expert) if isinstance(form, CompressedTiles) else form
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class FormSettings:
     """Settings of a conversion that apply to all tensors.
 
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
@@ -41,7 +41,7 @@ class Converted:
 
     `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
     formats of converted tensors by name, and `ignored` the modules that are not converted, for third-party layouts.
-    `experts` are the weights of single experts. `calibrated` is as in `Settings`.
+    `experts` are the weights of single experts. `calibrated` is as in `FormSettings`.
     """
 
     config: Mapping[str, Any]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Converted, Headers, Settings
+from lpconv.forms.facts import Converted, FormSettings, Headers
 from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
 from lpconv.forms.tiles import Tiles
 
@@ -31,7 +31,7 @@ class FineGrained(Tiles):
         return format.name == "e4m3fn" and grain is not None and grain.name in ("128x128", "mx")
 
     @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         grain = settings.grain
         if grain is None or not cls.holds(format, grain):
             return f"the layout holds no {format.name} codes with {grain.words if grain else 'one scale'}"

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Converted, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import Component, Converted, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.stored import Side, Stored
 from lpconv.results import RoundingRecord
@@ -86,7 +86,7 @@ class Form(Stored):
 
     @classmethod
     @abstractmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         """The form that a tensor gets in `format`. May be another class, if this form leaves some formats to it."""
 
     @classmethod
@@ -95,7 +95,7 @@ class Form(Stored):
         return True
 
     @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         """Why a tensor cannot have this form, for a report; None if it can."""
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import Component, Encoded, FormSettings, Headers, Measured
 from lpconv.forms.form import Form
 from lpconv.forms.stored import Side
 
@@ -32,7 +32,7 @@ class Kept(Form):
     format: Format | None = None
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Kept:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Kept:
         return cls(name=name, shape=shape, dtype=format.safetensors or "U8")
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, Converted, Encoded, Headers, Measured, Settings
+from lpconv.forms.facts import Component, Converted, Encoded, FormSettings, Headers, Measured
 from lpconv.forms.form import Form
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.stored import Side, Summand
@@ -46,7 +46,7 @@ class Pair(Form):
     residual: str
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         return cls(name=name, shape=shape, format=format, residual=settings.residual)
 
     @classmethod

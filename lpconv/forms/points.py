@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
@@ -47,7 +47,7 @@ class PointRows(Form):
     points_max: int = 1
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         if format.storage_bits >= _NARROW:
             return Scaled.of(name, shape, format, settings)
         layout = _layout(shape, format, settings)
@@ -57,7 +57,7 @@ class PointRows(Form):
         )
 
     @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         if format.storage_bits >= _NARROW or _layout(shape, format, settings) is not None:
             return None
         return f"no point fits rows of {shape[-1] if shape else 1} in {settings.budget_bits:g} bits"
@@ -188,5 +188,5 @@ class PointRows(Form):
         return self._points(side).rows(start // self.cols, stop // self.cols)
 
 
-def _layout(shape: tuple[int, ...], format: Format, settings: Settings) -> PointLayout | None:
+def _layout(shape: tuple[int, ...], format: Format, settings: FormSettings) -> PointLayout | None:
     return point_layout(shape, format, budget_bits=settings.budget_bits, points_max=settings.points_max)

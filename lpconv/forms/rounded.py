@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import Scaled
 from lpconv.forms.stored import Fetch, Side
@@ -52,7 +52,7 @@ class Rounded(Form):
         )
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         raise NotImplementedError("a plan gives the form without feedback")
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
 from lpconv.forms.stored import Side, Summand
 
@@ -44,7 +44,7 @@ class Scaled(Form):
     has_pow2_scale: bool = True
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         return cls(name=name, shape=shape, format=format, has_pow2_scale=settings.scale != "exact")
 
     @classmethod

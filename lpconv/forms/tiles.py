@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, Headers, Looked, Measured, Settings
+from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Form, Over
@@ -75,7 +75,7 @@ class Tiles(Scaled):
     importance: Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Form:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         grain = settings.grain
         if grain is None or not _holds(grain, format):
             return cls.whole.of(name, shape, format, settings)
@@ -91,7 +91,7 @@ class Tiles(Scaled):
         return grain is None or not grain.has_factor
 
     @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: Settings) -> str | None:
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         grain, cols = settings.grain, shape[-1] if shape else 1
         if grain is None or not _holds(grain, format):
             return cls.whole.refusal(shape, format, settings)

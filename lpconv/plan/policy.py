@@ -13,7 +13,7 @@ from typing import Any
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms import Form, Kept, Settings
+from lpconv.forms import Form, FormSettings, Kept
 from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import matches
@@ -69,11 +69,11 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
     return kind.of(info.name, info.shape, fmt, settings), reason
 
 
-def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> Settings:
+def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:
     """The options that the form of a tensor needs; None for those that the method's form does not use."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    return Settings(
+    return FormSettings(
         scale=options.scale or "pow2",
         grain=get_grain(options.granularity),
         calibrated=options.has_input_scales,

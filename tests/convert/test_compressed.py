@@ -24,7 +24,7 @@ from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.compressed import Compressed, CompressedTiles
-from lpconv.forms.facts import Settings
+from lpconv.forms.facts import FormSettings
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.scales import judge_scales
@@ -172,7 +172,7 @@ def test_nvfp4_is_what_torchao_makes() -> None:
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 512).unsqueeze(1)
-    form = CompressedTiles.of("w", (512, 256), FORMATS["e2m1"], Settings(scale="exact", grain=GRAINS["nvfp4"]))
+    form = CompressedTiles.of("w", (512, 256), FORMATS["e2m1"], FormSettings(scale="exact", grain=GRAINS["nvfp4"]))
     work = Workspace()
     found = form.measure(lambda job: [job(x.view(-1), 0, work)])
     (codes,) = form.encode(x.view(-1), 0, found, work).data

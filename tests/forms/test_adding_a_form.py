@@ -21,7 +21,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms import FORMS, Component, Form, Headers, Settings
+from lpconv.forms import FORMS, Component, Form, FormSettings, Headers
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats, room
 from lpconv.forms.facts import Encoded, Measured
 from lpconv.forms.pair import RESIDUAL_DTYPES
@@ -48,7 +48,7 @@ class Rounded(Form):
     format: Format
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: Settings) -> Rounded:
+    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Rounded:
         return cls(name=name, shape=shape, format=format)
 
     @classmethod

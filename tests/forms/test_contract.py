@@ -21,7 +21,7 @@ from torch import Tensor
 from lpconv.errors import InputError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, find_grain
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import FORMS, Form, Settings
+from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace, same_numbers
 from lpconv.forms.facts import Converted, Measured
 from lpconv.forms.pair import RESIDUAL_DTYPES
@@ -50,13 +50,13 @@ class Stored:
 
 def _forms() -> Iterator[Form]:
     """What every method makes of a tensor in each of its layouts, with every setting; and what keeps it."""
-    yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], Settings())
+    yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], FormSettings())
     for method in METHODS.values():
         grains = [None, *GRAINS.values(), find_grain("group:32")] if method.has_granularity else [None]
         for layout, grain, scale in itertools.product(method.forms, grains, ("pow2", "exact", "search")):
             for name, residual in itertools.product(_formats(method, grain), method.residuals or ("bf16",)):
                 fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
-                settings = Settings(
+                settings = FormSettings(
                     scale=scale, grain=grain, residual=residual, budget_bits=fmt.storage_bits * 2.5, points_max=3
                 )
                 if method.form(layout).refusal(SHAPE, fmt, settings) is None:

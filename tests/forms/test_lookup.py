@@ -12,7 +12,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import codes as module
 from lpconv.forms.blocks import Workspace, block_error, num_zeros
 from lpconv.forms.compressed import CompressedTiles
-from lpconv.forms.facts import Settings
+from lpconv.forms.facts import FormSettings
 from lpconv.forms.scaled import Scaled
 
 NUM = 2**16
@@ -55,7 +55,7 @@ def test_a_table_gives_what_the_encoder_gives(
 def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor, object, bool]:
     """As `encoded`, with scales for tiles of rows of 256 numbers."""
     before, work, rows = module._table.cache_info(), Workspace(), x.view(-1, 256)
-    settings = Settings(grain=find_grain(grain), scale=scale)
+    settings = FormSettings(grain=find_grain(grain), scale=scale)
     form = CompressedTiles.of("w", tuple(rows.shape), FORMATS[fmt], settings)
     found = form.encode(x, 0, form.measure(lambda job: [job(x, 0, work)]), work)
     return found.data[0].clone(), found.error, module._table.cache_info() != before

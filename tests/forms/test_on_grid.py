@@ -14,7 +14,7 @@ from lpconv.convert.run import convert
 from lpconv.formats.grains import get_grain
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import FORMS, Form, Settings
+from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measured
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
@@ -44,7 +44,7 @@ def stored(
     x: Tensor, name: str, grain: str, scale: str = "exact", kind: str = "tiles"
 ) -> tuple[Form, Measured, Tensor]:
     """The form of some weights, what measuring them found, and the weights that are decoded; in two blocks."""
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=get_grain(grain)))
+    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
     flat, work, ranges = x.reshape(-1), Workspace(), [(0, CUT * COLS), (CUT * COLS, ROWS * COLS)]
     found = form.measure(lambda job: (job(flat[a:b], a, work) for a, b in ranges))
     data = [[d.clone() for d in form.encode(flat[a:b], a, found, work).data] for a, b in ranges]

@@ -12,7 +12,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import UsageError
 from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import FORMS, Settings
+from lpconv.forms import FORMS, FormSettings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.search import best, candidates
 from lpconv.forms.stored import Side
@@ -38,7 +38,7 @@ asked = pytest.mark.parametrize(("kind", "name", "grain"), ASKED)
 
 
 def form_of(kind: str, name: str, grain: str, scale: str = "search") -> Tiles:
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], Settings(scale=scale, grain=get_grain(grain)))
+    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
     assert isinstance(form, Tiles)
     return form
 
