@@ -39,7 +39,7 @@ from lpconv.forms.facts import Measured
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
-from lpconv.forms.scaled import Scaled
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Side
 from lpconv.models.coded import CodedTensor, Codes, watched_products
 from lpconv.models.layer_walk import LayerWalk
@@ -249,7 +249,7 @@ class _Rounding:
     def _round(self, t: PlannedTensor, inverse: InverseFactor, moment: "_Moment") -> RoundingRecord | None:
         """Round one weight. Returns None if it has NaN or Inf; it is then rounded to nearest."""
         form, element = t.form, t.form.format
-        assert isinstance(form, Scaled)
+        assert isinstance(form, ScaledCodes)
         assert element is not None
         diagonal = moment.hessian_CC.diagonal()
         weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # matters where scales are searched
@@ -272,7 +272,7 @@ class _Rounding:
             sha256=digest_of(parts),
         )
 
-    def _stored(self, form: Scaled, rounded_RC: Tensor, found: Measured) -> dict[str, Tensor]:
+    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, found: Measured) -> dict[str, Tensor]:
         """The components to store, by name, for numbers on the form's grid."""
         values, data = rounded_RC.view(-1), []
         for start, stop in block_ranges(len(values), form.cols):
@@ -288,7 +288,7 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
     """Whether a tensor gets codes of at most 8 bits and may be the weight of a linear layer."""
     return (
         t.action == "convert"
-        and isinstance(t.form, Scaled)
+        and isinstance(t.form, ScaledCodes)
         and t.form.format.storage_bits <= FEEDBACK_BITS
         and len(t.info.shape) == 2
     )

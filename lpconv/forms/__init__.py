@@ -14,7 +14,7 @@ from lpconv.forms.form import Form
 from lpconv.forms.kept import Kept
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows
-from lpconv.forms.scaled import Scaled
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Stored
 from lpconv.forms.tiles import Tiles
 
@@ -22,7 +22,7 @@ __all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Sto
 
 # In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {
-    f.kind: f for f in (PointRows, Tiles, Scaled, Compressed, CompressedTiles, FineGrained, Pair, Kept)
+    f.kind: f for f in (PointRows, Tiles, ScaledCodes, Compressed, CompressedTiles, FineGrained, Pair, Kept)
 }
 
 

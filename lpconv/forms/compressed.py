@@ -22,7 +22,7 @@ from lpconv.forms.facts import BlockStats, Component, Converted, FormSettings, H
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.form import Form, Over
-from lpconv.forms.scaled import SCALE_SUFFIX, Scaled, scale_for
+from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 from lpconv.storage.compressed import (
     COMPRESSED_TENSORS,
@@ -46,7 +46,7 @@ _WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layout(Scaled):
+class _Layout(ScaledCodes):
     """Common parts of both layouts.
 
     `input_absmax` is the largest calibrated input, or None without calibration; then `input_scale`, if there is one,
@@ -150,7 +150,7 @@ class Compressed(_Layout):
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
-        """Like `Scaled.of`, but always with a power of two next to weights of another granularity.
+        """Like `ScaledCodes.of`, but always with a power of two next to weights of another granularity.
 
         Readers that keep scales in bf16 would change other scales.
         """
@@ -229,7 +229,7 @@ class CompressedTiles(_Layout, Tiles):
 
     kind: ClassVar[str] = "compressed tiles"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX, _PACKED_SUFFIX, _SIZE_SUFFIX)
-    whole: ClassVar[type[Scaled]] = Compressed
+    whole: ClassVar[type[ScaledCodes]] = Compressed
     has_short_scales: ClassVar[bool] = True
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
 

@@ -16,7 +16,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
 from lpconv.forms.ranges import checked_ranges
-from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.forms.stored import Side
 from lpconv.mcf.point_layout import PointLayout, point_layout
 
@@ -49,7 +49,7 @@ class PointRows(Form):
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         if format.storage_bits >= _NARROW:
-            return Scaled.of(name, shape, format, settings)
+            return ScaledCodes.of(name, shape, format, settings)
         layout = _layout(shape, format, settings)
         assert layout is not None, "refused"
         return cls(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
-from lpconv.forms.scaled import Scaled
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Fetch, Side
 from lpconv.results import RoundingRecord
 
@@ -32,7 +32,7 @@ class Rounded(Form):
 
     kind: ClassVar[str] = "rounded"
 
-    inner: Scaled
+    inner: ScaledCodes
     fetch: Fetch
     held: Side
     record: RoundingRecord
@@ -40,7 +40,7 @@ class Rounded(Form):
     @classmethod
     def around(cls, inner: Form, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
         """Wrap the form `inner` that the tensor would have without feedback."""
-        assert isinstance(inner, Scaled)
+        assert isinstance(inner, ScaledCodes)
         return cls(
             name=inner.name,
             shape=inner.shape,

@@ -33,7 +33,7 @@ OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaled(Form):
+class ScaledCodes(Form):
     """Codes with one scale. `has_pow2_scale` makes `measure` choose a power of two, see `scale_for`."""
 
     kind: ClassVar[str] = "scaled"

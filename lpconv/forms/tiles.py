@@ -24,7 +24,7 @@ from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Hea
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Form, Over
-from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, Scaled
+from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, ScaledCodes
 from lpconv.forms.stored import Fetch, Side, Stored, Summand
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
@@ -55,7 +55,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles(Scaled):
+class Tiles(ScaledCodes):
     """Codes with a scale per tile.
 
     With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
@@ -84,7 +84,7 @@ class Tiles(Scaled):
         return cls(name=name, shape=shape, format=format, has_pow2_scale=is_pow2, grain=grain, searches=is_searched)
 
     # The form for one scale per tensor: if the granularity is the tensor, or does not support the format.
-    whole: ClassVar[type[Scaled]] = Scaled
+    whole: ClassVar[type[ScaledCodes]] = ScaledCodes
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:

@@ -8,7 +8,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
-from lpconv.forms.scaled import SCALE_SUFFIX, Scaled
+from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
@@ -82,7 +82,7 @@ class OutputReader(StoredTensors):
     def as_chosen(self, form: Form) -> Form:
         """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged."""
         record = self.records[form.name].rounding if form.name in self.records else None
-        if record is None or not isinstance(form, Scaled) or not self.holds(form):
+        if record is None or not isinstance(form, ScaledCodes) or not self.holds(form):
             return form
         return Rounded.around(form, self._fetch, self.read_side(form), record)
 

@@ -22,7 +22,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import LpconvError, UnsupportedError, UsageError, VerificationError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.reader import StoredTensors
-from lpconv.forms.scaled import Scaled
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.plan.patterns import parse_rule
@@ -111,7 +111,7 @@ def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(plain: Pa
     with StoredTensors.open(tmp_path / "output") as stored:
         got, form, side = stored.tensor(name), stored.forms[name], stored.side(name)
     weight = load_file(plain / FILE)[name]
-    assert isinstance(form, Scaled)
+    assert isinstance(form, ScaledCodes)
     scales = form.scale_of_each(side, 0, weight.numel()).view(weight.shape)
 
     def share_of_other_codes(path: Path) -> float:

@@ -13,7 +13,7 @@ from lpconv.forms import codes as module
 from lpconv.forms.blocks import Workspace, block_error, num_zeros
 from lpconv.forms.compressed import CompressedTiles
 from lpconv.forms.facts import FormSettings
-from lpconv.forms.scaled import Scaled
+from lpconv.forms.scaled import ScaledCodes
 
 NUM = 2**16
 NUMBERS = torch.randn(NUM, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -31,7 +31,7 @@ BLOCKS = {
 def encoded(x: Tensor, fmt: str) -> tuple[Tensor, object, bool]:
     """Codes and error, and whether a table gave them."""
     before, work = module._table.cache_info(), Workspace()
-    form = Scaled(name="w", shape=x.shape, format=FORMATS[fmt])
+    form = ScaledCodes(name="w", shape=x.shape, format=FORMATS[fmt])
     found = form.encode(x, 0, form.measure(lambda job: [job(x, 0, work)]), work)
     return found.data[0].clone(), found.error, module._table.cache_info() != before
 
