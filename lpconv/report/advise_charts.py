@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from lpconv.report.charts import Axis, Bar, Chart, Label, Mark, Tick, bar_chart, round_step, stepped_axis
+from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
 from lpconv.report.numbers import size_text
 from lpconv.results import AdviceResult, AdviceRow
 
@@ -34,7 +34,7 @@ def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | Non
     best = Mark(kind="series-1", shape="diamond", title="recommended")
     for r in rows:
         marks += _front_marks(r, best if r.name in advised else measured, unit)
-    labels = (Label(x=_cost(r), y=_height(r, unit), text=r.name) for r in rows if r.name in advised)
+    labels = ((_cost(r), _height(r, unit), r.name) for r in rows if r.name in advised)
     title = f"{heading}: quality against {'size' if purpose == 'infer' else 'memory'}"
     what = "size on disk" if purpose == "infer" else "memory of a step"
     return Chart(

@@ -59,20 +59,12 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Label:
-    """Text next to a point."""
-
-    x: float
-    y: float
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart, with a text alternative in `description` for readers who cannot see it.
 
     `rows` are (name, value) of the rows of a bar chart; row i is between i and i + 1 on the y axis, downwards.
-    `dividers` are x values between groups. A wide chart has a column for each tensor of a model.
+    `labels` are (x, y, text next to that point), `dividers` x values between groups. A wide chart has a column for each
+    tensor of a model.
     """
 
     title: str
@@ -81,7 +73,7 @@ class Chart:
     y: Axis
     marks: tuple[Mark, ...] = ()
     boxes: tuple[Box, ...] = ()
-    labels: tuple[Label, ...] = ()
+    labels: tuple[tuple[float, float, str], ...] = ()
     rows: tuple[tuple[str, str], ...] = ()
     legend: tuple[Mark, ...] = ()
     dividers: tuple[float, ...] = ()

@@ -161,24 +161,19 @@ class Stream(Dataset[Example]):
         return {"input_ids": covered, "labels": labels}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Collator:
-    """Collates examples into a batch, padded to the longest; to a multiple of 8 if lengths differ."""
-
-    pad_id: int
-
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        ids = [x["input_ids"] for x in examples]
-        labels = [x["labels"] for x in examples]
-        length = _padded_length(ids)
-        batch = {"input_ids": _stacked(ids, length, self.pad_id)}
-        if any(len(x) != length for x in ids):
-            batch["attention_mask"] = _stacked([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
-        if isinstance(labels[0], int):
-            batch["labels"] = torch.tensor(labels)
-        else:
-            batch["labels"] = _stacked(labels, _padded_length(labels), IGNORED)
-        return batch
+def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
+    """Collate examples into a batch, padded to the longest; to a multiple of 8 if lengths differ."""
+    ids = [x["input_ids"] for x in examples]
+    labels = [x["labels"] for x in examples]
+    length = _padded_length(ids)
+    batch = {"input_ids": _stacked(ids, length, pad_id)}
+    if any(len(x) != length for x in ids):
+        batch["attention_mask"] = _stacked([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
+    if isinstance(labels[0], int):
+        batch["labels"] = torch.tensor(labels)
+    else:
+        batch["labels"] = _stacked(labels, _padded_length(labels), IGNORED)
+    return batch
 
 
 def _padded_length(sequences: Sequence[Any]) -> int:

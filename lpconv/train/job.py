@@ -1,13 +1,14 @@
 """Shared data of a command's training runs, and the description of a single run."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.inputs import sequence_length, vocabulary_size
@@ -18,7 +19,7 @@ from lpconv.models.whole import check_complete
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source
 from lpconv.train.data import read_rows
-from lpconv.train.examples import Collator, Examples, Stream, classification, pack_examples, sequence_pairs
+from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
@@ -50,6 +51,10 @@ class TrainingJob:
         first, last = self.keep
         for x in self.examples.train:
             yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Examples as one batch, padded if their lengths differ."""
+        return collate(examples, self.pad_id)
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
         """The examples of a run in order, or the held-out ones, which are equal for all seeds."""
@@ -175,7 +180,7 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
 
 def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
     """Up to `count` first batches of a stream."""
-    size, collate = job.options.batch_size, Collator(pad_id=job.pad_id)
+    size = job.options.batch_size
     starts = range(0, min(len(stream), count * size), size)
-    batches = (collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
+    batches = (job.collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
     return [{k: v.to(device) for k, v in batch.items()} for batch in batches]

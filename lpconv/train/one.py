@@ -26,7 +26,6 @@ from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_grad
 from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
 from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
-from lpconv.train.examples import Collator
 from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
@@ -124,7 +123,7 @@ def _trainer(
         args=arguments,
         train_dataset=job.stream(work.seed, held_out=False),
         eval_dataset=job.stream(work.seed, held_out=True),
-        data_collator=Collator(pad_id=job.pad_id),
+        data_collator=job.collate,
         compute_metrics=_accuracy if job.num_labels else None,
         preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
     )
@@ -226,7 +225,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
     check_room(needed, job.options.max_memory)
-    batch = Collator(pad_id=job.pad_id)([job.stream(work.seed, held_out=False)[0]])
+    batch = job.collate([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     with model_errors("the model does not run", hint="do config.json and tokenizer belong to the weights?"):
         running = running_copy(model, mesh()) if job.options.is_sharded else model

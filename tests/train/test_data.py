@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
 from lpconv.train.data import check_data, read_rows
-from lpconv.train.examples import Collator, Stream, classification, pack_examples
+from lpconv.train.examples import Stream, classification, collate, pack_examples
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 
@@ -187,12 +187,12 @@ def test_masks_depend_on_the_place_and_never_cover_special_tokens() -> None:
 
 
 def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
-    batch = Collator(pad_id=9)([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    batch = collate([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}], pad_id=9)
     assert batch["input_ids"].shape == (2, 8)
     assert batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 9).all()
-    whole = Collator(pad_id=9)([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}])
+    whole = collate([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}], pad_id=9)
     assert torch.equal(whole["labels"], torch.tensor([1, 0]))
     assert "attention_mask" not in whole
 
