@@ -220,7 +220,10 @@ class Compressed(_Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTiles(_Layout, Tiles):
-    """Codes with a scale per tile, in the layout of a `Preset`.
+    """Codes with a scale per tile, in the layout of a `Preset`. The scales of integers are bf16 (`scale_dtype`).
+
+    compressed-tensors itself saves those in the dtype of the model, and earlier versions of lpconv wrote fp32.
+
 
     Plain transformers stacks experts, and ignores NVFP4's tensor scale for all of them
     (huggingface/transformers#48371). So with power-of-two scales, which every reader uses unchanged, the tensor scale
@@ -234,11 +237,14 @@ class CompressedTiles(_Layout, Tiles):
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
 
     is_expert: bool = False
+    scale_dtype: str = ""  # that of the granularity
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         form = super().of(name, shape, format, settings)
-        return replace(form, is_expert=settings.is_expert) if isinstance(form, CompressedTiles) else form
+        if not isinstance(form, CompressedTiles):
+            return form
+        return replace(form, is_expert=settings.is_expert, scale_dtype="BF16" if format.twos_complement else "")
 
     def _rule(self, num_rows: int | None = None) -> TileScales:
         return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))
@@ -263,12 +269,21 @@ class CompressedTiles(_Layout, Tiles):
         suffix = _suffix(FORMATS[preset.number])
         if preset.grain is None or not name.endswith(suffix):
             return None
-        form = cls._of_codes(name.removesuffix(suffix), name, preset.grain, preset.number, headers)
+        weight, scale_dtype = name.removesuffix(suffix), ""
+        if FORMATS[preset.number].twos_complement:
+            scales = headers.root.get(weight + SCALE_SUFFIX)
+            scale_dtype = scales.dtype if scales is not None and scales.dtype in _SCALE_DTYPES else ""
+        form = cls._of_codes(weight, name, preset.grain, preset.number, headers, scale_dtype=scale_dtype)
         return form._as_stored(headers) if form and form.format.name == preset.number else None
 
     @property
     def codes(self) -> Component:
         return replace(super().codes, name=self.name + _suffix(self.format))
+
+    @property
+    def scales(self) -> Component:
+        scales = super().scales
+        return replace(scales, dtype=self.scale_dtype or scales.dtype)
 
     @property
     def size(self) -> Component | None:

@@ -101,10 +101,20 @@ class OnGrid:
         return _some_row_is_whole(unit, sample.dtype)
 
     def scales(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
-        """Scales with which the codes reproduce every number of the weight, fp32 [R, C]; None if there are none.
+        """Scales with which the codes reproduce every number of the weight, [R, C] as `usual`; None if there are none.
 
         `absmax` are the largest magnitudes of tiles, `usual` their usual scales, which are kept if they do.
         """
+        if self.tile[0] == 1 and self.cols:  # blocks share no tile
+            cols = self.cols
+
+            def in_rows(x: Tensor, start: int, work: Workspace) -> Tensor | None:
+                rows = slice(start // cols, (start + len(x)) // cols)
+                return self._scales_in_rows(x, absmax[rows], usual[rows].float(), work)
+
+            per_block = list(over(in_rows))
+            exact = [scales.to(usual.dtype) for scales in per_block if scales is not None]
+            return torch.cat(exact) if len(exact) == len(per_block) else None
         scales, left = usual, self._tiles(over, self._wrong, usual)[0] > 0
         least = -self._tiles(over, _least, usual)[0] if self.format.twos_complement else absmax
         for guess in self._guesses(absmax.double(), least.double()):
@@ -112,7 +122,7 @@ class OnGrid:
                 scales, left = self._tried(over, guess, scales, left)
         return None if left.any() else scales
 
-    def scales_of_rows(self, x: Tensor, absmax: Tensor, usual: Tensor, work: Workspace) -> Tensor | None:
+    def _scales_in_rows(self, x: Tensor, absmax: Tensor, usual: Tensor, work: Workspace) -> Tensor | None:
         """`scales` for whole rows (1-D) whose tiles are parts of one row, [H, C]; only tests the remaining tiles."""
         rows, width = x.view(-1, self.cols or len(x)), self.tile[1] or self.cols or len(x)
         tiles = pad(rows, (0, -rows.shape[1] % width)).view(-1, width)  # zeros change nothing

@@ -5,16 +5,19 @@ are tried: neighbouring powers of two, neighbouring e4m3fn numbers, or multiples
 readers that keep scales in bf16 change none. The usual scale wins ties, so no group gets worse. Every group is decided
 by its own numbers, independently of blocks.
 
-This file knows no form; `tiles.py` calls it with the scales and their factors.
+This file knows no form; `tiles.py` passes in what stored scales multiply codes by.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import Format
+from lpconv.forms.blocks import Workspace, as_float32
+from lpconv.forms.form import Over
 
 _EXPONENTS = (-1, 1)  # steps between stored powers of two
 _NEIGHBOURS = tuple(range(-6, 8))  # steps between stored e4m3fn numbers, of which 8 make a binade
@@ -33,29 +36,62 @@ def candidates(stored: Tensor, format: Format) -> list[Tensor]:
         others = [(codes + n).clamp_(1, 126).to(torch.uint8).view(stored.dtype) for n in _NEIGHBOURS if n]
     else:
         multiples = _CLIPPING[format.storage_bits] if format.twos_complement else _WITHIN_BINADE
-        others = [(stored * m).clamp_(*_SCALES).bfloat16().float() for m in multiples if m != 1]
+        others = [(stored.float() * m).clamp_(*_SCALES).bfloat16().to(stored.dtype) for m in multiples if m != 1]
     return [stored, *others]
 
 
-def squared_errors(
-    rows: Tensor,
-    scales: Tensor,
-    format: Format,
-    sum_parts: Callable[[Tensor], Tensor],
-    *,
-    spare: Tensor,
-    importance: Tensor | None = None,
-) -> Tensor:
-    """Σ importance · (x - code · scale)² over each part of fp32 rows [H, C]; `sum_parts` maps [H, C] to [H, parts].
+@dataclass(frozen=True, kw_only=True)
+class ScaleSearch:
+    """Finds the best scales of tiles of `height` rows, in a matrix of `cols` columns with codes in `format`.
 
-    `scales` broadcast to a view of the rows, [H, parts, 1] or [H, C]. `importance` is fp32 [C], or None for 1. `spare`
-    is an fp32 buffer of the rows' size.
+    `factor_of(stored, start, stop)` expands stored scales for the elements `start` to `stop`, to [rows, tiles, 1] or
+    [rows, cols]: what their codes are multiplied by. `sum_tiles` sums rows [rows, cols] over each tile's part of them,
+    to [rows, tiles]. `importance`, fp32 [cols], weights the squared error of each column.
     """
-    tiled = rows.view(*scales.shape[:-1], -1)
-    error = spare[: rows.numel()].view(tiled.shape)
-    codes_(torch.div(tiled, scales, out=error), format).mul_(scales).sub_(tiled).square_()
-    flat = error.view(rows.shape)
-    return sum_parts(flat if importance is None else flat.mul_(importance))
+
+    format: Format
+    height: int
+    cols: int
+    factor_of: Callable[[Tensor, int, int], Tensor]
+    sum_tiles: Callable[[Tensor], Tensor]
+    importance: Tensor | None = None
+
+    def in_rows(self, x: Tensor, usual: Tensor, work: Workspace) -> Tensor:
+        """The best scales, as stored, for a block (1-D) whose tiles are parts of one row."""
+        tried = candidates(usual, self.format)
+        return best(tried, [self._errors(x, 0, scales, work) for scales in tried])
+
+    def over_blocks(self, over: Over, usual: Tensor) -> Tensor:
+        """The best scales, as stored, for all tiles; blocks may end within tiles of several rows."""
+        if self.height == 1:
+
+            def find(x: Tensor, start: int, work: Workspace) -> Tensor:
+                return self.in_rows(x, usual[start // self.cols : (start + len(x)) // self.cols], work)
+
+            return torch.cat(list(over(find)))
+        tried = candidates(usual, self.format)
+        sums = torch.zeros((len(tried), *usual.shape), dtype=torch.float64)
+
+        def add(x: Tensor, start: int, work: Workspace) -> tuple[int, Tensor]:
+            tile_of_row = torch.arange(start // self.cols, (start + len(x)) // self.cols) // self.height
+            first = int(tile_of_row[0])
+            num_rows = torch.bincount(tile_of_row - first).tolist()
+            errors = torch.stack([self._errors(x, start, scales, work) for scales in tried]).double()
+            return first, torch.stack([part.sum(1) for part in torch.split(errors, num_rows, 1)], 1)
+
+        for first, errors in over(add):
+            sums[:, first : first + errors.shape[1]] += errors
+        return best(tried, list(sums))
+
+    def _errors(self, x: Tensor, start: int, stored: Tensor, work: Workspace) -> Tensor:
+        """Σ importance · (x - code · scale)² for each tile's part of the rows of a block (1-D), [rows, tiles]."""
+        rows = as_float32(x, work).view(-1, self.cols)
+        scales = self.factor_of(stored, start, start + len(x))
+        tiled = rows.view(*scales.shape[:-1], -1)
+        error = work.scratch.coded[: len(x)].view(tiled.shape)
+        codes_(torch.div(tiled, scales, out=error), self.format).mul_(scales).sub_(tiled).square_()
+        squares = error.view(rows.shape)
+        return self.sum_tiles(squares if self.importance is None else squares.mul_(self.importance))
 
 
 def codes_(x: Tensor, format: Format) -> Tensor:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, find_grain
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
     from lpconv.forms.on_grid import OnGrid
+    from lpconv.forms.search import ScaleSearch
     from lpconv.forms.tile_scales import Parts, TileScales
 
 
@@ -111,15 +112,15 @@ class Tiles(ScaledCodes):
         return cls._of_codes(name, name, grain, headers.exceptions.get(name, headers.format), headers)
 
     @classmethod
-    def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers) -> Self | None:
-        """The form of the codes `stored`; `packed` is their format if the dtype does not tell it."""
+    def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers, **more: Any) -> Self | None:
+        """The form of the codes `stored`; `packed` is their format if the dtype does not tell it, `more` its fields."""
         codes = headers.root[stored]
         fmt = OF_DTYPE.get(codes.dtype) or FORMATS.get(packed)
         shape = codes.shape[len(cls.axis) :]
         if fmt is None or not shape or not _holds(grain, fmt):
             return None
         cols = shape[-1] * DTYPE_BITS[codes.dtype] // fmt.storage_bits
-        form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain)
+        form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain, **more)
         return form if all(map(headers.holds, form.components)) else None
 
     @property
@@ -306,8 +307,8 @@ class Tiles(ScaledCodes):
     def look_and_encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> tuple[Looked, Encoded]:
         block = self.look(x, start, work)
         factor = measured.side.get(self.name + FACTOR_SUFFIX)
-        scales = self._rule(x.numel() // self.cols).stored(block.more.parts, factor)
-        scales = self._best_in(x, measured.side, scales, work) if self.searches else scales
+        scales = self._stored(self._rule(x.numel() // self.cols), block.more.parts, factor)
+        scales = self._search(measured.side).in_rows(x, scales, work) if self.searches else scales
         more = _Seen(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
         mine = Measured(stats=block.stats, side={**measured.side, self.name + self.scale_suffix: scales})
         return Looked(stats=block.stats, more=more), self.encode(x, 0, mine, work)
@@ -326,15 +327,15 @@ class Tiles(ScaledCodes):
         else:
             others = (absmax for each in fused for absmax in each(lambda x, _, work: finite_absmax(x, work)))
             factor = rule.factor(max([stats.absmax, *others]))
-            scales = rule.stored(rule.joined([s.parts for s in seen]), factor)
+            scales = self._stored(rule, rule.joined([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
         grid_scales, common = None, self._same_for_all(factor)
         if looks_so:
             every = [each.more for each in over(self.look)] if is_encoded else seen
             parts = rule.joined([s.parts for s in every])
-            grid_scales = self._kept(over, parts["absmax"], rule.stored(parts, factor))
+            grid_scales = self._on_grid().scales(over, parts["absmax"], self._stored(rule, parts, factor))
         if grid_scales is None and self.searches and not is_encoded:
-            scales = self._searched(over, common, scales)
+            scales = self._search(common).over_blocks(over, scales)
         side = {**common, self.scales.name: scales if grid_scales is None else grid_scales}
         is_other = is_encoded and grid_scales is not None and not torch.equal(grid_scales, scales)
         return Measured(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
@@ -350,76 +351,34 @@ class Tiles(ScaledCodes):
         matrix = (rows if num_rows is None else num_rows, cols)
         return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
 
-    def _searched(self, over: Over, common: Side, usual: Tensor) -> Tensor:
-        """The best scales of all tiles; per block if tiles are within rows, otherwise from error sums over blocks."""
-        import torch
+    def _stored(self, rule: TileScales, parts: Parts, factor: Tensor | None) -> Tensor:
+        """The usual scales in the dtype of the file."""
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
-        from lpconv.forms.search import best, candidates
+        return rule.stored(parts, factor).to(TORCH_DTYPES[self.scales.dtype])
 
-        if self.grain.tile[0] == 1:
+    def _search(self, common: Side) -> ScaleSearch:
+        """The search for the scales of tiles; `common` are the other side tensors."""
+        from lpconv.forms.search import ScaleSearch
 
-            def own(x: Tensor, start: int, work: Workspace) -> Tensor:
-                rows = slice(start // self.cols, (start + len(x)) // self.cols)
-                return self._best_in(x, common, usual[rows], work)
-
-            return torch.cat(list(over(own)))
-        tried = candidates(usual, self.format)
-        height, _ = self.grain.sizes(*self.matrix)
-        total = [torch.zeros(usual.shape, dtype=torch.float64) for _ in tried]
-
-        def look(x: Tensor, start: int, work: Workspace) -> tuple[Tensor, list[Tensor]]:
-            top, bottom = start // self.cols, (start + len(x)) // self.cols
-            errors = [self._errors(x, start, {**common, self.scales.name: s}, work) for s in tried]
-            cuts = torch.arange(top, bottom) // height
-            which, sizes = cuts.unique_consecutive(return_counts=True)
-            return which, [torch.stack([p.sum(0) for p in e.double().split(sizes.tolist())]) for e in errors]
-
-        for which, errors in over(look):
-            for sums, error in zip(total, errors, strict=True):
-                sums[which] += error
-        return best(tried, total)
-
-    def _best_in(self, x: Tensor, common: Side, usual: Tensor, work: Workspace) -> Tensor:
-        """The best scales of the tiles of whole rows (1-D), given their usual scales."""
-        from lpconv.forms.search import best, candidates
-
-        tried = candidates(usual, self.format)
-        return best(tried, [self._errors(x, 0, {**common, self.scales.name: s}, work) for s in tried])
-
-    def _errors(self, x: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
-        """The squared error of each tile's part of some rows (1-D), [rows, tiles]."""
-        from lpconv.forms.blocks import as_float32
-        from lpconv.forms.search import squared_errors
-
-        rows = as_float32(x, work).view(-1, self.cols)
-        return squared_errors(
-            rows,
-            self.factor(side, start, start + len(x)),
-            self.format,
-            self._rule().summed,
-            spare=work.scratch.coded,
+        return ScaleSearch(
+            format=self.format,
+            height=self.grain.sizes(*self.matrix)[0],
+            cols=self.cols,
+            factor_of=lambda scales, start, stop: self.factor({**common, self.scales.name: scales}, start, stop),
+            sum_tiles=self._rule().summed,
             importance=self.importance,
         )
 
     def _on_grid(self) -> OnGrid:
         """The grid search for tiles. MX needs none: the smallest scale without clipping keeps all that others keep."""
-        has_short_scales = self.has_short_scales and self.grain.is_fitted
-        return replace(super()._on_grid(), tile=self.grain.tile, cols=self.cols, has_short_scales=has_short_scales)
-
-    def _kept(self, over: Over, absmax: Tensor, usual: Tensor) -> Tensor | None:
-        """The scales of a weight that is already on a grid of codes."""
-        import torch
-
-        rule = self._on_grid()
-        if self.grain.tile[0] != 1:
-            return rule.scales(over, absmax, usual)
-
-        def one_block(x: Tensor, start: int, work: Workspace) -> Tensor | None:  # rows share no tile
-            rows = slice(start // self.cols, (start + len(x)) // self.cols)
-            return rule.scales_of_rows(x, absmax[rows], usual[rows], work)
-
-        per_block = list(over(one_block))
-        return None if any(f is None for f in per_block) else torch.cat([f for f in per_block if f is not None])
+        return replace(
+            super()._on_grid(),
+            tile=self.grain.tile,
+            cols=self.cols,
+            has_pow2_scale=self.has_pow2_scale and not self.searches,
+            has_short_scales=self.has_short_scales and self.grain.is_fitted,
+        )
 
 
 def _holds(grain: Grain, format: Format) -> bool:

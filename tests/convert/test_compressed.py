@@ -12,13 +12,14 @@ import transformers
 from checkpoints import files_of
 from convert_models import minilm, tiny
 from fresh_python import run_script
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import lpconv
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.run import convert, plan
+from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
@@ -115,6 +116,20 @@ def test_plain_transformers_gives_the_outputs_that_lpconv_gives(tmp_path: Path) 
         wanted = model(input_ids=torch.arange(3, 35).view(2, 16)).logits
     bound = 2.0**-8 * wanted.abs().max()  # one rounding to bf16
     assert (logits - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_scales_of_integers_are_bf16_and_read_in_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """lpconv wrote fp32 before, and the package writes the dtype of the model."""
+    out = compressed(demo_checkpoint(), tmp_path / "out", format="int4", granularity="group:32")
+    tensors = load_file(out / "model.safetensors")
+    scales = {n: x for n, x in tensors.items() if n.endswith("_scale")}
+    assert {x.dtype for x in scales.values()} == {torch.bfloat16}
+    with StoredTensors.open(out) as stored:
+        wanted = {n: stored.tensor(n) for n in stored.forms}
+    save_file({**tensors, **{n: x.to(dtype) for n, x in scales.items()}}, out / "model.safetensors")
+    with StoredTensors.open(out) as stored:
+        assert all(torch.equal(stored.tensor(n), x) for n, x in wanted.items())
 
 
 @pytest.fixture(scope="module")
