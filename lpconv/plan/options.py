@@ -85,7 +85,7 @@ class ConvertOptions:
         _what(
             "Scales rounded to powers of two, exact, or searched for the least squared error (4 and 8 bits with "
             "--granularity)",
-            default="pow2; exact for integers",
+            default="pow2; exact for integers, search for NVFP4",
             choices=("pow2", "exact", "search"),
         ),
     ] = None

