@@ -117,8 +117,8 @@ def error_text(error: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """A number with three significant digits."""
-    return MISSING if value is None else f"{value:.3g}"
+    """A number with three significant digits, or a dash if it is None or NaN."""
+    return MISSING if value is None or math.isnan(value) else f"{value:.3g}"
 
 
 def scale_text(scale: float | None) -> str:

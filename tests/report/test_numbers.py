@@ -8,6 +8,7 @@ from lpconv.report.numbers import (
     change_text,
     duration_text,
     error_text,
+    number_text,
     rate_text,
     scale_text,
     shape_text,
@@ -64,6 +65,10 @@ def test_special_values() -> None:
     assert sqnr_text(math.inf) == "exact"
     assert sqnr_text(None, " dB") == "–"
     assert sqnr_text(31.46, " dB") == "31.5 dB"
+
+
+def test_a_number_that_is_missing_or_nan_is_a_dash() -> None:
+    assert [number_text(x) for x in (1234.5, None, math.nan)] == ["1.23e+03", "–", "–"]
     assert error_text(0.0) == "0"
     assert error_text(4.88e-4) == "4.9e-04"
     assert error_text(1.0) == "1"
