@@ -68,7 +68,7 @@ class Moment:
 
 
 def kill_at_publishing(name: str, count: int, material: Path, work: Path) -> list[Moment]:
-    """Kill a command at `count` moments, half of them where it replaces an older output."""
+    """Kill a command at `count` moments, half of them while it replaces an older output; at least once in each case."""
     command, found = folders()[name], list[Moment]()
     before, folder = work / "before", work / "trial"
     places = (False,) if name == "batch" else (False, True)  # a batch has no --force
@@ -81,7 +81,7 @@ def kill_at_publishing(name: str, count: int, material: Path, work: Path) -> lis
             _must(forked(lambda: command_line(command.arguments, before)).code, "an older output")
         arguments = (*command.arguments, *(["--force"] if is_replaced else []))
         num_changes, expected = 0, None
-        for from_end in range(-1, count // len(places)):  # the first one counts, and is not killed
+        for from_end in range(-1, max(1, count // len(places))):  # the first one counts, and is not killed
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(before, folder)
             counts = mmap.mmap(-1, 4)

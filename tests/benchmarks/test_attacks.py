@@ -13,6 +13,7 @@ from benchmarks.attack.fuzz import fault_of, is_finished
 from benchmarks.attack.fuzz_inputs import damaged_checkpoint
 from benchmarks.attack.fuzz_material import make_llama
 from benchmarks.attack.limits import run_in
+from benchmarks.attack.publishing import kill_at_publishing
 from lpconv.cli.main import app
 
 ERROR = json.dumps({"error": {"code": 3}})
@@ -71,3 +72,11 @@ def test_a_small_container_is_refused_before_anything_is_imported(command: str, 
 def test_a_slice_of_the_edits_is_seen(tmp_path: Path) -> None:
     found = edit_all(range(4), 1, tmp_path)
     assert {e.outcome for e in found} <= {"refused", "reported"}, found
+
+
+def test_publishing_kills_each_case_at_least_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.attack.publishing.forked", lambda run: Ended(code=0, out="", err=""))
+    monkeypatch.setattr("benchmarks.attack.publishing._state", lambda command, folder: [])
+    (tmp_path / "material" / "nvfp4").mkdir(parents=True)
+    moments = kill_at_publishing("decode", 1, tmp_path / "material", tmp_path)
+    assert [m.is_replaced for m in moments] == [False, True]
