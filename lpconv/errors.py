@@ -138,8 +138,8 @@ def peer_lost(error: BaseException) -> PeerLostError | None:
     if type(error).__name__ not in _PEER_LOST and "/gloo/transport/" not in str(error):
         return None
     return PeerLostError(
-        "another process of the run has gone, or cannot be reached",
-        hint="its messages say why; under `torchrun --max-restarts N`, with --resume, all go on by themselves",
+        "another process of this run has ended, or cannot be reached",
+        hint="its output says why; with `torchrun --max-restarts N` and --resume, all processes continue by themselves",
         details={"library": str(error)[:300]},
     )
 
@@ -165,10 +165,12 @@ def from_system(error: BaseException) -> LpconvError | None:
         return peer_lost(error)
     where = f"`{refused.filename}`" if refused.filename else "a file"
     if refused.errno in _NOT_WRITTEN:
-        return ResourceError(f"cannot write {where}: {refused.strerror}", hint="free some space, or write elsewhere")
+        return ResourceError(
+            f"cannot write {where}: {refused.strerror}", hint="free some space, or choose another place"
+        )
     if _NO_TEMPORARY in str(refused):
         return ResourceError(
-            "no folder for temporary files can be written", hint="free some space, or name another one in TMPDIR"
+            "no folder for temporary files is writable", hint="free some space, or set TMPDIR to another folder"
         )
     if refused.errno == errno.EIO:
         return InputError(f"cannot read or write {where}: {refused.strerror}", hint="check the disk")

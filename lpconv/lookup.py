@@ -48,6 +48,6 @@ def nearest_sibling(path: Path) -> Path | None:
 def missing_directory(path: str | Path, *, hint: str) -> InputError:
     """Error for a path that is not a directory; its hint is the nearest directory name, or else `hint`."""
     if os.path.exists(path):  # unlike Path.exists, never raises
-        return InputError(f"`{path}` is no directory", hint=hint)
+        return InputError(f"`{path}` is not a directory", hint=hint)
     near = nearest_sibling(Path(path))
-    return InputError(f"no directory `{path}`", hint=f"did you mean `{near}`?" if near else hint)
+    return InputError(f"directory `{path}` does not exist", hint=f"did you mean `{near}`?" if near else hint)

@@ -71,8 +71,8 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return ResourceError(
         f"out of memory: {first:.120}",
-        hint="free some memory, raise the limit (`ulimit -v`, the container's), or allow less with --max-memory where "
-        "the command has it",
+        hint="free some memory, raise the limit (`ulimit -v` or the container's), or lower --max-memory if "
+        "the command has that option",
     )
 
 

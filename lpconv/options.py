@@ -112,7 +112,7 @@ class Declared:
         o = self.option
         if o.expects:
             return o.expects
-        words = "".join(f" {_bound_words(bound)}" for bound in self.bounds)
+        words = " and".join(f" {_bound_words(bound)}" for bound in self.bounds)
         return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text") + words
 
     def read(self, text: str) -> Any:
@@ -128,12 +128,12 @@ class Declared:
         if self.type is bool:
             return "write true or false"
         example = self.option.example or {int: "2", float: "0.1"}.get(self.type)
-        return f"for example {example}" if example else "put quotes around it"
+        return f"for example {example}" if example else "put the text in quotes"
 
 
 def _bound_words(bound: Bound) -> str:
     if isinstance(bound, Ge):
-        return f"from {_number_text(bound.ge)} on"
+        return f"of at least {_number_text(bound.ge)}"
     return f"above {_number_text(bound.gt)}" if isinstance(bound, Gt) else f"below {_number_text(bound.lt)}"
 
 
@@ -217,7 +217,9 @@ def check(options: Any) -> None:
     Raises UsageError for an unknown choice, a number out of bounds, or options that exclude each other.
     """
     if getattr(options, "resume", False) and getattr(options, "force", False):
-        raise UsageError("--resume and --force exclude each other", hint="resume continues a run, force starts anew")
+        raise UsageError(
+            "--resume and --force cannot be combined", hint="--resume continues a run, --force starts over"
+        )
     known = options_of(type(options))
     for field, group, option in _annotated_fields(type(options)):
         value = getattr(options, field.name)
@@ -284,11 +286,11 @@ PARALLEL = ("ddp", "fsdp2")
 _ADVANCED = "Advanced"  # the panel for options that few people need
 
 # Options shared by several commands.
-Revision = Annotated[str | None, Option("Branch, tag or commit hash of a model on the hub", panel=_ADVANCED)]
+Revision = Annotated[str | None, Option("Branch, tag or commit of a hub model", panel=_ADVANCED)]
 Force = Annotated[bool, Option("Replace an existing output of lpconv", of_run=True)]
 Resume = Annotated[bool, Option("Resume an interrupted run of the same command", only="command", of_run=True)]
-ResumedByBatch = Annotated[bool, Option("Go on with what an interrupted batch left", only="caller", of_run=True)]
+ResumedByBatch = Annotated[bool, Option("Continue what an interrupted batch left", only="caller", of_run=True)]
 AllowMissing = Annotated[
-    bool, Option("Accept files that lack weights of the model that config.json describes", panel=_ADVANCED)
+    bool, Option("Accept a checkpoint that lacks weights of the model in config.json", panel=_ADVANCED)
 ]
-TrustRemoteCode = Annotated[bool, Option("Let the checkpoint's own Python files run for verification", panel=_ADVANCED)]
+TrustRemoteCode = Annotated[bool, Option("Run the checkpoint's own Python code during verification", panel=_ADVANCED)]

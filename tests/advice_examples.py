@@ -17,7 +17,7 @@ def a_row(name: str = "unit e4m3fn, rows", **changed: Any) -> AdviceRow:
         "purpose": "infer", "name": name, "status": "measured", "size_bytes": 1_000_000, "noise": 1e-3,
         "settings": {"method": "unit", "format": "e4m3fn", "granularity": "row"}, "sqnr_db": 30.2,
         "gap": gap(0.004, 0.002), "figures": {"kl": 2e-3}, "memory_bytes": 5_000_000, "memory_from": "estimate",
-        "step_time_s": 0.01, "time_from": "roofline of its Linears, measured peaks here", "meets": True,
+        "step_time_s": 0.01, "time_from": "roofline of its Linear layers, from measured peaks", "meets": True,
     }  # fmt: skip
     return AdviceRow(**(fields | changed))
 

@@ -33,7 +33,7 @@ from lpconv.probe.options import ProbeOptions
 class Pace:
     """Options of a group."""
 
-    turns: Annotated[int, Ge(1), Option("Number of turns")] = 3
+    turns: Annotated[int, Ge(1), Option("Number of rounds")] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,5 +167,5 @@ def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
 
 @pytest.mark.parametrize("record", [ConvertOptions, BenchOptions, ProbeOptions], ids=lambda r: r.__name__)
 def test_nobody_both_goes_on_and_starts_anew(record: type[Any]) -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         check(record(resume=True, force=True))

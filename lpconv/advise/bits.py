@@ -59,8 +59,8 @@ def base_for(subject: Subject, bits: float) -> Base:
                 spare_bytes=spare,
             )
     raise UsageError(
-        f"--bits {bits:g}: this model takes {least:.2f} bits per weight at least, with {describe_conversion(settings)}",
-        hint="embeddings and output heads are stored in 16 bits; pass more",
+        f"--bits {bits:g}: this model needs at least {least:.2f} bits per weight, with {describe_conversion(settings)}",
+        hint="embeddings and output heads are stored in 16 bits; pass a larger value",
     )
 
 

@@ -32,5 +32,5 @@ def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: st
         "memory_bytes": running_bytes(model, case, vocabulary_size(model.config)),
         "memory_from": f"estimate, opened in {'fp32' if opened == 'fp32' else '16 bits'}",
         "step_time_s": step_gemm_seconds(gemms_of(model), batch_size * seq_len, peaks, method=None, train=False),
-        "time_from": "roofline of its Linears, measured peaks here",
+        "time_from": "roofline of its Linear layers, from measured peaks",
     }

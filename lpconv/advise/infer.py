@@ -66,13 +66,13 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
         last_s = limit.spent_s
         known = [row]
         if row.gap is not None and row.gap.high <= quality:
-            known += _ruled_out(larger, f"larger than {row.name}, which keeps the quality")
+            known += _ruled_out(larger, f"larger than {row.name}, which is good enough")
             kept = True
         if row.gap is not None and row.gap.low > quality:
-            known += _ruled_out(smaller, f"noisier than {row.name}, which does not keep the quality")
+            known += _ruled_out(smaller, f"noisier than {row.name}, which is not good enough")
             missed = True
         elif smaller and least_gap(smaller[-1], row, trial.subject.metric) > _DOUBT * quality:
-            known += _ruled_out(smaller, f"far noisier than {row.name}, whose gap would grow beyond the quality")
+            known += _ruled_out(smaller, f"much noisier than {row.name}, so its gap would exceed the limit")
             missed = True
         yield known
 
@@ -102,7 +102,7 @@ def _screened(trial: Trial) -> list[AdviceRow]:
 
 def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
     """A conversion with its size, sampled noise, and a forecast of its memory and time."""
-    why = "no time was left to try it"
+    why = "there was no time left to try it"
     row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
     try:
         with job_of(trial.subject, settings) as job:

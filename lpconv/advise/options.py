@@ -51,7 +51,7 @@ def _positive(key: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise UsageError(f"--budget {key}={text}: expected a number above zero", hint=f"for example {key}=0.01")
+        raise UsageError(f"--budget {key}={text}: expected a number above 0", hint=f"for example {key}=0.01")
     return value
 
 
@@ -65,8 +65,8 @@ class AdviseOptions:
     data: Annotated[
         str | None,
         Option(
-            "File (txt, jsonl, json, csv, tsv or parquet) with text like what the model will see",
-            default="plays that ship with lpconv",
+            "File (txt, jsonl, json, csv, tsv or parquet) with text like the model will see in use",
+            default="the sample text",
             metavar="FILE",
             is_path=True,
         ),
@@ -74,7 +74,7 @@ class AdviseOptions:
     budget: Annotated[
         Budget,
         Option(
-            "Limits: quality (nats of loss, or relative error), memory of a step, minutes of measuring",
+            "Limits: quality= (added loss in nats, or relative error), memory= (of a step), minutes= (of measuring)",
             default="quality=0.01,minutes=10",
             metavar="quality=Q,memory=M,minutes=T",
             parse=parse_budget,
@@ -85,18 +85,18 @@ class AdviseOptions:
         Gt(4),
         Lt(32),
         Option(
-            "Bits per weight, within which each layer gets its own format",
+            "Average bits per weight; each layer then gets its own format",
             default="one format for all",
         ),
     ] = None
-    batch_size: Annotated[int, Ge(1), Option("Number of sequences in a step")] = 8
+    batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8
     seq_len: Annotated[
-        int | None, Ge(2), Option("Number of tokens in a sequence", default="128, or the model's maximum")
+        int | None, Ge(2), Option("Number of tokens per sequence", default="128, or the model's maximum")
     ] = None
-    task: Annotated[str, _train("Task that the model is trained for", choices=TASKS)] = "auto"
+    task: Annotated[str, _train("Training task", choices=TASKS)] = "auto"
     steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = FinetuneOptions.steps
-    lr: Annotated[float, Gt(0), _train("Highest learning rate", example="5e-5")] = Arithmetic().usual_lr
-    seed: Annotated[int, Ge(0), Option("Seed of masks and of the first run")] = 0
+    lr: Annotated[float, Gt(0), _train("Peak learning rate", example="5e-5")] = Arithmetic().usual_lr
+    seed: Annotated[int, Ge(0), Option("Seed of token masks and of the first run")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False
     force: Force = False

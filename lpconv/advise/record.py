@@ -71,7 +71,9 @@ def read_advice(path: Path) -> AdviceResult:
     """Read an advice from a file. Raises InputError if it contains none."""
     document = read_json(path)
     if document.get("kind") != "advice":
-        raise InputError(f"`{path}` is no advice", hint="pass an output of `lpconv advise`")
+        raise InputError(
+            f"`{path}` is not an output of `lpconv advise`", hint="pass the directory that `lpconv advise` wrote"
+        )
     return from_json(AdviceResult, document)
 
 

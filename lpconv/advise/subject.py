@@ -34,7 +34,7 @@ from lpconv.train.data import is_text, read_rows
 from lpconv.verify.logits import compare_outputs, outputs_of
 
 Window = dict[str, Tensor]
-_NO_TEXT = "`lpconv convert MODEL --verify logits` says what a conversion does to its outputs"
+_NO_TEXT = "use `lpconv convert MODEL --verify logits` to measure what a conversion changes in its outputs"
 _MAX_WINDOWS = 64
 _PROBED = 2  # windows in the probed step
 
@@ -109,13 +109,13 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
         prepared = prepare_run(checkpoint, asked, progress, hint=_NO_TEXT)
     if prepared.data_words == RANDOM_IDS:
         raise InputError(
-            f"`{checkpoint.origin.name}` has no tokenizer, and random ids say nothing about its quality",
-            hint="copy the tokenizer's files beside the weights",
+            f"`{checkpoint.origin.name}` has no tokenizer; quality cannot be measured on random token ids",
+            hint="copy the tokenizer files next to the weights",
         )
     if prepared.opened.missing:
         raise InputError(
-            f"not in the checkpoint, so random here: {code_list(prepared.opened.missing)}",
-            hint="fetch the checkpoint again",
+            f"the checkpoint lacks these weights, so they would be random: {code_list(prepared.opened.missing)}",
+            hint="download the checkpoint again",
         )
     if options.data is not None:
         prepared = replace(prepared, data_words=Path(options.data).name)

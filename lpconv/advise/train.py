@@ -121,9 +121,9 @@ def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
                 name=name,
                 settings={"recipe": name},
                 status="unmeasured" if fits else "pruned",
-                why="no time was left for its steps"
+                why="there was no time left to train it"
                 if fits
-                else "weights, gradients and optimizer alone exceed the memory",
+                else "weights, gradients and optimizer state alone exceed the memory limit",
                 memory_bytes=needed,
                 memory_from="estimate without activations",
             )
@@ -154,7 +154,7 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
                 row = judged(_measured(row, run, outlook(ends, steps=steps, horizon=o.steps)), o.budget)
             yield row
         if row.meets:
-            why = f"keeps no less memory than {row.name}, which keeps the quality"
+            why = f"uses at least as much memory as {row.name}, which is good enough"
             yield from (replace(other, status="pruned", why=why) for other in waiting)
             return
 

@@ -30,7 +30,7 @@ def read_document(path: Path) -> Any:
         return parse(text)
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         kind = path.suffix.lstrip(".").upper()
-        raise UsageError(f"`{path}` is not valid {kind}: {e}", hint="see docs/batch.md for a manifest that is") from e
+        raise UsageError(f"`{path}` is not valid {kind}: {e}", hint="docs/batch.md shows a valid manifest") from e
 
 
 class _TextLoader(yaml.BaseLoader):
@@ -41,7 +41,7 @@ class _TextLoader(yaml.BaseLoader):
         for number, key in enumerate(keys):
             if key in keys[:number]:
                 mark = node.value[number][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` occurs twice", mark)
         return super().construct_mapping(node, deep)
 
 
@@ -57,7 +57,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"key `{next(n for n in names if names.count(n) > 1)}` is there twice")
+        raise ValueError(f"key `{next(n for n in names if names.count(n) > 1)}` occurs twice")
     return mapping
 
 

@@ -120,7 +120,7 @@ _ID_TEXT = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{_ID.p
 
 def _read_id(text: str) -> str:
     if not _ID.fullmatch(text):
-        raise UsageError(f"`{text}` is no id", hint="use letters, digits, dots, dashes and underscores")
+        raise UsageError(f"`{text}` is not a valid id", hint="use only letters, digits, dots, dashes and underscores")
     return text
 
 
@@ -138,15 +138,15 @@ class BatchJob:
     output: Annotated[
         Path, Option("Folder to write, relative to the manifest", default="out/ID", parse=str, given=_TEXT)
     ]
-    needs: Annotated[tuple[str, ...], Option("Earlier jobs without which this one does not run", default="none")] = ()
+    needs: Annotated[tuple[str, ...], Option("Earlier jobs that must succeed before this one", default="none")] = ()
     cpus: Annotated[
-        int | None, Ge(1), Option("Cores of a job among others", default="its share; of a bench all of a machine")
+        int | None, Ge(1), Option("CPU cores to reserve for the job", default="an equal share; all cores for a bench")
     ] = None
-    gpus: Annotated[int, Ge(0), Option("GPUs of a job among others")] = 0
+    gpus: Annotated[int, Ge(0), Option("GPUs to reserve for the job")] = 0
     memory: Annotated[
-        int | None, size_option("Memory kept for a job among others, such as 8GB", default="max_memory, or its share")
+        int | None, size_option("Memory to reserve for the job, such as 8GB", default="max_memory, or an equal share")
     ] = None
-    split: Annotated[int, Ge(1), Option("Number of workers that share a conversion out among them")] = 1
+    split: Annotated[int, Ge(1), Option("Number of workers that share the conversion")] = 1
     options: JobOptions
 
 

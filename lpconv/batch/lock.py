@@ -73,7 +73,9 @@ def read_lock(path: Path) -> Lock | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as e:
-        raise InputError(f"cannot read lock file `{path}`: {e}", hint="restore it, or remove it and run again") from e
+        raise InputError(
+            f"cannot read lock file `{path}`: {e}", hint="restore the file, or delete it and run again"
+        ) from e
 
 
 def begin_lock(path: Path) -> Lock:
@@ -152,7 +154,7 @@ def stale_reasons(job: BatchJob, entry: LockEntry, folder: Path) -> list[str]:
     """Reasons why the finished output of `job` is outdated; empty if it is up to date."""
     proof = job.output / KINDS[job.kind].proof
     if entry.checksums_sha256 is not None and (not proof.is_file() or sha256_of(proof) != entry.checksums_sha256):
-        return [f"its {proof.name} is not the one in the lock"]
+        return [f"its {proof.name} differs from the one in the lock file"]
     changed = [f"{f.name} was changed" for f in entry.files if _size(job.output / f.name) != f.size_bytes]
     sources = _source_differences(entry, folder, since=proof.stat().st_mtime)
     return [*changed, *_job_differences(job, entry, folder), *sources]
@@ -164,19 +166,19 @@ def check_lockable(manifest: Manifest, jobs: tuple[BatchJob, ...], lock: Lock | 
     Raises VerificationError that lists every difference, or InputError if there is no lock.
     """
     if lock is None:
-        hint = "run the batch once without --locked, and keep the lock it writes"
-        raise InputError(f"there is no lock file `{manifest.lock_path}`", hint=hint)
+        hint = "run the batch once without --locked, and keep the lock file that it writes"
+        raise InputError(f"lock file `{manifest.lock_path}` does not exist", hint=hint)
     differences: list[str] = []
     for job in jobs:
         entry = lock.get(job.id)
         if entry is None:
-            differences.append(f"{job.id}: not in the lock")
+            differences.append(f"{job.id}: not in the lock file")
             continue
         differences += [f"{job.id}: {d}" for d in _job_differences(job, entry, manifest.folder)]
         differences += [f"{job.id}: {d}" for d in _source_differences(entry, manifest.folder, since=None)]
     if differences:
         raise VerificationError(
-            "the batch differs from its lock: " + "; ".join(differences),
+            "the batch differs from its lock file: " + "; ".join(differences),
             hint="run without --locked to write a new lock",
             details={"differences": differences},
         )
@@ -201,8 +203,8 @@ def check_locked_result(job: BatchJob, entry: LockEntry, outcome: JobOutcome) ->
     aside = _move_aside(job.output)
     changed = [f"{k} {entry.versions.get(k)} → {v}" for k, v in outcome.versions.items() if entry.versions.get(k) != v]
     raise VerificationError(
-        f"{job.id}: files differ from the lock: {', '.join(differing)}",
-        hint=f"the output is kept as `{aside}`; versions: {', '.join(changed) or 'as in the lock'}",
+        f"{job.id}: files differ from the lock file: {', '.join(differing)}",
+        hint=f"the output was kept as `{aside}`; versions: {', '.join(changed) or 'as in the lock file'}",
         details={"differences": differing, "versions": changed},
     )
 
@@ -212,7 +214,7 @@ def _job_differences(job: BatchJob, entry: LockEntry, folder: Path) -> Iterator[
     locked = _lockable_settings(entry.settings, job) | {"kind": entry.kind, "model": entry.model}
     for name in sorted(settings.keys() | locked.keys()):
         if settings.get(name) != locked.get(name):
-            yield f"{name} is {_show(settings.get(name))} and was {_show(locked.get(name))}"
+            yield f"{name} is {_show(settings.get(name))} but was {_show(locked.get(name))}"
 
 
 def _show(value: Any) -> str:

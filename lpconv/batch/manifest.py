@@ -74,7 +74,9 @@ def _check_version(version: Any) -> None:
 def _job_list(top: dict[str, Any]) -> list[Any]:
     jobs = top.get("jobs")
     if not isinstance(jobs, list) or not jobs:
-        raise UsageError("jobs: expected a list with at least one job", hint="a job is {id: …, model: …}")
+        raise UsageError(
+            "jobs: expected a list with at least one job", hint="for example jobs: [{id: first, model: bert-base}]"
+        )
     return jobs
 
 
@@ -111,15 +113,18 @@ def _job(
     own = {key: settings.pop(key) for key in COMMON_FIELDS if key in settings}
     for key in ("id", "model"):
         if key not in own:
-            raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model; add `{key}: …`")
+            raise UsageError(f"{place}: `{key}` is missing", hint=f"every job needs an id and a model: add `{key}: …`")
     job_id = own["id"]
     model, needs = _model_and_needs(own, earlier, place)
     if is_url(str(own.get("output", ""))):
         with _prefix_errors(f"{place}.output"):
-            raise UsageError("a job writes to a folder", hint="copy it from there, or convert by a command of its own")
+            raise UsageError(
+                "a job can only write to a local folder",
+                hint="copy the output from there, or run `lpconv convert` directly",
+            )
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
-        raise UsageError(f"{place}.split: a {kind} job is not shared out", hint="only conversions are")
+        raise UsageError(f"{place}.split: a {kind} job cannot be split", hint="only conversions can be split")
     with _prefix_errors(f"{place} ({job_id})"):
         options = KINDS[kind].options(settings)
         if own.get("split", 1) > 1 and isinstance(options, ConvertOptions):
@@ -165,11 +170,12 @@ def _resolve_path(name: str, folder: Path) -> str:
 def _check_unique(jobs: Sequence[BatchJob]) -> None:
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
-            raise UsageError(f"jobs[{number}].output: is the model itself", hint="name another folder")
+            raise UsageError(f"jobs[{number}].output: this is the model itself", hint="use another folder")
         for earlier_number, earlier in enumerate(jobs[:number]):
             if job.id == earlier.id:
                 raise UsageError(
-                    f"jobs[{number}].id: `{job.id}` is the id of jobs[{earlier_number}]", hint="ids are unique"
+                    f"jobs[{number}].id: `{job.id}` is the id of jobs[{earlier_number}]",
+                    hint="give every job a different id",
                 )
             if job.output.is_relative_to(earlier.output) or earlier.output.is_relative_to(job.output):
                 raise UsageError(

@@ -48,8 +48,8 @@ def _check_needs(jobs: Sequence[BatchJob], executor: Executor) -> None:
         if not any(needs.fits(machine) for machine in executor.machines):
             available = "; ".join(dict.fromkeys(map(str, executor.machines)))
             raise UnsupportedError(
-                f"{job.id} needs {needs}, which no machine has: {available}",
-                hint="ask for less in the manifest: cpus, gpus, memory",
+                f"{job.id} needs {needs}, but no machine has that much: {available}",
+                hint="lower cpus, gpus or memory in the manifest",
                 details={"job": job.id, "needs": dataclasses.asdict(needs)},
             )
 

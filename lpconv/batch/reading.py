@@ -83,9 +83,9 @@ def _defaults() -> dict[str, Any]:
     schema = _mapping(SHARED_FIELDS | dict(KINDS[DEFAULT_KIND].fields))
     for name, kind in KINDS.items():
         if name != DEFAULT_KIND:
-            described = {"description": f"settings of every job of kind {name} that does not say otherwise"}
+            described = {"description": f"default settings of jobs of kind {name}"}
             schema["properties"][name] = _mapping(SHARED_FIELDS | dict(kind.fields)) | described
-    return schema | {"description": "settings of every job that does not say otherwise"}
+    return schema | {"description": "default settings of all jobs"}
 
 
 def _mapping(fields: Mapping[str, Declared]) -> dict[str, Any]:
@@ -159,12 +159,14 @@ def read_mapping(
             hint = f"did you mean `{near}`?" if near else _keys_hint(known)
             raise UsageError(f"{where}: unknown key", hint=hints.get(name, hint))
         if name in fields:
-            raise UsageError(f"{where}: given twice, with - and with _", hint="keep one of them")
+            raise UsageError(
+                f"{where}: the key occurs twice, once with - and once with _", hint="keep only one of them"
+            )
         fields[name] = value
     return fields
 
 
-_NOT_A_KEY = {"resume": "resuming belongs to a run, not to a manifest: pass --resume"}
+_NOT_A_KEY = {"resume": "pass --resume on the command line instead"}
 
 
 def _keys_hint(known: Collection[str]) -> str:
@@ -187,7 +189,7 @@ def _read_rule(raw: Any) -> FormatRule:
     rule = read_mapping(raw, ("match", "format", "keep"), ".")
     is_kept = str(rule.pop("keep", False)).casefold() in ("true", "yes", "on")
     if "match" not in rule or is_kept == ("format" in rule):
-        raise UsageError("a rule has `match` and either `format` or `keep: true`", hint=_RULE_HINT)
+        raise UsageError("a rule needs `match` and either `format` or `keep: true`", hint=_RULE_HINT)
     return parse_rule(f"{rule['match']}={'keep' if is_kept else rule['format']}")
 
 

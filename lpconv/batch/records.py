@@ -62,7 +62,7 @@ def job_error(error: BaseException) -> JobError:
         code=1,
         kind="bug",
         message=f"{type(error).__name__}: {error}",
-        hint="this is a bug of lpconv; please report it with the traceback in the details",
+        hint="this is a bug in lpconv; please report it with the traceback in the details",
         details={"traceback": traceback.format_exception(error)},
     )
 
@@ -86,7 +86,7 @@ def error_from_answer(answer: Answer) -> JobError:
         code=128 - code if code < 0 else code or 1,
         kind="crash",
         message=f"the process of the job {how}" + (f": {answer.last:.200}" if answer.last else ""),
-        hint="is memory short? Run again with --resume",
+        hint="it may have run out of memory; run again with --resume",
     )
 
 

@@ -61,7 +61,7 @@ class JobsFailedError(BatchError):
         failed = [job.id for job in result.failed]
         super().__init__(
             f"{len(failed)} of {len(result.jobs)} jobs failed: {', '.join(failed)}",
-            hint="repair them and run again with --resume, which skips what is up to date",
+            hint="fix them and run again with --resume, which skips jobs that are up to date",
             details=to_json(result),
         )
         self.result = result
@@ -156,12 +156,12 @@ class _BatchRun:
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.options.dry_run:
             return replace(
-                job_result(job, PLANNED), warnings=(f"nothing is known before {', '.join(lacking)} is done",)
+                job_result(job, PLANNED), warnings=(f"cannot be planned until {', '.join(lacking)} is done",)
             )
         if lacking:
             raise InputError(
-                f"{job.id} needs {lacking[0]}, and `{self._output_of(lacking[0])}` is not there",
-                hint=f"run {lacking[0]} first, or in the same batch",
+                f"{job.id} needs the output of {lacking[0]}, but `{self._output_of(lacking[0])}` does not exist",
+                hint=f"run {lacking[0]} first, or include it in this batch",
             )
         return self._up_to_date(job)
 
@@ -176,8 +176,8 @@ class _BatchRun:
         if job.options.force:
             return None
         raise OutputExistsError(
-            f"output `{job.output}` is there, but not up to date: {'; '.join(reasons)}",
-            hint="remove it, name another output, or set `force: true` in the job",
+            f"output `{job.output}` exists but is out of date: {'; '.join(reasons)}",
+            hint="delete it, choose another output, or set `force: true` in the job",
         )
 
     def _plan(self, job: BatchJob) -> JobResult:

@@ -114,7 +114,7 @@ def _bench(job: BatchJob, progress: Progress) -> JobOutcome:
     assert isinstance(options, BenchOptions)
     path = job.output / BENCH_FILE
     if path.exists() and not (options.force or options.resume):
-        raise OutputExistsError(f"`{path}` exists", hint="set `force: true` in the job, or name another output")
+        raise OutputExistsError(f"`{path}` exists", hint="set `force: true` in the job, or choose another output")
     judged = judge_of(options)
     source = _source(job)
     with keep_results(path, judged, lambda partial: None) as keep:

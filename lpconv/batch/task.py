@@ -26,7 +26,7 @@ _BEGIN = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("nobody waits any more")
+    sys.exit("the parent process has ended")
 if sys.argv[2]:
     os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
 os.execv(sys.executable, [sys.executable, "-m", "lpconv", "batch", *sys.argv[3:]])

@@ -146,13 +146,15 @@ def parallel_of(processes: int, name: str | None, *, modes: Sequence[str], compi
         find("kind of parallelism", name, dict.fromkeys(PARALLEL))
     if processes == 1:
         if name is not None:
-            raise UsageError(f"--parallel {name} of one process", hint="add --processes 2, or start it with torchrun")
+            raise UsageError(
+                f"--parallel {name} needs more than one process", hint="add --processes 2, or start with torchrun"
+            )
         return None
     if compiled == "graphs":
-        raise UsageError("CUDA graphs of several processes are not measured", hint="pass --compile blocks")
+        raise UsageError("CUDA graphs cannot be measured with several processes", hint="pass --compile blocks")
     if name == "fsdp2" and "infer" in modes:
         raise UsageError(
-            "--parallel fsdp2 shards what is trained, not codes for inference",
-            hint="pass --mode train, or --parallel ddp for copies that infer side by side",
+            "--parallel fsdp2 shards trained weights, not codes for inference",
+            hint="pass --mode train, or --parallel ddp to run independent copies",
         )
     return name or PARALLEL[0]

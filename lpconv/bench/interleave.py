@@ -23,7 +23,7 @@ _RESAMPLES = 2000
 def quantile(samples: Sequence[float], share: float) -> float:
     """The sample quantile with linear interpolation. Raises UsageError if there are no samples."""
     if not samples:
-        raise UsageError("no samples to summarise", hint="ask for at least one iteration")
+        raise UsageError("there are no samples to summarise", hint="run at least one iteration")
     ordered = sorted(samples)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -41,8 +41,8 @@ def bootstrap_ratio(baseline: Sequence[float], variant: Sequence[float], *, seed
     """
     if not baseline or len(baseline) != len(variant):
         raise UsageError(
-            f"{len(baseline)} rounds of the baseline and {len(variant)} of the variant",
-            hint="both need the same number of rounds, and at least one",
+            f"the baseline has {len(baseline)} rounds and the variant {len(variant)}",
+            hint="both need the same number of rounds, at least one",
         )
     logs = [math.log(b / v) for b, v in zip(baseline, variant, strict=True)]
     value = math.exp(_trimmed_mean(logs))
@@ -118,8 +118,8 @@ def interleave(baseline: MeasuredProcess, variant: MeasuredProcess | None, effor
 def _check_recompiles(samples: Samples) -> None:
     if samples.recompiles:
         raise VerificationError(
-            f"torch.compile compiled {samples.recompiles} times after the warm-up; the times are not those of a step",
-            hint="measure with --compile off, or report the model to lpconv",
+            f"torch.compile recompiled {samples.recompiles} times after the warm-up, so the step times are not valid",
+            hint="measure with --compile off, and please report the model",
         )
 
 

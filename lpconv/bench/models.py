@@ -29,7 +29,9 @@ def find_model(case: Case) -> Blueprint:
     _limit_layers(model.config, case.layers)
     most = max_length(model.config)
     if most is not None and case.seq > most:
-        raise UsageError(f"--seq {case.seq} is more than the model's {most} positions", hint=f"pass at most {most}")
+        raise UsageError(
+            f"--seq {case.seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}"
+        )
     model.config.use_cache = False  # only whole sequences are measured, not decoding token by token
     model.config._attn_implementation = "sdpa"
     return model
@@ -41,7 +43,7 @@ def _limit_layers(config: Any, layers: int | None) -> None:
     key = next((k for k in _LAYER_KEYS if hasattr(config, k)), None)
     own = getattr(config, key) if key else 0
     if key is None or not 1 <= layers <= own:
-        raise UsageError(f"--layers {layers}: the model has {own}", hint=f"pass 1 to {own}")
+        raise UsageError(f"--layers {layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")
     setattr(config, key, layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
@@ -122,8 +124,8 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
     where = "GPU" if case.device != "cpu" else "machine"
     raise ResourceError(
         f"batch {case.batch} x {case.seq} of `{case.model}` needs about {size_text(estimate)}; this {where} has "
-        f"{size_text(free)} free, of which the case may take {share_text(share, 1)}",
-        hint="take a smaller --batch or --seq, or fewer --layers",
+        f"{size_text(free)} free, of which a case may use {share_text(share, 1)}",
+        hint="lower --batch, --seq or --layers",
         details={"estimate_bytes": estimate, "free_bytes": free},
     )
 

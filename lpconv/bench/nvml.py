@@ -98,9 +98,11 @@ def measure_energy(
     steps = spin(1.25 * _MIN_WINDOW_S)
     joules, window = (monitor.energy_mj() - before) / 1e3, clock() - start
     if window < _MIN_WINDOW_S:
-        return EnergyRecord(window_s=window, unavailable=f"the window was {window:.1f} s, under {_MIN_WINDOW_S:.0f} s")
+        return EnergyRecord(
+            window_s=window, unavailable=f"the measurement took {window:.1f} s, less than {_MIN_WINDOW_S:.0f} s"
+        )
     if joules <= 0 or steps < 1:
-        return EnergyRecord(window_s=window, unavailable="the GPU's energy counter did not move")
+        return EnergyRecord(window_s=window, unavailable="the GPU's energy counter did not change")
     return EnergyRecord(
         joules_per_step=joules / steps, joules_per_token=joules / steps / tokens_per_step, window_s=window
     )

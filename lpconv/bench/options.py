@@ -21,7 +21,7 @@ _check = functools.partial(Option, panel="Results")
 
 def _device(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise UsageError(f"unknown device `{text}`", hint="cpu, cuda or cuda:N")
+        raise UsageError(f"unknown device `{text}`", hint="pass cpu, cuda or cuda:N")
     return text
 
 
@@ -32,10 +32,10 @@ class Effort:
     They are divided among `launches`, each with new processes.
     """
 
-    min_iterations: Annotated[int, Ge(1), _how("Smallest number of timed steps per case", name="min_iters")] = 30
-    min_seconds: Annotated[float, Ge(0), _how("Smallest number of seconds per case", name="min_time")] = 2.0
-    rounds: Annotated[int, Ge(1), _how("Number of turns that baseline and variant take")] = 12
-    launches: Annotated[int, Ge(1), _how("Number of launches in new processes, over which the turns are spread")] = 3
+    min_iterations: Annotated[int, Ge(1), _how("Minimum number of timed steps per case", name="min_iters")] = 30
+    min_seconds: Annotated[float, Ge(0), _how("Minimum measuring time per case, in seconds", name="min_time")] = 2.0
+    rounds: Annotated[int, Ge(1), _how("Number of rounds, in each of which baseline and variant take turns")] = 12
+    launches: Annotated[int, Ge(1), _how("Number of new processes over which the rounds are spread")] = 3
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
@@ -44,7 +44,7 @@ class Effort:
             raise UsageError(
                 f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
                 "to report",
-                hint="ask for at least one of each",
+                hint="pass at least 1 for each of them",
             )
 
     def of_a_launch(self) -> "Effort":
@@ -79,19 +79,19 @@ class BenchOptions:
             panel=None,
         ),
     ] = ()
-    modes: Annotated[tuple[str, ...], _what("Kinds of steps", name="mode", choices=MODES, comma=True, panel=None)] = (
-        "infer",
-    )
+    modes: Annotated[
+        tuple[str, ...], _what("Kinds of steps to measure", name="mode", choices=MODES, comma=True, panel=None)
+    ] = ("infer",)
     optimizers: Annotated[
-        tuple[str, ...], _what("Optimizers of training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
+        tuple[str, ...], _what("Optimizers for training steps", name="optimizer", choices=BENCH_OPTIMIZERS, comma=True)
     ] = ("adamw",)
-    layers: Annotated[int | None, Ge(1), _what("Number of the model's layers to keep", default="all")] = None
+    layers: Annotated[int | None, Ge(1), _what("Number of model layers to keep", default="all")] = None
     batches: Annotated[
         tuple[int, ...],
         Ge(1),
         _what(
-            "Number of sequences in a step of a process",
-            default="what suits the device",
+            "Number of sequences per step and process",
+            default="chosen by device",
             name="batch",
             comma=True,
         ),
@@ -99,15 +99,15 @@ class BenchOptions:
     seqs: Annotated[
         tuple[int, ...],
         Ge(1),
-        _what("Number of tokens in a sequence", default="what suits the device", name="seq", comma=True),
+        _what("Number of tokens per sequence", default="chosen by device", name="seq", comma=True),
     ] = ()
-    baseline: Annotated[str, _how("Form that the others are compared with", choices=BASELINES, panel=None)] = (
+    baseline: Annotated[str, _how("Baseline that all variants are compared with", choices=BASELINES, panel=None)] = (
         "bf16+compile"
     )
     compiled: Annotated[
         str,
         _how(
-            "Part of the model that torch.compile takes at once",
+            "What to compile with torch.compile",
             name="compile",
             what="compile mode",
             choices=COMPILE_MODES,
@@ -123,23 +123,23 @@ class BenchOptions:
     ] = None
     parallel: Annotated[
         str | None,
-        _how("Sharing of a model among processes", default="ddp", what="kind of parallelism", choices=PARALLEL),
+        _how("How processes share a model", default="ddp", what="kind of parallelism", choices=PARALLEL),
     ] = None
     threads: Annotated[int | None, Ge(1), _how("Number of CPU threads of each process", default="torch's own")] = None
     effort: Annotated[Effort, Group(Effort)] = Effort()
     seed: Annotated[int, Ge(0), _how("Seed of weights and token ids")] = 0
     compare: Annotated[
         str | None,
-        _check("Older result, as JSON, against which a regression is a failure", metavar="FILE", is_path=True),
+        _check("Older result (JSON); fail if a row became slower", metavar="FILE", is_path=True),
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        gate_option("Condition on every row, such as 'speedup>=1.2'", kind="bench"),
+        gate_option("Fail with exit code 5 unless every row meets this, such as 'speedup>=1.2'", kind="bench"),
     ] = ()
-    command: Annotated[str | None, Option("Command that the result names", only="caller", of_run=True)] = None
+    command: Annotated[str | None, Option("Command line to record in the result", only="caller", of_run=True)] = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False
-    force: Annotated[bool, Option("Replace a result that is there", only="manifest", of_run=True)] = False
+    force: Annotated[bool, Option("Replace an existing result", only="manifest", of_run=True)] = False
 
     @property
     def num_processes(self) -> int:

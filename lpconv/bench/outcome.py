@@ -14,7 +14,7 @@ from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import write_small
 
-REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older document"
+REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older result"
 
 
 def compare_rows(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
@@ -71,15 +71,19 @@ def _failure(result: BenchResult) -> LpconvError | None:
     gates = [g.expression for g in result.gates if not g.passed]
     worse = [c.name for c in result.changes if c.change == REGRESSION]
     if failed:
-        return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and kept")
+        return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and saved")
     if gates:
-        return VerificationError(f"{plural(len(gates), 'gate')} failed: {'; '.join(gates)}", hint="see the table")
+        return VerificationError(
+            f"{plural(len(gates), 'gate')} failed: {'; '.join(gates)}", hint="the table shows the measured values"
+        )
     if worse:
-        return VerificationError(f"slower than before: {'; '.join(worse)}", hint="see the table of changes")
+        return VerificationError(
+            f"slower than the older result: {'; '.join(worse)}", hint="the table shows what changed"
+        )
     if result.changes and all(c.change == NEW for c in result.changes):
         return VerificationError(
-            "no row is in the older document, so nothing was compared",
-            hint="pass the same model, sizes, processes, compile mode, baseline and device as then",
+            "the older result has none of these rows, so nothing was compared",
+            hint="use the model, sizes, processes, compile mode, baseline and device of the older run",
         )
     return None
 
@@ -89,8 +93,8 @@ def _too_large(result: BenchResult) -> LpconvError | None:
     if not rows:
         return None
     return ResourceError(
-        f"{plural(len(rows), 'row')} did not fit; the first: {rows[0].reason}",
-        hint="the other rows were measured and kept",
+        f"{plural(len(rows), 'row')} did not fit into memory; the first: {rows[0].reason}",
+        hint="the other rows were measured and saved",
     )
 
 
@@ -98,7 +102,9 @@ def _nothing_left(result: BenchResult) -> LpconvError | None:
     variants = [r for r in result.rows if not r.is_baseline]
     if not variants or any(r.status != SKIPPED for r in variants):
         return None
-    return UnsupportedError(f"{variants[0].name}: {variants[0].reason}", hint="nothing else was asked for")
+    return UnsupportedError(
+        f"{variants[0].name}: {variants[0].reason}", hint="this was the only variant, so nothing was measured"
+    )
 
 
 @contextmanager
@@ -129,5 +135,7 @@ def read_bench(path: Path) -> BenchResult:
     """Read a bench result from a file. Raises InputError if the file does not contain one."""
     document = read_json(path)
     if document.get("kind") != "bench":
-        raise InputError(f"`{path}` is no result of a bench", hint="pass a file of `lpconv bench --save`")
+        raise InputError(
+            f"`{path}` is not a result of `lpconv bench`", hint="pass a file written by `lpconv bench --save`"
+        )
     return from_json(BenchResult, document)

@@ -18,17 +18,17 @@ def check_parallel(case: Case) -> None:
         return
     if case.parallel != "fsdp2":
         raise UnsupportedError(
-            "DistributedDataParallel averages plain gradients, and those of scaled tensors are none",
-            hint="--parallel fsdp2 sums their values",
+            "DistributedDataParallel cannot average the gradients of scaled tensors",
+            hint="pass --parallel fsdp2, which can",
         )
     if case.format == "fp16":
         raise UnsupportedError(
-            "FSDP keeps gradients in the dtype of their parameter, and fp16 holds them at a scale only",
-            hint=f"measure {case.method} in fp16 in one process, or in fp8",
+            "FSDP keeps gradients in the parameter's dtype, and fp16 cannot hold them without a scale",
+            hint=f"measure {case.method} in fp8, or in fp16 with one process",
         )
     if case.compiled != "off":
         raise UnsupportedError(
-            "scaled tensors under --parallel fsdp2 have not been tried compiled", hint="pass --compile off"
+            "scaled tensors under --parallel fsdp2 have not been tested with torch.compile", hint="pass --compile off"
         )
 
 

@@ -37,10 +37,13 @@ def check_codes(case: Case, known: Blueprint) -> None:
     if case.format != CODES:
         return
     if case.mode == "train":
-        raise UnsupportedError("weights that stay codes do not train", hint="measure them in --mode infer")
+        raise UnsupportedError(
+            "weights that are kept as codes cannot be trained", hint="measure them with --mode infer"
+        )
     if known.checkpoint is None or quantization_method(known.checkpoint.config) is None:
         raise UnsupportedError(
-            f"`{case.model}` has no codes", hint="`lpconv convert` writes them: --method unit --format e4m3fn"
+            f"`{case.model}` stores no codes",
+            hint="convert it first: `lpconv convert MODEL --method unit --format e4m3fn`",
         )
 
 
@@ -87,7 +90,7 @@ def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     kept = head(model)  # it stays in 16 bits under every recipe, as in other libraries
     names = use_recipe(model, FP8_RECIPES[case.method], keep=() if kept is None else (kept,))
     if not names:
-        raise UnsupportedError(f"`{case.model}` has no Linear to run in fp8", hint="bench another model")
+        raise UnsupportedError(f"`{case.model}` has no Linear layer to run in fp8", hint="measure another model")
 
     def step() -> None:
         if case.mode == "train":
@@ -125,8 +128,8 @@ def _torchao(recipe: str) -> Callable[[nn.Module, Case], nn.Module]:
 def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
     if is_emulated(case):
         raise UnsupportedError(
-            "torchao runs fp8 inference on GPUs of compute capability 8.9 or higher only",
-            hint="compare in --mode train, where it emulates fp8",
+            "torchao's fp8 inference needs a GPU of compute capability 8.9 or higher",
+            hint="compare with --mode train, in which torchao emulates fp8",
         )
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
@@ -149,7 +152,9 @@ def _fits_tensor_cores(model: nn.Module, module: Any) -> bool:
 def _transformer_engine(model: nn.Module, case: Case) -> nn.Module:
     """TransformerEngine's Linear with its default recipe (delayed scaling) in place of every Linear but the head."""
     if is_emulated(case):
-        raise UnsupportedError("TransformerEngine needs a GPU of compute capability 8.9 or higher", hint="leave it out")
+        raise UnsupportedError(
+            "TransformerEngine needs a GPU of compute capability 8.9 or higher", hint="leave `te` out of --method"
+        )
     te = importlib.import_module("transformer_engine.pytorch")
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and _fits_tensor_cores(model, module):
@@ -184,7 +189,9 @@ def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if case.method in SCALED:
         if case.optimizer != "adamw":
-            raise UnsupportedError(f"scaled tensors do not train with {case.optimizer}", hint="use adamw")
+            raise UnsupportedError(
+                f"scaled tensors cannot be trained with {case.optimizer}", hint="use --optimizer adamw"
+            )
         state = torch.float32 if case.format == "fp32" else torch.bfloat16
         return ScaledAdamW(parameters, lr=_LR, master=False, state_dtype=state)
     assert case.optimizer is not None

@@ -188,7 +188,7 @@ class BenchRun:
         if self.monitor is None:
             return EnergyRecord(unavailable=_NO_NVML)
         if case.processes > 1:
-            return EnergyRecord(unavailable="it is measured of one process on one GPU")
+            return EnergyRecord(unavailable="it is only measured with one process on one GPU")
         return measure_energy(self.monitor, lambda seconds: int(team.ask("spin", seconds=seconds)), case.tokens)
 
     def _bare_row(self, case: Case, group: "_Group", error: LpconvError | None = None) -> BenchRow:

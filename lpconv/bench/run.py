@@ -20,8 +20,8 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 
 # Model to measure if none is named, its number of layers, and the reason.
-_ON_GPU = ("bert-large", None, "it fits any GPU, and fp8 has most to prove at its small shapes")
-_ON_CPU = ("bert-base", 2, "2 of its 12 layers take a CPU a moment, and bert-large would not")
+_ON_GPU = ("bert-large", None, "it fits any GPU, and its small shapes are the hardest for fp8")
+_ON_CPU = ("bert-base", 2, "2 of its 12 layers take a CPU only a moment")
 # (batch, sequence length) by default.
 _GPU_SIZE, _CPU_SIZE, _DEMO_SIZE = (8, 512), (1, 128), (4, 128)
 
@@ -36,7 +36,7 @@ def choose_model(model: str | None, layers: int | None, device: dict[str, Any]) 
     if model is None:
         model, usual_layers, why = _ON_CPU if is_cpu else _ON_GPU
         layers = layers or usual_layers
-        notes = (f"no model was named, so {model} is measured on {device['name']}: {why}",)
+        notes = (f"no model was given, so {model} is measured on {device['name']}: {why}",)
     batch, seq = _DEMO_SIZE if model == "demo" else _CPU_SIZE if is_cpu else _GPU_SIZE
     case = Case(
         model=model, layers=layers, format="bf16", method=PLAIN, mode="infer", optimizer=None, batch=batch, seq=seq,
@@ -59,7 +59,7 @@ def bench(
     """
     check(options)
     if (options.device or "").startswith("cuda") and not may_have_gpu():
-        raise UnsupportedError(f"there is no GPU here for --device {options.device}", hint="--device cpu")
+        raise UnsupportedError(f"--device {options.device}: this machine has no GPU", hint="pass --device cpu")
     progress = progress or Silent()
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model)
@@ -71,7 +71,8 @@ def bench(
         device = child.ask("look", device=options.device, processes=options.num_processes)
         if options.compiled == "graphs" and device["device"] == "cpu":
             raise UnsupportedError(
-                "--compile graphs records CUDA graphs, and a CPU has none", hint="pass blocks or model"
+                "--compile graphs needs a GPU, because it records CUDA graphs",
+                hint="pass --compile blocks or --compile model",
             )
         cases, notes = _cases(options, device)
         for note in notes:
@@ -110,7 +111,7 @@ def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], t
         )
     )
     if not cases:
-        raise UsageError("nothing to measure", hint="name at least one format and one mode")
+        raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
 
 

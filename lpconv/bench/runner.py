@@ -85,7 +85,7 @@ class CaseRunner:
             if self.case.compiled == "off":  # a peer that compiles on its own
                 raise
             first = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-            raise LpconvError(first, hint="--compile off --baseline bf16 does without torch.compile") from e
+            raise LpconvError(first, hint="pass --compile off --baseline bf16 to measure without torch.compile") from e
         self._graphs = _num_graphs()
         return time.perf_counter() - start
 

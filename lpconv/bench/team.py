@@ -90,15 +90,15 @@ class Child:
         code = self._process.wait()
         if code == _KILLED:
             return ResourceError(
-                "the system ended the process, as it does where memory runs out",
+                "the system killed the measuring process, probably because memory ran out",
                 hint="take a smaller --batch or --seq, or fewer --layers",
             )
         self._stderr.seek(0)
         lines = self._stderr.read().strip().splitlines()
         if not lines and code > 0:
             return ResourceError(
-                f"the measuring process ended with code {code}, and what it said could not be written",
-                hint="free some space for temporary files, or name another folder for them in TMPDIR",
+                f"the measuring process ended with code {code}, and its output could not be saved",
+                hint="free some space for temporary files, or set TMPDIR to another folder",
             )
         return LpconvError(f"the measuring process ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
 
@@ -237,7 +237,12 @@ def processes_of(asked: int | None, environ: Mapping[str, str] = os.environ) -> 
     if world == 1:
         return asked or 1
     if asked not in (None, world):
-        raise UsageError(f"--processes {asked} under torchrun with {world}", hint="leave --processes to torchrun")
+        raise UsageError(
+            f"--processes {asked} does not match torchrun's {world}", hint="leave --processes out under torchrun"
+        )
     if int(environ.get("LOCAL_WORLD_SIZE", world)) != world:
-        raise UnsupportedError("torchrun started this on several machines", hint="bench on one of them: --nnodes 1")
+        raise UnsupportedError(
+            "torchrun started processes on several machines",
+            hint="`lpconv bench` measures one machine: pass --nnodes 1 to torchrun",
+        )
     return world if environ.get("RANK") == "0" else None

@@ -43,8 +43,8 @@ def verdict_sentences(base: BenchRow, done: Sequence[BenchRow], roofline: StepRo
 def _emulation(low: Sequence[BenchRow], roofline: StepRoofline) -> Iterator[str]:
     if low and roofline.fp8_s is None:
         yield (
-            "fp8 is emulated here: this device has no fp8 arithmetic, so codes are decoded to bf16 and multiplied "
-            "there. The rows show numerics, memory and what the casts cost; they say nothing about speed on a GPU "
+            "This device emulates fp8: it has no fp8 arithmetic, so codes are decoded to bf16 and multiplied "
+            "in bf16. The rows show numerics, memory and the cost of casts, but not the speed on a GPU "
             "with fp8 tensor cores (compute capability 8.9 or higher)."
         )
 
@@ -74,13 +74,14 @@ def _shapes(roofline: StepRoofline) -> Iterator[str]:
     if gaining:
         best = max(gaining, key=lambda r: r.gain or 0)
         yield (
-            f"By the roofline of the measured peaks {plural(sum(r.count for r in gaining), 'Linear')} gain from fp8 "
-            f"{method}, most of all {best.n} x {best.k}: {best.gain:.2f}."
+            f"By the roofline of the measured peaks, {plural(sum(r.count for r in gaining), 'Linear layer')} gain from "
+            f"fp8 {method}, most of all {best.n} x {best.k}: {best.gain:.2f} times."
         )
     for r in losing:
-        since = f"it would gain from {r.break_even_tokens:,} tokens on" if r.break_even_tokens else "no batch helps"
+        tokens = r.break_even_tokens
+        since = f"it would gain with {tokens:,} tokens or more" if tokens else "no batch size helps"
         yield (
-            f"fp8 {method} will be slower for the {plural(r.count, 'Linear')} of {r.n} x {r.k} at {r.m:,} tokens "
+            f"Expect fp8 {method} to be slower in {plural(r.count, 'Linear layer')} of {r.n} x {r.k} at {r.m:,} tokens "
             f"({r.gain:.2f}), because the casts move more bytes than the products save; {since}."
         )
 
@@ -92,16 +93,18 @@ def _amdahl(base: BenchRow, low: Sequence[BenchRow], roofline: StepRoofline) -> 
     share = plain / step
     if share >= 1:
         return (
-            f"At the measured peak the Linears alone would take {share:.2f} times a whole step of {base.name}: the "
+            f"At the measured peak, Linear layers alone would take {share:.2f} times a step of {base.name}: the "
             "machine was busy when the peak was measured, so the step cannot be split into products and the rest."
         )
-    text = f"At the measured peak the Linears take {share_text(share, 1)} of a step of {base.name}"
+    text = f"At the measured peak, the Linear layers take {share_text(share, 1)} of a step of {base.name}"
     if fast is None:
-        return f"{text}; were they free, the step would be {1 / (1 - share):.2f} times as fast at most (Amdahl)."
+        return f"{text}; if they took no time, the step would be {1 / (1 - share):.2f} times as fast (Amdahl)."
     gain, expected = plain / fast, step / (step - plain + fast)
     measured = next((r.ratio.value for r in low if r.method == roofline.method and r.ratio), None)
     comparison = f"; measured {measured:.2f}" if measured is not None else ""
-    return f"{text}; {gain:.2f} times faster Linears make the step {expected:.2f} times as fast (Amdahl){comparison}."
+    return (
+        f"{text}; making them {gain:.2f} times faster makes the step {expected:.2f} times as fast (Amdahl){comparison}."
+    )
 
 
 def _padding(low: Sequence[BenchRow], gemms: Sequence[GemmRecord], m: int) -> Iterator[str]:
@@ -118,7 +121,7 @@ def _few_rounds(rows: Sequence[BenchRow]) -> Iterator[str]:
     timings = [r.timing for r in rows if r.timing and not r.is_baseline and r.timing.num_launches == 1]
     fewest = min((t.num_rounds for t in timings), default=_ENOUGH_ROUNDS)
     if fewest < _ENOUGH_ROUNDS:
-        yield f"The intervals come from {plural(fewest, 'round')}; with fewer than {_ENOUGH_ROUNDS} do not trust them."
+        yield f"The intervals come from {plural(fewest, 'round')}; do not trust them with fewer than {_ENOUGH_ROUNDS}."
 
 
 def _load_changes(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
@@ -129,7 +132,7 @@ def _load_changes(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
         if not 1 / _STEADY < change < _STEADY:
             yield (
                 f"While {r.name} was measured, {base.name} took {change:.2f} times as long as in its own row: the "
-                "machine's load changed. The speed-up allows for that, step and tokens/s do not."
+                "machine's load changed. The speed-up accounts for that, but step times and tokens/s do not."
             )
 
 
@@ -139,6 +142,6 @@ def _disturbances(rows: Sequence[BenchRow]) -> Iterator[str]:
     strangers = sorted({pid for s in states for pid in s.foreign_processes})
     reasons = sorted({reason for s in states for reason in s.throttle_reasons})
     if strangers:
-        yield f"Other processes used the GPU meanwhile ({', '.join(map(str, strangers))}): the times are doubtful."
+        yield f"Other processes used the GPU meanwhile ({', '.join(map(str, strangers))}): do not trust the times."
     if reasons:
-        yield f"The GPU was throttled ({', '.join(reasons)}): its times are those of a slower one."
+        yield f"The GPU was throttled ({', '.join(reasons)}), so the times are too long."

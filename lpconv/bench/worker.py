@@ -90,11 +90,13 @@ class Worker:
         """The device that a run would use (the first of several). Raises UnsupportedError if there is no such GPU."""
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", chosen):
-            raise UsageError(f"unknown device `{chosen}`", hint="cpu, cuda or cuda:0")
+            raise UsageError(f"unknown device `{chosen}`", hint="pass cpu, cuda or cuda:N")
         if chosen == "cpu":
             return {"device": "cpu", "index": None, "name": _device_name("cpu")}
         if not torch.cuda.is_available():
-            raise UnsupportedError("torch finds no GPU here", hint="leave --device out, or see `lpconv doctor`")
+            raise UnsupportedError(
+                "torch finds no GPU on this machine", hint="leave --device out, or see `lpconv doctor`"
+            )
         index = torch.device(chosen).index or 0
         _check_gpus(chosen, index, processes)
         return {"device": f"cuda:{index}", "index": index, "name": torch.cuda.get_device_name(index)}
@@ -152,13 +154,18 @@ class Worker:
 def _check_gpus(device: str, index: int, processes: int) -> None:
     num_gpus = torch.cuda.device_count()
     if processes > 1 and device != "cuda":
-        raise UsageError(f"`{device}` is one GPU for {processes} processes", hint="pass --device cuda")
+        raise UsageError(
+            f"{processes} processes cannot share the one GPU `{device}`",
+            hint="pass --device cuda, which gives each process its own",
+        )
     if processes > num_gpus:
         raise UnsupportedError(
-            f"{processes} processes need a GPU each; torch finds {num_gpus}", hint=f"pass --processes {num_gpus}"
+            f"{processes} processes need one GPU each, but torch finds {num_gpus}", hint=f"pass --processes {num_gpus}"
         )
     if index >= num_gpus:
-        raise UnsupportedError(f"there is no `{device}`: torch finds {plural(num_gpus, 'GPU')}", hint="pass cuda:0")
+        raise UnsupportedError(
+            f"device `{device}` does not exist: torch finds {plural(num_gpus, 'GPU')}", hint="pass cuda:0"
+        )
 
 
 def _use(device: str, threads: int | None, processes: int) -> None:

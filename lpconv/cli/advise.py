@@ -8,7 +8,7 @@ from lpconv.cli.command import Json, Model, Output, Quiet, output_of, print_resu
 def advise(
     model: Model, options: AdviseOptions, output: Output = None, json: Json = False, quiet: Quiet = False
 ) -> None:
-    """Measure what low precision would buy a model and what it would cost, and say what to do.
+    """Measure what low precision would save and cost for a model, and recommend what to do.
 
     The output directory (NAME-advice) gets a page with plots, the figures as JSON, and jobs.yaml for `lpconv batch`.
     What has been measured is kept when the time is up and when Ctrl-C is pressed.
@@ -36,6 +36,6 @@ def advise(
     print_result(result, advice_document, json=json)
     if json:
         return
-    print(f"\nThe page with plots is {target / PAGE}.")
+    print(f"\nReport with plots: {target / PAGE}")
     if any(r.row for r in result.recommendations):
-        print(f"To carry it out: lpconv batch {target / MANIFEST}")
+        print(f"To run the recommended jobs: lpconv batch {target / MANIFEST}")

@@ -62,13 +62,13 @@ def batch(
             "--schema",
             callback=_print_schema,
             is_eager=True,
-            help="Print the JSON Schema of manifests, by which editors complete and check them, and exit.",
+            help="Print the JSON Schema of manifests, for completion and checks in editors, and exit.",
         ),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert, fine-tune, bench and probe as a manifest says, for CI.
+    """Run the conversions, fine-tunings, benches and probes in a manifest.
 
     [bold]Examples[/bold]
 
@@ -129,14 +129,14 @@ def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
         Part.parse(options.shard)
     kinds = [job.kind for job in manifest.jobs if job.id in options.only]  # unknown ids are rejected by name later
     if (options.shard is not None and options.finish) or len(options.only) != 1 or kinds not in ([], ["convert"]):
-        raise UsageError("--shard and --finish are for one conversion", hint="name it with --only")
+        raise UsageError("--shard and --finish need exactly one conversion", hint="select it with --only")
 
 
 def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progress", quiet: bool) -> "Executor | None":
     """The executor for the jobs; None for this process. Raises UsageError for --address without --executor ray."""
     name, address, parallel = options.executor, options.address, options.parallel
     if name == "local" and address is not None:
-        raise UsageError("--address is that of a cluster", hint="add --executor ray")
+        raise UsageError("--address only applies to a Ray cluster", hint="add --executor ray")
     if name == "ray":
         from lpconv.extras import RayExecutor
 

@@ -23,22 +23,26 @@ def bench(
         ),
     ] = None,
     rivals: Annotated[
-        bool, typer.Option("--rivals", help="Add torchao and TransformerEngine.", rich_help_panel=_WHAT)
+        bool, typer.Option("--rivals", help="Also measure torchao and TransformerEngine.", rich_help_panel=_WHAT)
     ] = False,
     save: Annotated[
         str | None,
         typer.Option(
-            "--save", "-o", help="Write the JSON here, after every row.", metavar="FILE", rich_help_panel=_RESULTS
+            "--save",
+            "-o",
+            help="JSON file to write, updated after every row.",
+            metavar="FILE",
+            rich_help_panel=_RESULTS,
         ),
     ] = None,
     html: Annotated[
         str | None,
-        typer.Option("--html", help="Also write one HTML page.", metavar="FILE", rich_help_panel=_RESULTS),
+        typer.Option("--html", help="HTML file to write.", metavar="FILE", rich_help_panel=_RESULTS),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure time, memory and error of low-precision forms against a compiled baseline, and say what they mean.
+    """Measure time, memory and error of low precision against a compiled baseline.
 
     [bold]Examples[/bold]
 

@@ -86,7 +86,10 @@ def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
     """Strip the values of an option. Raises UsageError for an empty value, which would turn a check off."""
     stripped = [text.strip() for text in texts]
     if not all(stripped):
-        raise UsageError(f"{flag} has an empty value", hint="leave the option out, or set the variable that it is from")
+        raise UsageError(
+            f"{flag} has an empty value",
+            hint="leave the option out, or set the shell variable that its value comes from",
+        )
     return stripped
 
 
@@ -135,17 +138,17 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress or messages on stderr, except errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or messages, only errors.")]
 
 
 def _reject_flag(value: str | None) -> str | None:
     if value is not None and value.startswith("--"):
-        raise typer.BadParameter(f"{value} is an option, not a directory; ./{value} is one")
+        raise typer.BadParameter(f"{value} looks like an option; for a directory of that name write ./{value}")
     return value
 
 
-_OUTPUT: Any = typer.Option("--output", "-o", help="The directory to write.", metavar="DIR", callback=_reject_flag)
+_OUTPUT: Any = typer.Option("--output", "-o", help="Output directory.", metavar="DIR", callback=_reject_flag)
 Output = Annotated[str | None, _OUTPUT]  # default: derived from the model's name
 Target = Annotated[str, _OUTPUT]
 Revision: Any = _parameter_of(ConvertOptions, "revision")

@@ -37,24 +37,31 @@ def convert(
             "--list-schemes",
             callback=_list_schemes,
             is_eager=True,
-            help="Show the schemes.",
+            help="List the schemes and exit.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing anything.")] = False,
     shard: Annotated[
         str | None,
         typer.Option(
-            "--shard", help="Write part i of n only, as one of n workers.", metavar="I/N", rich_help_panel="How to run"
+            "--shard",
+            help="Write only part i of n, as one of n workers, such as 2/5.",
+            metavar="I/N",
+            rich_help_panel="How to run",
         ),
     ] = None,
     finish: Annotated[
         bool,
-        typer.Option("--finish", help="Check the parts of all workers, and publish.", rich_help_panel="How to run"),
+        typer.Option(
+            "--finish",
+            help="Combine the parts of all workers, verify them and publish the output.",
+            rich_help_panel="How to run",
+        ),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Rewrite a checkpoint into a low-precision form, verify it, and report.
+    """Write a low-precision copy of a checkpoint, verify it, and report what it costs.
 
     [bold]Examples[/bold]
 
@@ -77,7 +84,7 @@ def convert(
     from lpconv.report.convert import convert_document, part_document, plan_document
 
     if sum((dry_run, shard is not None, finish)) > 1:
-        raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass one of them")
+        raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass only one of them")
     filled = fill_options(options)
     words = [options.scheme] if options.scheme else [filled.method, str(filled.format)]
     target = output or str(output_of(output, model, *words))

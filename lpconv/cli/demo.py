@@ -12,7 +12,7 @@ _RUNS = (("unit", "fp32"), ("unit", "fp16"), ("unit", "e4m3fn"), ("scalify", "fp
 
 
 def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = False, quiet: Quiet = False) -> None:
-    """Convert the embedded model with every method, verify each, and compare them. Under a minute, no network.
+    """Convert the included model with every method, and compare the results. Takes less than a minute, offline.
 
     [bold]Example[/bold]
 
@@ -31,9 +31,11 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     names = {"report.html", *("-".join(run) for run in _RUNS)}  # and the partial folders of a killed run
     is_ours = folder.is_dir() and all(p.name in names or p.stem in names for p in folder.iterdir())
     if not is_ours and not is_unused(folder):
-        raise OutputExistsError(f"`{folder}` exists and is not a demo of lpconv", hint="choose another --output")
+        raise OutputExistsError(
+            f"`{folder}` exists and was not written by `lpconv demo`", hint="choose another --output"
+        )
     if not is_unused(folder) and not force:
-        raise OutputExistsError(f"`{folder}` exists", hint="--force replaces it, --output chooses another place")
+        raise OutputExistsError(f"`{folder}` exists", hint="replace it with --force, or choose another --output")
     results = []
     with progress_for(quiet=quiet) as progress:
         for method, fmt in _RUNS:
@@ -46,5 +48,5 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     write_small(page, html(compared))
     print_result(results, lambda _: compared, json=json)
     if not json:
-        print(f"\nThe comparison with plots is {page}; each run has its own report.html beside its model.")
+        print(f"\nComparison with plots: {page}. Each run has its own report.html next to its model.")
         print(f"\n{next_steps()}")

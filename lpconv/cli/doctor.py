@@ -10,14 +10,16 @@ from lpconv.cli.command import Json, print_result, without_blanks
 def doctor(
     require: Annotated[
         str | None,
-        typer.Option("--require", help="Fail with exit code 4 unless all of these are there.", metavar="fp8,onnx,…"),
+        typer.Option(
+            "--require", help="Fail with exit code 4 unless all of these are available.", metavar="fp8,onnx,…"
+        ),
     ] = None,
     aliases: Annotated[
-        bool, typer.Option("--aliases", help="Print the short names of models and their hub ids.")
+        bool, typer.Option("--aliases", help="List short model names and their hub ids, and exit.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Say what this machine can do: formats native or emulated, products tried on a GPU, packages and extras.
+    """Show what this machine supports: native and emulated formats, products on a GPU, packages and extras.
 
     [bold]Examples[/bold]
 

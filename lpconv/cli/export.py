@@ -17,7 +17,7 @@ class _Runtimes(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """Find the command as typer does; if a model is given in place of the runtime, suggest the right command."""
         if args[0] not in self.commands and not get_close_matches(args[0], self.commands):
-            context.fail(f"`{args[0]}` is no runtime; try `lpconv export onnx {args[0]}`")
+            context.fail(f"`{args[0]}` is not a runtime; try `lpconv export onnx {args[0]}`")
         return super().resolve_command(context, args)
 
 
@@ -27,18 +27,18 @@ export = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Write a checkpoint for another runtime.",
+    help="Export a checkpoint for another runtime.",
 )
 
 
 @export.callback()
 def _export() -> None:
-    """Write a checkpoint for another runtime."""
+    """Export a checkpoint for another runtime."""
 
 
 @with_options
 def onnx(model: Model, output: Target, options: ExportOptions, json: Json = False, quiet: Quiet = False) -> None:
-    """Write an ONNX model whose weights stay in the format they are stored in, and run it in ONNX Runtime.
+    """Write an ONNX model with weights in their stored format, and check it with ONNX Runtime.
 
     [bold]Examples[/bold]
 

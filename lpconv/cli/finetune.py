@@ -44,14 +44,14 @@ def finetune(
             "--list-recipes",
             callback=_list_recipes,
             is_eager=True,
-            help="Show the recipes.",
+            help="List the recipes and exit.",
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Show what a step needs of the memory of each GPU, from the config alone, and train nothing.",
+            help="Estimate the memory of a step on each GPU from config.json, without training.",
             rich_help_panel="Training",
         ),
     ] = False,
@@ -59,7 +59,7 @@ def finetune(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fine-tune a model in low precision next to a high-precision twin, and say what precision cost.
+    """Fine-tune a model in low precision and in fp32, and report the difference.
 
     [bold]Examples[/bold]
 
@@ -96,9 +96,7 @@ def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bo
     if error is None or not json:  # otherwise the error's details hold the result
         print_result(result, finetune_document, json=json)
     if not json:
-        print(
-            f"\nThe page with plots is {target / 'report.html'}; the model opens with from_pretrained({str(target)!r})."
-        )
+        print(f"\nReport with plots: {target / 'report.html'}. Open the model with from_pretrained({str(target)!r}).")
     if error is not None:
         error.details["result"] = to_json(result)
         raise error

@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             if not hasattr(e, "format_message"):  # click's errors have this method; typer may bring its own click
                 raise
             message = e.format_message() or "a command is missing"
-            _fail(UsageError(message, hint="--help lists commands and options"), as_json=True)
+            _fail(UsageError(message, hint="run with --help to list commands and options"), as_json=True)
 
 
 def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
@@ -78,7 +78,7 @@ def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
                 _fail(known, as_json)
             traceback.print_exc()
             bug = LpconvError(
-                f"{type(e).__name__}: {e}", hint="this is a bug of lpconv; please report it with the above"
+                f"{type(e).__name__}: {e}", hint="this is a bug in lpconv; please report it with the output above"
             )
             _fail(bug, as_json)
 
@@ -89,8 +89,8 @@ def _check_memory(command: str) -> None:
     addresses = free_addresses()
     if addresses is not None and addresses < _ADDRESSES_MB * 10**6 and command not in _WITHOUT_TORCH:
         raise ResourceError(
-            f"`{command}` needs {_ADDRESSES_MB} MB of addresses for its libraries; {addresses / 1e6:.0f} MB are left",
-            hint="raise the limit of the address space (`ulimit -v`), or limit a container's memory instead",
+            f"`{command}` needs {_ADDRESSES_MB} MB of address space for libraries; {addresses / 1e6:.0f} MB are left",
+            hint="raise the address-space limit (`ulimit -v`), or limit the memory of a container instead",
             details={"needed_bytes": _ADDRESSES_MB * 10**6, "available_bytes": addresses},
         )
     needed, available = _LIBRARIES_MB.get(command, 0) * 10**6, available_memory()
@@ -119,7 +119,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _interruption(number: int, kwargs: dict[str, object]) -> InterruptedRunError:
     resumable = "resume" in kwargs
-    return InterruptedRunError(number, hint="run the same command with --resume to go on" if resumable else None)
+    return InterruptedRunError(number, hint="run the same command with --resume to continue" if resumable else None)
 
 
 def _fail(error: LpconvError, as_json: bool) -> None:

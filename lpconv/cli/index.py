@@ -28,7 +28,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     """Print the runs in a folder; with `html`, write an index and a comparison page for each kind that has one."""
     found = list(runs_in(folder))
     if not found:
-        raise InputError(f"`{folder}` has no report.json, and no run lies below it", hint=ANY_RUN)
+        raise InputError(f"neither `{folder}` nor its subfolders contain a run", hint=ANY_RUN)
     home = Path(html).parent if html is not None else folder
     entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]
     if html is not None:

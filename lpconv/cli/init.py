@@ -22,7 +22,7 @@ def init(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Draw a fresh model whose numbers have unit size in both passes, to train in fp8 or fp16 from scratch.
+    """Draw a fresh unit-scaled model, to train from scratch in fp8 or fp16.
 
     [bold]Examples[/bold]
 
@@ -42,6 +42,6 @@ def init(
     print_result(result, convert_document, json=json)
     if not json:
         shares = ", ".join(f"{share:.0%} of {what}" for what, share in result.unit_shares.items())
-        print(f"\nData of a size within [1/2, 2]: {shares}" if shares else "")
+        print(f"\nTensors with an RMS in [1/2, 2]: {shares}" if shares else "")
         recipe = "native-fp8" if options.method == "native" else "fp32"
         print(f"To train it: lpconv finetune {target} --recipe {recipe}")

@@ -9,22 +9,27 @@ from lpconv.cli.progress import progress_for
 from lpconv.errors import UnsupportedError, VerificationError
 
 _NAMED = 3  # problems in the error message; the output, and the details under --json, have all
-_NOT_READ = "nothing is known to be wrong; judge the unquantised checkpoint, or ask the tool that wrote this one"
+_NOT_READ = "no error was found; inspect the unquantised checkpoint instead, or use the tool that wrote this one"
 
 
 def inspect(
     model: Model,
-    stats: Annotated[bool, typer.Option("--stats", help="Read the data: RMS, largest value, NaN and Inf.")] = False,
-    every: Annotated[bool, typer.Option("--all", help="List every tensor, file and finding.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also read the data: RMS, largest value, NaN and Inf of each tensor.")
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="List all tensors, files and findings.")] = False,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="End with exit code 5 for warnings too, and 4 for weights that were not judged."),
+        typer.Option(
+            "--strict",
+            help="Also fail on warnings (exit code 5) and on weights that could not be checked (exit code 4).",
+        ),
     ] = False,
     revision: Revision = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Judge a checkpoint by its headers: what was checked, what was not, what is wrong, and what it holds.
+    """Check the files of a checkpoint and list problems, warnings and contents.
 
     For a checkpoint that another tool quantised, the scales are read too: those that are inverted, missing, or unequal
     in weights that readers fuse are named.
@@ -61,7 +66,11 @@ def inspect(
     if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result
         print_result(record, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
-        hint = "fetch the checkpoint again, or tell who made it" if record.layout else "fetch the checkpoint again"
+        hint = (
+            "download the checkpoint again, or report it to its author"
+            if record.layout
+            else "download the checkpoint again"
+        )
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(record))
     if is_unread:

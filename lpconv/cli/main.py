@@ -69,7 +69,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Rewrite Hugging Face checkpoints into low-precision forms that still are the model.",
+    help="Make Hugging Face models smaller or train them in low precision, and see the cost.",
     epilog="Start with [bold]lpconv demo[/bold]. Exit codes are listed in docs/cli.md.",
 )
 
@@ -87,10 +87,10 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="A line on stderr for each phase; tracebacks with errors.")
+        bool, typer.Option("--verbose", "-v", help="Log each phase on stderr, and show tracebacks of errors.")
     ] = False,
 ) -> None:
-    """Rewrite Hugging Face checkpoints into low-precision forms that still are the model."""
+    """Make Hugging Face models smaller or train them in low precision, and see the cost."""
     VERBOSE.set(verbose)
     if context.invoked_subcommand is None:
         typer.echo(first_screen())

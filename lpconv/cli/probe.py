@@ -7,7 +7,7 @@ from lpconv.probe.options import ProbeOptions
 
 @with_options
 def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json = False, quiet: Quiet = False) -> None:
-    """Run a model forward and backward in fp32 and show what low-precision formats would lose, layer by layer.
+    """Run training steps in fp32 and show what low-precision formats would lose, layer by layer.
 
     The output directory (NAME-probe) gets a page and the histograms, from which `lpconv report --what-if` answers for
     any format.
@@ -29,9 +29,9 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     print_result(answers, probe_document, json=json)
     if json:
         return
-    print(f"\nThe page with plots is {target / 'report.html'}.")
+    print(f"\nReport with plots: {target / 'report.html'}")
     if options.calibrate:
         from lpconv.scaled.disk import CALIBRATION_FILE  # torch is imported by now
 
-        print(f"The scales of the edges are in {target / CALIBRATION_FILE}.")
-    print(f"For another format: lpconv report {target} --what-if e3m2")
+        print(f"Scales for method unit: {target / CALIBRATION_FILE}")
+    print(f"To see another format: lpconv report {target} --what-if e3m2")

@@ -82,7 +82,7 @@ class _Messages(Silent):
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         if unit == "steps":
-            self.message(f"{phase}: {total} steps" + (f", going on after {done}" if done else ""))
+            self.message(f"{phase}: {total} steps" + (f", resuming after {done}" if done else ""))
 
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)

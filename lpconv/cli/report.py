@@ -19,14 +19,14 @@ def report(
     ],
     what_if: Annotated[
         str | None,
-        typer.Option("--what-if", help="Of a probe: what this format would do to every tensor.", metavar="FORMAT"),
+        typer.Option(
+            "--what-if", help="For a probe: show what this format would do to every tensor.", metavar="FORMAT"
+        ),
     ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", help="Also write one HTML page with plots.", metavar="FILE")
-    ] = None,
+    html: Annotated[str | None, typer.Option("--html", help="HTML file to write, with plots.", metavar="FILE")] = None,
     json: Json = False,
 ) -> None:
-    """Show one run again, compare several of a kind, or list those of a folder; ask a probe about another format.
+    """Show a run again, compare several runs, or list the runs in a folder.
 
     [bold]Examples[/bold]
 
@@ -52,7 +52,7 @@ def report(
         return
     kind, paths = one_kind(runs)
     if what_if is not None and kind.name != PROBES:
-        raise UsageError("--what-if asks a probe", hint="run `lpconv probe MODEL` and pass its output")
+        raise UsageError("--what-if needs the output of a probe", hint="run `lpconv probe MODEL` and pass its output")
     results = [ask_probe(path, what_if) if what_if else kind.read(path) for path in paths]
     if len(results) == 1:
         if html is not None:
@@ -62,7 +62,7 @@ def report(
         )
         return
     if kind.compare is None:
-        raise UsageError(f"{kind.name.lower()} are shown one at a time", hint="pass one of them")
+        raise UsageError(f"{kind.name.lower()} can only be shown one at a time", hint="pass only one of them")
     compared = kind.compare(results, run_names([name_of(path) for path in paths]))
     if html is not None:
         write_page(html, compared)

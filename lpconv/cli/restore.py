@@ -20,14 +20,15 @@ def restore(
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", help="Dtype of weights that another tool quantised: fp32, bf16 or fp16 (default: the config's)."
+            "--dtype",
+            help="Dtype of weights that another tool quantised: fp32, bf16 or fp16 (default: from config.json).",
         ),
     ] = None,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write the plain Hugging Face checkpoint back: bit-exact for unit fp32 and for Collage with exact16.
+    """Write a plain Hugging Face checkpoint again. Bit-exact for unit in fp32 and for Collage with exact16.
 
     For a checkpoint that another tool quantised, write what its codes stand for.
 
@@ -51,8 +52,8 @@ def restore(
 
 def _exactness(result: "RestoreResult") -> str:
     if result.dtype is not None:
-        held = "which holds them exactly" if result.exact else "rounded; --dtype fp32 holds them exactly"
+        held = "which is exact" if result.exact else "which rounds them; --dtype fp32 is exact"
         return f"the values of {result.method} in {result.dtype}, {held}"
     if result.exact:
-        return "bit for bit the source's, by the hashes and the record of the conversion"
-    return "the decoded values, not the source's bits"
+        return "bit-identical to the source, as hashes and the conversion record show"
+    return "the decoded values, which differ from the source by rounding"

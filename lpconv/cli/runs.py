@@ -28,7 +28,7 @@ from lpconv.storage.contents import read_json
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
-ANY_RUN = "pass what `convert`, `finetune`, `bench`, `probe` or `advise` wrote"  # hint if a path holds no run
+ANY_RUN = "pass an output of `convert`, `finetune`, `bench`, `probe` or `advise`"  # hint if a path holds no run
 
 _DEPTH = 3  # nesting of folders that are searched for runs
 
@@ -75,7 +75,7 @@ def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
         kinds[kind.name] = kind
         paths.append(path)
     if len(kinds) > 1:
-        raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass several runs of one kind")
+        raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass runs of the same kind")
     return next(iter(kinds.values())), paths
 
 
@@ -147,26 +147,26 @@ def _read_conversion(path: Path) -> ConvertResult:
     document = read_json(path)
     error = document.get("error")
     if isinstance(error, dict):
-        raise InputError(f"`{path}` holds the error of a command: {error.get('message')}", hint=ANY_RUN)
+        raise InputError(f"`{path}` records the error of a command: {error.get('message')}", hint=ANY_RUN)
     if str(document.get("kind")) in _NO_RUNS:
         raise InputError(f"`{path}` is {_NO_RUNS[document['kind']]}, not a run", hint=ANY_RUN)
     if not {"source", "tensors"} <= document.keys():
-        raise InputError(f"`{path}` is no record of a run", hint=ANY_RUN)
+        raise InputError(f"`{path}` is not the record of a run", hint=ANY_RUN)
     return from_json(ConvertResult, document)
 
 
 # Other documents that `--json` prints, which `report` cannot show.
 _NO_RUNS = {
-    "batch": "what `batch` did",
+    "batch": "the result of `batch`",
     "batch-lock": "the lock file of a batch",
-    "doctor": "what `doctor` found",
-    "inspect": "what `inspect` saw",
+    "doctor": "the result of `doctor`",
+    "inspect": "the result of `inspect`",
     "memory_plan": "what `finetune --dry-run` estimated",
-    "onnx": "what `export onnx` did",
-    "part": "what `convert --shard` wrote of an output",
+    "onnx": "the result of `export onnx`",
+    "part": "one part of an output, by `convert --shard`",
     "plan": "what `convert --dry-run` estimated",
-    "probe-report": "the answer of a probe, which is a folder",
-    "restore": "what `restore` did",
+    "probe-report": "the JSON of a probe, whose output is a folder",
+    "restore": "the result of `restore`",
 }
 # Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (

@@ -16,12 +16,12 @@ def verify(
     path: Annotated[str, typer.Argument(help="An output of `lpconv convert`, or any checkpoint.", metavar="PATH")],
     options: VerifyOptions,
     html: Annotated[
-        str | None, typer.Option("--html", help="Also write one HTML page, with every tensor.", metavar="FILE")
+        str | None, typer.Option("--html", help="HTML file to write, with every tensor.", metavar="FILE")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check an output against its own hashes, and against the source's weights and outputs.
+    """Check an output against its hashes and, with --against, against the weights and outputs of its source.
 
     For any other checkpoint, compare its decoded weights with those of another one, tensor by tensor.
 

@@ -31,7 +31,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
 from lpconv.verify.text import AT_ONCE, window_bytes, windows_of
 
-_HINT = "leave --calibrate out: inputs then stay as they are"
+_HINT = "leave --calibrate out to keep inputs unquantized"
 
 
 def check_calibration(job: Job) -> None:
@@ -51,8 +51,8 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     missed = [n for n in modules if n not in found]
     if missed:
         raise UnsupportedError(
-            f"the text never reaches {code_list(missed)}: their inputs have no scale",
-            hint=f"keep them as they are with --exclude '{missed[0]}.weight'",
+            f"the text never reaches {code_list(missed)}, so their input scales cannot be measured",
+            hint=f"leave these layers unconverted with --exclude '{missed[0]}.weight'",
         )
     path = text_at(str(job.plan.options.calibrate))
     return CalibrationRecord(
@@ -90,12 +90,12 @@ def _largest_inputs(
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     with (
-        model_errors("the model does not run on the text", hint=_HINT),
+        model_errors("the model fails on the text", hint=_HINT),
         open_in_files(checkpoint) as (model, missing),
         torch.no_grad(),
     ):
         if missing:
-            raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint=_HINT)
+            raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
         watched = {name: model.get_submodule(name) for name in modules}
         for name, module in watched.items():
             module.register_forward_pre_hook(partial(_note, found, name), with_kwargs=True)
@@ -116,7 +116,7 @@ def _note(found: dict[str, float], name: str, module: nn.Module, args: tuple[Any
     largest = float(x.abs().amax())
     if not math.isfinite(largest):
         raise InputError(
-            f"inputs of `{name}` are NaN or infinite on the text: no scale holds them",
-            hint="`lpconv inspect --stats` says whether its weights are finite",
+            f"inputs of `{name}` are NaN or infinite on this text, so they have no scale",
+            hint="check with `lpconv inspect --stats` whether the weights are finite",
         )
     found[name] = max(found.get(name, 0.0), largest)

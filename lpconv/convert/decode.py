@@ -47,7 +47,7 @@ def decode_checkpoint(
     check_apart(directory, output)
     method = quantization_method(checkpoint.config)
     if method is None:
-        raise UnsupportedError(f"`{directory}` is a plain checkpoint", hint="there is nothing to restore")
+        raise UnsupportedError(f"`{directory}` is a plain checkpoint already", hint="there is nothing to restore")
     config, watched = plain_config(checkpoint), watch(directory, watched_files(checkpoint))
     target = FORMATS[dtype or _dtype_of(config)]
     with closing(StoredTensors.open(checkpoint)) as stored:

@@ -62,7 +62,7 @@ from lpconv.storage.staging import Staging
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _SAMPLED = 1024  # rows of a weight used for its output errors
-_HINT = "--rounding nearest needs no text"
+_HINT = "use --rounding nearest"
 _INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
 
 
@@ -130,7 +130,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     workers = Workers(job.source, job.memory.workers)
     try:
         with (
-            model_errors("the model does not run layer by layer", hint=_HINT),
+            model_errors("the model cannot be run layer by layer", hint=_HINT),
             _Weights.open(job.checkpoint) as weights,
             quiet_transformers(),
         ):
@@ -138,7 +138,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
                 job.checkpoint, weights, model_class=architecture(job.plain.config), experts_implementation="eager"
             )
             if missing:
-                raise UnsupportedError(f"the source lacks `{missing[0]}` of its model", hint=_HINT)
+                raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
             model.config.use_cache = False
             walk = LayerWalk(model, tokens.windows, at_once=windows_together(config, length))
             progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
@@ -156,7 +156,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     finally:
         workers.close()
     if not any(layer.records for layer in layers):
-        raise UnsupportedError("no linear layer of the model has a weight of its own to round", hint=_HINT)
+        raise UnsupportedError("the model has no linear layer with an untied weight to round", hint=_HINT)
     return layers
 
 
@@ -173,7 +173,7 @@ def _written(
 
 def _figures(records: dict[str, RoundingRecord]) -> str:
     if not records:
-        return "no weight"
+        return "no weights"
     before, after = (
         sum(getattr(r, n) for r in records.values()) / len(records) for n in ("nearest_error", "output_error")
     )
@@ -241,7 +241,8 @@ class _Rounding:
             inverse = inverse_factor(moment.hessian_CC)
         except ValueError as e:
             raise InputError(
-                f"`{names[0]}`: {e} on the text", hint="`lpconv inspect --stats` says whether its weights are finite"
+                f"`{names[0]}`: {e} on the text",
+                hint="check with `lpconv inspect --stats` whether the weights are finite",
             ) from e
         found = ((name, self._round(self._planned[name], inverse, moment)) for name in names)
         return {name: record for name, record in found if record is not None}

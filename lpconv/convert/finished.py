@@ -44,8 +44,8 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     damaged = check_hashes(job.output, progress).mismatched
     if damaged:
         raise OutputExistsError(
-            f"`{job.url or job.output}` was complete, and `{damaged[0]}` does not match its SHA-256 any more",
-            hint="--force makes it anew",
+            f"`{job.url or job.output}` is damaged: `{damaged[0]}` no longer matches its SHA-256",
+            hint="write it again with --force",
             details={"mismatched": list(damaged)},
         )
     (job.output / JOURNAL).unlink(missing_ok=True)  # left by a run that was killed between publishing and cleaning up

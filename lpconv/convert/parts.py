@@ -103,18 +103,20 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
     counts = sorted({part.count for part in there})
     place = folder_next_to(job.output, PARTS)
     if not counts:
-        raise InputError(f"there are no parts in `{place}`", hint="write them with --shard 1/n to --shard n/n")
+        raise InputError(
+            f"`{place}` contains no parts of a conversion", hint="write them with --shard 1/n to --shard n/n"
+        )
     if len(counts) > 1:
         raise OutputExistsError(
-            f"`{place}` holds files twice: {', '.join(p.name for p in there.values())}",
-            hint=f"remove the parts that you do not want, of {' or of '.join(map(str, counts))}",
+            f"`{place}` contains files of different splits: {', '.join(p.name for p in there.values())}",
+            hint=f"delete the parts of one split: those of {' or those of '.join(map(str, counts))}",
             details={"parts": [p.name for p in there.values()]},
         )
     parts = [Part(number=number, count=counts[0]) for number in range(1, counts[0] + 1)]
     missing = [part for part in parts if part not in there]
     if missing:
         begun = [p for p in missing if folder_next_to(p.folder(job.output), ".partial").exists()]
-        unfinished = f"; begun, not finished: {', '.join(map(str, begun))}" if begun else ""
+        unfinished = f"; started but not finished: {', '.join(map(str, begun))}" if begun else ""
         raise InputError(
             f"`{place}` lacks part {', '.join(map(str, missing))}{unfinished}",
             hint=f"write it with --shard {missing[0]}" + (" --resume" if missing[0] in begun else ""),
@@ -126,13 +128,13 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
 
 def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
     """The record of a finished part, checked to belong to this job and to be unchanged."""
-    anew = f"--shard {part} --force makes it anew"
+    anew = f"write it again with --shard {part} --force"
     record = read_marker(folder)
     if record.get("kind") != PartResult.kind:
-        raise OutputExistsError(f"`{folder}` is no part of a conversion", hint="move it, or choose another --output")
+        raise OutputExistsError(f"`{folder}` is not a part of a conversion", hint="move it, or choose another --output")
     result = from_json(PartResult, record)
     if (result.part, result.parts) != (part.number, part.count):
-        raise OutputExistsError(f"`{folder}` holds part {result.part}/{result.parts} once more", hint=anew)
+        raise OutputExistsError(f"`{folder}` contains part {result.part}/{result.parts} a second time", hint=anew)
     wanted: dict[str, Any] = to_json(_identity(job))
     changed = differing_settings(wanted, result.identity)
     if changed:
@@ -151,13 +153,13 @@ def _check_files(
     """Raise an error for files that the plan does not assign to this part, or whose bytes have changed."""
     files = [f for s in result.shards for f in s.files]
     if [(f.name, f.size_bytes) for f in files] != [(f.name, f.size_bytes) for s in shards for f in s.files]:
-        raise OutputExistsError(f"`{folder}` does not hold the files that the plan gives to it", hint=hint)
+        raise OutputExistsError(f"`{folder}` does not contain the files that the plan assigns to it", hint=hint)
     for file in files:
         path = folder / file.name
         if not path.is_file():
             raise InputError(f"`{path}` is missing", hint=hint)
         if path.stat().st_size != file.size_bytes or sha256_of(path) != file.sha256:
-            raise OutputExistsError(f"`{path}` was complete, and does not match its SHA-256 any more", hint=hint)
+            raise OutputExistsError(f"`{path}` is damaged: it no longer matches its SHA-256", hint=hint)
         progress.advance(file.size_bytes)
 
 

@@ -97,7 +97,9 @@ def _noise(job: Job, t: PlannedTensor, rows: int, cols: int, work: Workspace) ->
     form = job.plan.form.of(t.name, (len(x) // cols, cols), t.format, settings)
     blocks = [(start, x[start:stop]) for start, stop in block_ranges(len(x), form.cols)]
     if max(len(block) for _, block in blocks) > work.scratch.value.numel():
-        raise InputError(f"rows of `{t.name}` are longer than a block", hint="exclude it")
+        raise InputError(
+            f"rows of `{t.name}` are too long to read in blocks", hint=f"leave it unconverted with --exclude '{t.name}'"
+        )
     found = Measured()
     if form.needs_first_pass:
         found = form.measure(lambda look: [look(block, start, work) for start, block in blocks])

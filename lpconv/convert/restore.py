@@ -24,8 +24,12 @@ def restore(
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
     if dtype is not None and (not is_foreign or dtype not in _DTYPES):
-        hint = f"use {', '.join(_DTYPES)}" if is_foreign else "an output of lpconv is restored in its source's dtypes"
-        raise UsageError(f"`--dtype {dtype}` is no choice here", hint=hint)
+        hint = (
+            f"use {', '.join(_DTYPES)}"
+            if is_foreign
+            else "outputs of lpconv are always restored in the dtypes of their source"
+        )
+        raise UsageError(f"--dtype {dtype} does not apply to this checkpoint", hint=hint)
     if not is_foreign:
         check_is_output(directory)
     check_apart(directory, output)

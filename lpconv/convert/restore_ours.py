@@ -40,7 +40,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     provenance = read_provenance(directory)
     changed = check_hashes(directory, progress).mismatched
     if changed:
-        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="fetch the output again")
+        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="download the output again")
     checkpoint = Checkpoint.open(directory)
     watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
     with (
@@ -108,8 +108,8 @@ def _write(
                 progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
             if _is_exact(record) and not _has_figures(found, record):
                 raise InputError(
-                    f"tensor `{record.name}` does not decode to the numbers that {MARKER} describes",
-                    hint="`lpconv verify --level weights` says more",
+                    f"tensor `{record.name}` does not decode to the values recorded in {MARKER}",
+                    hint="run `lpconv verify --level weights` for details",
                 )
         return part.finish()
 

@@ -170,7 +170,7 @@ def _staged(job: Job, asked: _Asked) -> ConvertResult:
             kept = staging.set_aside()
             raise VerificationError(
                 f"verification failed: {result.verify.failure}",
-                hint=f"the rejected output is in `{kept}`",
+                hint=f"the rejected output was kept in `{kept}`",
                 details=to_json(result.verify),
             )
         staging.publish()

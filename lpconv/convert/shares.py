@@ -29,7 +29,9 @@ class Part:
         """Parse ``i/n``. Raises UsageError."""
         match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise UsageError(f"`{text}` is no part of a conversion", hint="write i/n with i from 1 to n, such as 2/5")
+            raise UsageError(
+                f"`{text}` is not a valid part of a conversion", hint="write i/n with i from 1 to n, such as 2/5"
+            )
         return cls(number=int(match[1]), count=int(match[2]))
 
     def __str__(self) -> str:
@@ -44,8 +46,8 @@ def check_shareable(options: ConvertOptions) -> None:
     """Raise UsageError for options with work that each worker would have to repeat, with possibly different results."""
     if options.calibrate is not None:
         raise UsageError(
-            "a conversion with --calibrate is not shared out: its workers would each run the whole model",
-            hint="convert by one process; memory is that of activations, however large the model is",
+            "a conversion with --calibrate cannot be split: each worker would run the whole model",
+            hint="convert with one process, which streams the weights and needs memory only for activations",
         )
 
 
@@ -61,8 +63,8 @@ def folder_for_parts(output: Path | str) -> Path:
     """The output folder of a shared conversion. Raises UnsupportedError for a URL."""
     if is_url(str(output)):
         raise UnsupportedError(
-            f"parts are written and put together in a folder, not at `{output}`",
-            hint="name a folder, and copy the finished output",
+            f"parts can only be written to a local folder, not to `{output}`",
+            hint="pass a folder, and copy the finished output to its place",
         )
     return Path(output)
 

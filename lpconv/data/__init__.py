@@ -42,11 +42,13 @@ def read_text(path: Path, limit: int = -1) -> str:
         with path.open(encoding="utf-8") as file:
             text = file.read(limit)
     except (FileNotFoundError, IsADirectoryError) as e:
-        raise InputError(f"there is no file `{path}`", hint="pass a text file") from e
+        raise InputError(f"file `{path}` does not exist", hint="pass a text file") from e
     except OSError as e:
         raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="pass a readable text file") from e
     except UnicodeDecodeError as e:
-        raise InputError(f"`{path}` is no UTF-8 text", hint="pass a text file, or one that ends in .parquet") from e
+        raise InputError(
+            f"`{path}` is not UTF-8 text", hint="pass a text file, or a Parquet file with the suffix .parquet"
+        ) from e
     if not text:
         raise InputError(f"`{path}` is empty", hint="pass a file with text in it")
     return text
@@ -70,7 +72,7 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
             num, unit = len(counting.encode(text).ids), "tokens"
     if num + _SPECIAL_TOKENS < seq_len:
         short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
-        raise InputError(short, hint="pass a longer text, or shorter sequences by --seq-len")
+        raise InputError(short, hint="pass a longer text, or a smaller --seq-len")
 
 
 def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:

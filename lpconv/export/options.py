@@ -28,13 +28,15 @@ class ExportOptions:
     `external_data` stores the weights in a separate file even if they would fit into the graph.
     """
 
-    opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that holds the formats")] = None
-    validate: Annotated[bool, Option("Run the file in ONNX Runtime and compare it with the model")] = True
-    tolerance: Annotated[float, Ge(0), Option("Largest difference to the model, as a share of its largest output")] = (
-        1e-5
-    )
+    opset: Annotated[int | None, Option("ONNX operator set", default="the oldest that has the formats")] = None
+    validate: Annotated[
+        bool, Option("Run the exported file in ONNX Runtime and compare its outputs with the model")
+    ] = True
+    tolerance: Annotated[
+        float, Ge(0), Option("Largest allowed difference from the model, as a fraction of the largest output")
+    ] = 1e-5
     external_data: Annotated[
-        bool, Option("Write the weights to model.onnx.data even where they fit into the graph")
+        bool, Option("Always write the weights to model.onnx.data, even if they fit into the graph")
     ] = False
     revision: Revision = None
     allow_missing: AllowMissing = False
@@ -54,7 +56,7 @@ def choose_opset(wanted: int | None, *, has_fp8: bool) -> int:
         return least
     if wanted < least:
         why = "has no fp8" if wanted >= _OLDEST_OPSET else "is older than what torch writes"
-        raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {least} or more, or leave it out")
+        raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {least} or higher, or leave it out")
     return wanted
 
 

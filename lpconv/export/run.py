@@ -39,5 +39,5 @@ def _check_name(output: Path) -> None:
         str(output.absolute()).encode()
     except UnicodeEncodeError as e:
         raise ResourceError(
-            "no ONNX file can be written below a folder whose name is not UTF-8", hint="choose another --output"
+            "ONNX files cannot be written to a folder whose path is not UTF-8", hint="choose another --output"
         ) from e

@@ -25,7 +25,7 @@ from lpconv.storage.checkpoint import Checkpoint
 
 # The model, ONNX Runtime's copy of it, and the fp32 values into which it folds 16-bit weights.
 _COPIES_IN_MEMORY = 3
-_HINT = "report it to lpconv with the model's config.json; `lpconv convert` needs no export"
+_HINT = "please report it with the model's config.json; `lpconv convert` works without an export"
 _OP = re.compile(r"target=torch\.ops\.([\w.]+)")
 _PREFIX = "model."
 
@@ -65,7 +65,7 @@ def open_traceable(checkpoint: Checkpoint) -> Traceable:
     check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="exporting")
     opened = open_to_trace(checkpoint)
     inputs = tracing_inputs(opened.model)
-    with torch.inference_mode(), model_errors("the model does not run", hint="this model cannot be exported"):
+    with torch.inference_mode(), model_errors("the model fails when it runs", hint="this model cannot be exported"):
         out = opened.model(**inputs)
     output = next((k for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
     if output is None:
@@ -102,7 +102,7 @@ def trace(
     reached = graph.opset_imports.get("")
     if reached != opset:
         raise UnsupportedError(
-            f"this torch and onnxscript write no opset {opset} for this model, but {reached}",
+            f"the installed torch and onnxscript write opset {reached} for this model, not {opset}",
             hint=f"pass --opset {reached}",
         )
     _clean(graph)
@@ -178,7 +178,7 @@ def _translate(
         op = match[1] if match else "an operator"
         where = _module_of(program, op)
         raise UnsupportedError(
-            f"`{op}` in module `{where}` has no form in ONNX opset {opset}",
+            f"`{op}` in module `{where}` has no equivalent in ONNX opset {opset}",
             hint=_HINT,
             details={"op": op, "module": where},
         ) from e

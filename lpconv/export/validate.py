@@ -22,7 +22,7 @@ def check_graph(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         raise VerificationError(
-            f"the exported graph is not sound: {_first_line(e)}", hint="report it to lpconv with the config.json"
+            f"the exported graph is not valid: {_first_line(e)}", hint="please report it with the model's config.json"
         ) from e
 
 
@@ -41,8 +41,8 @@ def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: fl
         outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()})[0] for inputs, _ in cases]
     except Exception as e:  # its exceptions have no common base class
         raise out_of_memory(e) or VerificationError(
-            f"ONNX Runtime {onnxruntime.__version__} does not run the file: {_first_line(e)}",
-            hint="try another --opset, or --no-validate to write the file for another runtime",
+            f"ONNX Runtime {onnxruntime.__version__} cannot run the file: {_first_line(e)}",
+            hint="try another --opset, or pass --no-validate to write the file for another runtime",
         ) from e
     differences = [_differences(wanted, got) for (_, wanted), got in zip(cases, outputs, strict=True)]
     return OnnxCheck(

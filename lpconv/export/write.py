@@ -138,15 +138,13 @@ def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
     warnings = []
     random = [n for n in rewritten.unmatched if n in opened.missing]
     if random:
-        warnings.append(f"not in the checkpoint, so random here: {code_list(random)}")
+        warnings.append(f"not in the checkpoint, so filled with random numbers: {code_list(random)}")
     merged = [n for n in rewritten.unmatched if n not in opened.missing]
     if merged:
         warnings.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
     if rewritten.decoded:
         names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
-        warnings.append(
-            f"in fp32, because graphs take one scale for a tensor or a row and not {words}: {code_list(names)}"
-        )
+        warnings.append(f"in fp32, because ONNX supports one scale per tensor or row, not {words}: {code_list(names)}")
     return tuple(warnings)
 
 
@@ -157,8 +155,8 @@ def _check(path: Path, cases: Sequence[TracedCase], options: ExportOptions) -> O
     check = compare_with_torch(path, cases, tolerance=options.tolerance)
     if not check.passed:
         raise VerificationError(
-            f"outputs differ by {check.max_rel_diff:.2g} of the largest, {check.tolerance:g} is allowed",
-            hint="--tolerance accepts more",
+            f"outputs differ by {check.max_rel_diff:.2g} of the largest output; {check.tolerance:g} is allowed",
+            hint="allow more with --tolerance",
             details=to_json(check),
         )
     return check

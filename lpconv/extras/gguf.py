@@ -28,13 +28,13 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.gguf import BLOCKS, GGUF, WEIGHTS
 from lpconv.storage.partfile import write_error
 
-_KNOWN = "lpconv reads the architectures that transformers opens from GGUF, but for mixtures of experts"
+_KNOWN = "lpconv reads the architectures that transformers opens from GGUF, except mixtures of experts"
 
 
 def make_view(file: Path, view: Path) -> None:
     """Make the directory `view` for a GGUF file; raises as documented at `as_directory`."""
     reader = _read(file)
-    with _as_error(f"transformers does not open `{file.name}`"):
+    with _as_error(f"transformers cannot open `{file.name}`"):
         parsed = load_gguf_checkpoint(str(file))["config"]
         config = transformers.CONFIG_MAPPING[parsed["model_type"]].from_dict(dict(parsed))
         with torch.device("meta"):
@@ -74,14 +74,16 @@ def _read(file: Path) -> Any:
         is_named = named is not None and isinstance(named.contents(), str)
     except Exception as e:  # a damaged file raises ValueError, IndexError, OverflowError, KeyError and others
         first = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise InputError(f"`{file}` is no sound GGUF file: {first:.120}", hint="fetch the file again") from e
+        raise InputError(f"`{file}` is not a valid GGUF file: {first:.120}", hint="download the file again") from e
     if not is_named:
-        raise InputError(f"`{file}` does not name its architecture", hint="fetch the file again")
+        raise InputError(f"`{file}` does not name its architecture", hint="download the file again")
     if reader.byte_order != "I":
-        raise UnsupportedError(f"`{file}` is of the other byte order", hint="convert it with the package gguf")
+        raise UnsupportedError(
+            f"`{file}` has the other byte order", hint="convert it with gguf's script gguf_convert_endian.py"
+        )
     if unknown:
         raise UnsupportedError(
-            f"`{file}` has tensors of type {', '.join(unknown)}", hint="lpconv reads " + ", ".join(BLOCKS)
+            f"`{file}` has tensors of unknown type {', '.join(unknown)}", hint="lpconv reads " + ", ".join(BLOCKS)
         )
     return reader
 
@@ -115,10 +117,10 @@ def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, An
     count = math.prod(stored)
     end = int(t.data_offset) + count // size * num_bytes
     if len(stored) > 2:
-        raise UnsupportedError(f"`{t.name}` holds several matrices, as of experts", hint=_KNOWN)
+        raise UnsupportedError(f"`{t.name}` contains several matrices, like a layer of experts", hint=_KNOWN)
     if count != math.prod(shape) or stored[-1] % size or end > file.stat().st_size:
         raise InputError(
-            f"`{t.name}` has the shape {stored}, the model's weight has {shape}", hint="fetch the file again"
+            f"`{t.name}` has shape {stored}, but the model's weight has {shape}", hint="download the file again"
         )
     return {
         "name": t.name, "type": t.tensor_type.name, "stored": stored, "shape": shape,
@@ -140,7 +142,9 @@ def _check_complete(tensors: dict[str, Any], model: Any, file: Path) -> None:
     tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
     missing = [n for n in model.state_dict() if n not in tensors and n not in tied]
     if missing:
-        raise UnsupportedError(f"`{file}` has no tensor for `{missing[0]}`, as transformers names it", hint=_KNOWN)
+        raise UnsupportedError(
+            f"`{file}` has no tensor for the weight that transformers calls `{missing[0]}`", hint=_KNOWN
+        )
 
 
 def _write(folder: Path, file: Path, config: Any, settings: dict[str, Any]) -> None:
@@ -151,7 +155,7 @@ def _write(folder: Path, file: Path, config: Any, settings: dict[str, Any]) -> N
     (folder / "config.json").write_text(text, encoding="utf-8")
     (folder / WEIGHTS).symlink_to(file)
     try:
-        with _as_error("the tokenizer does not open"):
+        with _as_error("the tokenizer cannot be opened"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
             tokenizer.save_pretrained(folder)
     except UnsupportedError:  # models without a tokenizer are valid

@@ -79,7 +79,7 @@ class RayExecutor:
         except errors.OutOfMemoryError as e:
             future.set_result(Answer(code=-9, last=str(e).splitlines()[0]))
         except tuple(getattr(errors, name) for name in _LOST) as e:
-            future.set_exception(MachineLostError(f"its machine or Ray's worker died ({type(e).__name__})"))
+            future.set_exception(MachineLostError(f"its machine or Ray worker died ({type(e).__name__})"))
         except BaseException as e:
             future.set_exception(e)
 
@@ -95,16 +95,19 @@ class RayExecutor:
         except self._ray.exceptions.RayError as e:
             raise UnsupportedError(
                 f"a machine of the cluster cannot run lpconv: {str(e).strip().splitlines()[-1]}",
-                hint="install the same lpconv on all of them",
+                hint="install the same version of lpconv on all machines",
             ) from e
         here = hashlib.sha256(manifest.read_bytes()).hexdigest()
         for machine, version, digest in answers:
             if version != __version__:
-                raise UnsupportedError(f"{machine} has lpconv {version}, and here is {__version__}", hint="install one")
+                raise UnsupportedError(
+                    f"{machine} has lpconv {version}, this machine has {__version__}",
+                    hint="install the same version on all machines",
+                )
             if digest != here:
                 raise InputError(
-                    f"{machine} does not see this `{manifest}`",
-                    hint="put manifest, models and outputs on a shared folder",
+                    f"{machine} cannot read `{manifest}`",
+                    hint="put manifest, models and outputs into a shared folder",
                 )
 
 
@@ -124,7 +127,8 @@ def _connect(address: str | None, quiet: bool) -> Any:
     except (ConnectionError, RuntimeError, ValueError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UnsupportedError(
-            f"no Ray cluster at `{place}`: {first}", hint="is it running? Is RAY_AUTH_TOKEN that of the cluster?"
+            f"cannot connect to a Ray cluster at `{place}`: {first}",
+            hint="check that it is running and that RAY_AUTH_TOKEN is the cluster's token",
         ) from e
     return ray
 

@@ -26,7 +26,7 @@ _PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datet
 _RETRIES = {"max_retries": 10, "retry_timeout": datetime.timedelta(minutes=2), "backoff": _PAUSES}
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or AWS_SKIP_SIGNATURE=true for a public bucket",
-    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to a file of credentials",
+    "gs": "set GOOGLE_SERVICE_ACCOUNT or GOOGLE_APPLICATION_CREDENTIALS to a credentials file",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "hf": "set HF_TOKEN or run `hf auth login`",
 }
@@ -52,7 +52,7 @@ def store_at(url: str) -> Any:
     is_plain = parts.scheme == "http" or (parts.scheme == "s3" and any(e.startswith("http:") for e in endpoints))
     client: dict[str, Any] = {"allow_http": is_plain, "read_timeout": _STALLED, "timeout": _WHOLE}
     if parts.scheme in ("http", "https") and (why := why_unreachable(url)):  # obstore would retry for ten seconds
-        raise InputError(f"cannot get `{url}`: {why}", hint="check the URL and the network")
+        raise InputError(f"cannot read `{url}`: {why}", hint="check the URL and the network")
     with _remote_errors(url):
         if parts.scheme == "hf":
             address, headers = files_url(*hub_names(url))
@@ -98,7 +98,9 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     if e_tag not in (None, answer.meta["e_tag"]):  # some servers ignore the condition
         raise _changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
-        raise InputError(f"`{url}/{name}` is shorter than it was", hint="run again when nothing writes to it")
+        raise InputError(
+            f"`{url}/{name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
+        )
     return data
 
 
@@ -164,7 +166,7 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
     except raised.PreconditionError as e:
         raise _changed_error(where) from e
     except (FileNotFoundError, raised.NotFoundError) as e:
-        raise InputError(f"there is no `{where}`", hint="check the URL") from e
+        raise InputError(f"`{where}` does not exist", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
         raise _transfer_error(e, where, writing) from e
 
@@ -178,8 +180,8 @@ def _changed_error(where: str) -> InputError:
 def _transfer_error(error: Exception, where: str, writing: bool) -> LpconvError:
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"status code: 40[13]\b", first):  # anchored, because the message also contains a time in ms
-        hint = _CREDENTIALS.get(urlsplit(where).scheme, "is it public?")
-        return UnreadError(f"there is no access to `{where}`", hint=hint)
+        hint = _CREDENTIALS.get(urlsplit(where).scheme, "check that it is public")
+        return UnreadError(f"access to `{where}` was denied", hint=hint)
     kind, done = (ResourceError, "written") if writing else (UnreadError, "read")
     return kind(
         f"`{where}` cannot be {done}: {first:.240}",

@@ -34,7 +34,7 @@ class RemoteFile:
             return
         stop = start + len(out)
         if stop > self.size_bytes:
-            raise InputError("a remote file is shorter than its header says", hint="fetch the checkpoint again")
+            raise InputError("a remote file is shorter than its header says", hint="upload the checkpoint again")
         first, last = start // _PIECE, (stop - 1) // _PIECE
         if len(out) <= _LITTLE and self._little[first] < _FEW and not _window().holds(self, first):
             self._little[first] += 1

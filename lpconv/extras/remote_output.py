@@ -40,7 +40,9 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
     url = check_url(url)
     if url.partition("://")[0] not in _WRITTEN:
         known = ", ".join(f"{scheme}://" for scheme in _WRITTEN)
-        raise UnsupportedError(f"`{url}` is not written", hint=f"lpconv writes to {known}; convert here and upload")
+        raise UnsupportedError(
+            f"lpconv cannot write to `{url}`", hint=f"write to {known}, or convert to a local folder and upload it"
+        )
     _check(url, {o.name for o in listing(url)}, resume=resume, force=force)
     return url
 
@@ -48,12 +50,13 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
 def _check(url: str, names: set[str], *, resume: bool, force: bool) -> None:
     is_ours = MARKER in names or _CLAIM in names
     if names and not is_ours:
-        raise OutputExistsError(f"`{url}` exists, and is not from lpconv", hint="choose another --output")
+        raise OutputExistsError(f"`{url}` exists and was not written by lpconv", hint="choose another --output")
     if MARKER in names and not force and not resume:
         raise OutputExistsError(f"`{url}` exists", hint="choose another --output, or replace it with --force")
     if _CLAIM in names and not force and not resume:
         raise OutputExistsError(
-            f"another run is writing `{url}`, or was interrupted", hint="--resume continues it, --force starts anew"
+            f"another run is writing `{url}`, or was interrupted",
+            hint="continue it with --resume, or start over with --force",
         )
 
 
@@ -115,14 +118,14 @@ class RemoteStaging(Staging):
             self._lose()
         claim = head(self.url, _CLAIM)
         if claim is None or self._claim is None or claim.e_tag != self._claim.e_tag:
-            raise OutputExistsError(f"another run has taken `{self.url}`", hint="choose another --output")
+            raise OutputExistsError(f"another run has started to write `{self.url}`", hint="choose another --output")
 
     def _lose(self) -> NoReturn:
         delete_records(self.url)  # including files that arrived after the other run's clean-up
         # The output may be this run's own, if the answer to its first request was lost.
         raise OutputExistsError(
             f"another run has just finished `{self.url}`",
-            hint="the same command with --resume says whether that is its output; or choose another --output",
+            hint="run the same command with --resume to check if it is the same output, or choose another --output",
         )
 
     def create(self, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> "_Upload":
@@ -198,7 +201,9 @@ class _Upload(PartFile):
         self._writer.close()
         uploaded = head(self._staging.url, self._name)
         if uploaded is None or uploaded.size_bytes != self._size:
-            raise ResourceError(f"`{self._name}` was uploaded and is not there", hint="run again with --resume")
+            raise ResourceError(
+                f"`{self._name}` was uploaded but is missing from the store", hint="run again with --resume"
+            )
         self._staging.record_upload(uploaded)
         return FileRecord(name=self._name, size_bytes=self._size, sha256=self._hash.hexdigest())
 
@@ -210,5 +215,5 @@ def _read(url: str, name: str) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(bytes(fetch(url, name)))
     except ValueError as e:
-        raise InputError(f"`{url}/{name}` is not what lpconv wrote", hint="--force starts anew") from e
+        raise InputError(f"`{url}/{name}` is not the file that lpconv wrote", hint="start over with --force") from e
     return document

@@ -48,11 +48,11 @@ def view_of(url: str, *, whole: bool) -> Path:
         folder, _, name = url.rpartition("/")
         file = head(folder, name)
         if file is None:
-            raise InputError(f"there is no `{url}`", hint="check the URL")
+            raise InputError(f"`{url}` does not exist", hint="check the URL")
         return as_directory(_make_view(folder, [file], whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
-        raise InputError(f"`{url}` has no config.json", hint="is it the URL of a Hugging Face checkpoint?")
+        raise InputError(f"`{url}` has no config.json", hint="pass the URL of a Hugging Face checkpoint")
     return _make_view(url, objects, whole=whole, last=_CONFIG)
 
 
@@ -60,7 +60,7 @@ def copy_of(url: str, name: str) -> Path:
     """Copy one object below a checked URL and return the path. Raises InputError if there is none."""
     source = head(url, name)
     if source is None:
-        raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` says what it holds")
+        raise InputError(f"`{url}` has no {name}", hint="`lpconv inspect` lists its contents")
     _write_object(url, source, _folder_of_url(url), whole=True)
     return _folder_of_url(url) / name
 
@@ -80,12 +80,14 @@ def _objects(url: str) -> list[RemoteObject]:
         objects = listing(url)
     unsafe = next((o.name for o in objects if not _is_safe(o.name)), None)
     if unsafe is not None:
-        raise InputError(f"`{url}` has an object called {unsafe!r}, which no file can be", hint="rename it")
+        raise InputError(
+            f"`{url}` has an object called {unsafe!r}, which is not a valid file name", hint="rename the object"
+        )
     unfinished = [o.name for o in objects if o.name.startswith(UNFINISHED)]
     if unfinished and MARKER not in {o.name for o in objects}:
         raise InputError(
-            f"`{url}` is not finished: a run is writing it, or was interrupted",
-            hint="its command with --resume goes on",
+            f"`{url}` is incomplete: a run is writing it, or was interrupted",
+            hint="finish it by running its command with --resume",
         )
     objects = [o for o in objects if o.name not in unfinished]
     wanted = {*wanted_files(o.name for o in objects), *(o.name for o in objects if o.name.endswith(".safetensors"))}

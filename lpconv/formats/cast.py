@@ -126,7 +126,7 @@ def check_cast(x: Tensor, format: str | Format, rounding: str, overflow: str) ->
     if (overflow == "inf" and not spec.has_inf) or (overflow == "nan" and not spec.has_nan):
         rules = ["saturate"] + ["inf"] * spec.has_inf + ["nan"] * spec.has_nan
         raise UsageError(
-            f"{spec.name} has no code for {overflow.capitalize()}, so overflow=`{overflow}` means nothing there",
+            f"{spec.name} has no code for {overflow.capitalize()}, so overflow=`{overflow}` does not apply",
             hint="for this format use " + " or ".join(f"`{r}`" for r in rules),
         )
     return spec

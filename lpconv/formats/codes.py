@@ -35,7 +35,9 @@ def encode(
     if spec.storage_bits > 8:
         return values.to(code_dtype(spec))
     if not spec.has_nan and bool(values.isnan().any()):
-        raise InputError(f"the tensor has NaN, for which {spec.name} has no code", hint="find out where it comes from")
+        raise InputError(
+            f"the tensor contains NaN, for which {spec.name} has no code", hint="find where the NaN comes from"
+        )
     codes = _codes(values.double(), spec)
     return _pack(codes, spec).view(code_dtype(spec)).reshape(shape)
 
@@ -48,7 +50,7 @@ def decode(codes: Tensor, format: str | Format, dtype: torch.dtype = torch.float
     """
     spec = get_format(format)
     if codes.dtype not in (code_dtype(spec), torch.uint8) or (codes.dtype == torch.uint8 and spec.storage_bits > 8):
-        raise UsageError(f"{codes.dtype} holds no codes of {spec.name}", hint=f"they are in {code_dtype(spec)}")
+        raise UsageError(f"{codes.dtype} is not the dtype of {spec.name} codes", hint=f"pass {code_dtype(spec)}")
     if spec.storage_bits > 8:
         return codes.to(dtype)
     table = code_values(spec).to(device=codes.device, dtype=dtype)
@@ -72,7 +74,7 @@ def code_shape(format: str | Format, shape: torch.Size | tuple[int, ...]) -> tup
     codes, num_bytes = _PER_GROUP[spec.storage_bits]
     if not shape or shape[-1] % codes:
         raise UsageError(
-            f"{spec.name} packs groups of {codes} codes; they do not divide the last axis of {tuple(shape)}",
+            f"{spec.name} packs groups of {codes} codes, which do not divide the last axis of {tuple(shape)}",
             hint=f"pad the last axis to a multiple of {codes}",
         )
     return (*shape[:-1], shape[-1] // codes * num_bytes)
@@ -133,7 +135,9 @@ def _unpack(packed: Tensor, spec: Format) -> Tensor:
         return packed
     num_codes, num_bytes = _PER_GROUP[spec.storage_bits]
     if packed.ndim == 0 or packed.shape[-1] % num_bytes:
-        raise UsageError(f"{spec.name} codes come {num_codes} in {num_bytes} bytes, not {tuple(packed.shape)} bytes")
+        raise UsageError(
+            f"{spec.name} packs {num_codes} codes into {num_bytes} bytes; shape {tuple(packed.shape)} does not fit"
+        )
     groups = packed.reshape(-1, num_bytes).long()
     words = (groups << _shifts(num_bytes, 8, packed)).sum(-1, keepdim=True)
     codes = (words >> _shifts(num_codes, spec.storage_bits, packed)) & ((1 << spec.storage_bits) - 1)

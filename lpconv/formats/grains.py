@@ -98,5 +98,7 @@ def get_grain(name: str) -> Grain | None:
     """
     grain = find_grain(name)
     if grain is None and name.startswith("group"):
-        raise UsageError(f"unknown granularity `{name}`", hint=f"groups are of multiples of {_WORD}, such as group:128")
+        raise UsageError(
+            f"unknown granularity `{name}`", hint=f"group sizes are multiples of {_WORD}, for example group:128"
+        )
     return grain if grain or name == TENSOR else find("granularity", name, {TENSOR: None, **GRAINS, "group:N": None})

@@ -183,7 +183,9 @@ class ExponentHistogram:
                     counts[exponent - first, _parse_integer(position, 0, BINS - 1)] = _parse_integer(number, 0, _COUNTS)
             zero, inf, nan = (_parse_integer(record[key], 0, _COUNTS) for key in ("zero", "inf", "nan"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UsageError("this is no record of an exponent histogram", hint="write it with `to_dict`") from error
+            raise UsageError(
+                "this is not the record of an exponent histogram", hint="write it with `to_dict`"
+            ) from error
         return cls(counts=counts, first_exponent=first, num_zero=zero, num_inf=inf, num_nan=nan)
 
     def _below(self, exponent: int, edge: float, *, inclusive: bool) -> int:
@@ -217,7 +219,7 @@ def _parse_integer(value: Any, least: int, most: int) -> int:
     """Parse an integer from a number or a key of a record. Raises ValueError if it is out of bounds."""
     number = int(value)
     if number not in range(least, most + 1) or (isinstance(value, float) and value != number):
-        raise ValueError(f"{value} is no integer between {least} and {most}")
+        raise ValueError(f"{value} is not an integer between {least} and {most}")
     return number
 
 
@@ -273,7 +275,7 @@ def _supported(format: str | Format) -> Format:
     exact = ((edge - 1) * 16).is_integer() or (edge in _EDGES and spec.max_mantissa % 2 == 1)
     if not (spec.has_sign and spec.has_zero and spec.mantissa_bits <= 10 and exact):
         raise UnsupportedError(
-            f"histograms do not resolve the edges of {spec.name}",
-            hint="they hold those of signed formats with at most 10 mantissa bits",
+            f"exponent histograms are too coarse for {spec.name}",
+            hint="use a signed format with at most 10 mantissa bits",
         )
     return spec

@@ -130,7 +130,7 @@ def tensor_scale(
     if pow2 is not None:
         rounders = {"floor": pow2_floor, "ceil": pow2_ceil, "nearest": pow2_nearest}
         if pow2 not in rounders:
-            raise UsageError(f"unknown rounding `{pow2}` of a scale", hint="known: floor, ceil, nearest, or None")
+            raise UsageError(f"unknown scale rounding `{pow2}`", hint="known: floor, ceil, nearest, or None")
         scale = rounders[pow2](scale)
     return scale.clamp(math.ldexp(1.0, _MIN_EXPONENT), torch.finfo(torch.float32).max).float()
 
@@ -152,11 +152,11 @@ def _blocks(x: Tensor, block: tuple[int, ...] | None) -> tuple[Tensor, tuple[int
     if block is None:
         return x, tuple(range(x.ndim))
     if len(block) != x.ndim:
-        raise UsageError(f"block {block} has {len(block)} sizes, the tensor has {x.ndim} axes")
+        raise UsageError(f"block {block} has {len(block)} sizes, but the tensor has {x.ndim} axes")
     sizes = [size if b == -1 else b for b, size in zip(block, x.shape, strict=True)]
     if any(b < 1 or size % b for b, size in zip(sizes, x.shape, strict=True) if size):
         raise UsageError(
-            f"blocks of {tuple(block)} do not divide a tensor of shape {tuple(x.shape)}",
+            f"blocks of {tuple(block)} do not evenly divide a tensor of shape {tuple(x.shape)}",
             hint="choose a block size that divides each axis, or -1 for the whole axis",
         )
     split = [n for size, b in zip(x.shape, sizes, strict=True) for n in (size // max(b, 1), b)]

@@ -77,10 +77,10 @@ class _Layout(ScaledCodes):
         preset = preset_of(format.name, settings.grain, calibrated=settings.calibrated)
         if preset is None:
             words = settings.grain.words if settings.grain else "one scale"
-            return f"the layout holds no {format.name} codes with {words}"
+            return f"the layout cannot store {format.name} codes with {words}"
         group = (preset.inputs or {}).get("group_size", 1)
         if shape[-1] % group:
-            return f"rows of {shape[-1]} numbers are not whole groups of {group}, in which readers quantise inputs"
+            return f"rows of {shape[-1]} elements are not a multiple of {group}, the group size of input scales"
         return super().refusal(shape, format, settings)
 
     @classmethod
@@ -95,8 +95,8 @@ class _Layout(ScaledCodes):
         }
         if len(of_experts) > 1:
             raise UnsupportedError(
-                f"transformers reads experts in one format, and these have {', '.join(sorted(of_experts))}",
-                hint="let --rule give all of them the same",
+                f"transformers reads all experts in one format, but these have {', '.join(sorted(of_experts))}",
+                hint="give all of them the same format with --rule",
             )
         usual = preset_of(of_experts.pop(), grain, calibrated=converted.calibrated)
         presets = {n: preset_of(f, grain, calibrated=converted.calibrated) for n, f in converted.formats.items()}

@@ -34,10 +34,10 @@ class FineGrained(Tiles):
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         grain = settings.grain
         if grain is None or not cls.holds(format, grain):
-            return f"the layout holds no {format.name} codes with {grain.words if grain else 'one scale'}"
+            return f"the layout cannot store {format.name} codes with {grain.words if grain else 'one scale'}"
         height, width = grain.tile
         if len(shape) < 2 or shape[-2] % height or shape[-1] % width:
-            return f"no whole blocks of {height} x {width}, in which transformers decodes"
+            return f"its sizes are not multiples of {height} x {width}, the blocks that transformers decodes"
         return super().refusal(shape, format, settings)
 
     @classmethod
@@ -58,7 +58,7 @@ class FineGrained(Tiles):
             clash = next((n for n in converted.ignored if module.endswith(n) or module.startswith(n + ".")), None)
             if clash is not None:
                 raise UnsupportedError(
-                    f"transformers would leave `{module}` out with `{clash}`, which is not quantised",
-                    hint=f"--exclude '{module}.weight', or use another --layout",
+                    f"transformers would skip `{module}` along with `{clash}`, which is not quantised",
+                    hint=f"pass --exclude '{module}.weight', or use another --layout",
                 )
         return {"quantization_config": quantization_config(grain, converted.ignored)}

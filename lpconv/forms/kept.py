@@ -42,7 +42,7 @@ class Kept(Form):
 
     @property
     def words(self) -> str:
-        return f"{self.dtype} as it was"
+        return f"unchanged {self.dtype}"
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:

@@ -60,7 +60,7 @@ class PointRows(Form):
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         if format.storage_bits >= _NARROW or _layout(shape, format, settings) is not None:
             return None
-        return f"no point fits rows of {shape[-1] if shape else 1} in {settings.budget_bits:g} bits"
+        return f"{settings.budget_bits:g} bits are too few for rows of {shape[-1] if shape else 1} elements"
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
@@ -74,7 +74,7 @@ class PointRows(Form):
 
     @property
     def words(self) -> str:
-        return f"{self.format.name} codes, rows with a scale for each of their points"
+        return f"{self.format.name} codes, with one scale per row and point"
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -115,8 +115,8 @@ class PointRows(Form):
         stats = block_stats(x, work)
         if not stats.is_finite:
             raise InputError(
-                f"tensor `{self.name}` has NaN or Inf, which no sum of {self.format.name} numbers is",
-                hint=f"keep it with --exclude '{self.name}'",
+                f"tensor `{self.name}` contains NaN or Inf, which {self.format.name} cannot represent",
+                hint=f"leave it unconverted with --exclude '{self.name}'",
             )
         fit = multipoint.fit(as_float32(x, work).view(-1, self.cols), self.format, self.points_max)
         return Looked(stats=stats, more=fit)

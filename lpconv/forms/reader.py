@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FETCH_AGAIN = "fetch the checkpoint again"
+FETCH_AGAIN = "download the checkpoint again"
 
 
 def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
@@ -88,9 +88,9 @@ class StoredTensors:
         """
         stray, method = self._stray(), self._headers.quantised_by
         if stray is not None:
-            return f"`{stray}` is not stored in a form that lpconv knows"
+            return f"`{stray}` is stored in an unknown form"
         if method in READ and not is_ours and all(isinstance(form, Kept) for form in self.forms.values()):
-            return f"config.json says that the weights are quantised by `{method}`, and none is"
+            return f"config.json says that the weights are quantised by `{method}`, but none are"
         return None
 
     def _stray(self) -> str | None:
@@ -133,7 +133,7 @@ class StoredTensors:
         """Read the side tensors of a form. Raises InputError if they are invalid."""
         side = {c.name: read_tensor(self._root, c.name) for c in form.side}
         if not form.has_sound(side):
-            raise InputError(f"the scales of `{form.name}` make no sense for its {form.words}", hint=FETCH_AGAIN)
+            raise InputError(f"the scales of `{form.name}` do not fit its {form.words}", hint=FETCH_AGAIN)
         return side
 
     def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:

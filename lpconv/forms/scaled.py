@@ -190,7 +190,7 @@ def unpack_scaled(name: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, flo
         return tensors[name], 1.0
     if scale.numel() != 1:
         raise InputError(
-            f"`{name}` has {scale.numel()} scales, a scaled tensor has one", hint="convert without --granularity"
+            f"`{name}` has {scale.numel()} scales, but a scaled tensor has one", hint="convert without --granularity"
         )
     return tensors[name][0], float(scale)
 

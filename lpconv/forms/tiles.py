@@ -97,11 +97,11 @@ class Tiles(ScaledCodes):
         if grain is None or not _holds(grain, format):
             return cls.whole.refusal(shape, format, settings)
         if not cls.holds(format, grain):
-            return f"{grain.name} is a layout of others"
+            return f"{grain.name} is a third-party layout"
         if cols > MAX_COLS:
-            return f"rows of {cols} numbers are too long for {grain.words}"
+            return f"rows of {cols} elements are too long for {grain.words}"
         if grain.is_fitted and cols % grain.tile[1]:
-            return f"rows of {cols} numbers are not made of parts of {grain.tile[1]}"
+            return f"rows of {cols} elements are not a multiple of {grain.tile[1]}"
         return None
 
     @classmethod
@@ -299,8 +299,8 @@ class Tiles(ScaledCodes):
         stats = block_stats(value, work, largest)
         if not (stats.is_finite or self.format.has_nan):
             raise InputError(
-                f"tensor `{self.name}` has NaN or Inf, which no {self.format.name} number is",
-                hint=f"keep it with --exclude '{self.name}'",
+                f"tensor `{self.name}` contains NaN or Inf, which {self.format.name} cannot represent",
+                hint=f"leave it unconverted with --exclude '{self.name}'",
             )
         return Looked(stats=stats, more=_Seen(parts=parts, first=first))
 

@@ -54,7 +54,7 @@ def _place(model: str, options: InitOptions) -> str | Path | Checkpoint:
     checkpoint = Checkpoint.open(model, revision=options.revision)
     if not options.reinit:
         raise UsageError(
-            f"`{model}` has weights, and a fresh model would have none of what they learnt",
-            hint="--reinit takes its architecture only; recipes such as unit-fp8 train it as it is",
+            f"`{model}` has trained weights, which a fresh model would not use",
+            hint="pass --reinit to use only its architecture, or train it as it is with a recipe such as unit-fp8",
         )
     return checkpoint

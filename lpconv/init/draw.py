@@ -43,15 +43,15 @@ from lpconv.storage.resolve import resolve
 _COPIES = 4  # copies in memory: weights, their data under native scaling, gradients, intermediate results
 # Entries of a config that describe the weights it was stored with.
 _NOT_KEPT = {"dtype", "torch_dtype", "auto_map", "quantization_config", NATIVE_MARK}
-_HINT = "lpconv builds the models of this release of transformers"
-_PLAIN = "`lpconv init --method plain` draws it for recipes such as unit-fp8, which take any architecture"
+_HINT = "lpconv builds the models that the installed transformers knows"
+_PLAIN = "draw it with `lpconv init --method plain`, and train with a recipe such as unit-fp8"
 _FEWEST = 0.8  # fraction of well-scaled tensors below which init warns
 
 
 def draw(architecture: Architecture, output: Path, options: InitOptions, progress: Progress) -> InitResult:
     """Write a fresh checkpoint of an architecture to `output`. Raises the errors of `lpconv.init.init`."""
     blueprint = _blueprint(architecture, options)
-    with model_errors("config.json builds no model", hint=_HINT):
+    with model_errors("no model can be built from config.json", hint=_HINT):
         count = sum(p.numel() for p in blueprint.build_empty().parameters())
     check_memory(count, copies=_COPIES, what="a fresh model")
     with _folder_next_to(output) as folder:
@@ -74,14 +74,14 @@ def draw(architecture: Architecture, output: Path, options: InitOptions, progres
 
 
 def _blueprint(arch: Architecture, options: InitOptions) -> Blueprint:
-    """The class and config of the model to draw. Raises UnsupportedError if config.json builds no model."""
-    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT):
+    """The class and config of the model to draw. Raises UnsupportedError if no model can be built from config.json."""
+    with quiet_transformers(), model_errors("no model can be built from config.json", hint=_HINT):
         settings = arch.settings
         if settings is None:
             preset = PRESETS[arch.name].config().to_dict()
             settings = resize_config(preset, width=options.width, layers=options.layers)
         if not settings.get("architectures"):
-            raise UnsupportedError("config.json names no architecture", hint="add it under `architectures`")
+            raise UnsupportedError("config.json names no architecture", hint="add the class name under `architectures`")
         settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
         config = transformers.AutoConfig.for_model(**settings)
         config.dtype = torch.float32
@@ -90,7 +90,11 @@ def _blueprint(arch: Architecture, options: InitOptions) -> Blueprint:
 
 def _draw_model(blueprint: Blueprint, options: InitOptions) -> Any:
     """The model with its weights, which depend on the seed only."""
-    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.random.fork_rng([]):
+    with (
+        quiet_transformers(),
+        model_errors("no model can be built from config.json", hint=_HINT),
+        torch.random.fork_rng([]),
+    ):
         torch.manual_seed(options.seed)
         model = blueprint.model_class(blueprint.config)
         if options.method == "native":
@@ -121,7 +125,7 @@ def _unit_shares(model: Any) -> dict[str, float]:
         first.backward(scaled_tensor(unit, 1.0, role=Role.GRADIENT, numerics=scaling.numerics))
 
     try:
-        with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
+        with quiet_transformers(), model_errors("the model fails when it runs", hint=_HINT):
             sizes = data_sizes(model, step)
     except UnsupportedError as e:
         raise UnsupportedError(e.message, hint=_PLAIN) from e
@@ -133,8 +137,8 @@ def _unit_shares(model: Any) -> dict[str, float]:
 def _share_warnings(shares: dict[str, float]) -> list[str]:
     """Warnings about fractions below `_FEWEST`. No error, since values and gradients are exact for any scale."""
     few = ", ".join(f"{share:.0%} of {what}" for what, share in shares.items() if share < _FEWEST)
-    advice = "fp8 may lose digits there: train with native-fp16, or with native-fp8 and --operand-scale tensor"
-    return [f"only {few} have data of a size within [1/2, 2]; {advice}"] if few else []
+    advice = "fp8 may lose precision in others: use native-fp16, or native-fp8 with --operand-scale tensor"
+    return [f"only {few} have an RMS in [1/2, 2]; {advice}"] if few else []
 
 
 def _copy_tokenizer(named: str | None, place: str | Path | Checkpoint, target: Path) -> None:
@@ -154,10 +158,10 @@ def _copy_tokenizer(named: str | None, place: str | Path | Checkpoint, target: P
             tokenizer.save_pretrained(target)
         except UnicodeEncodeError as e:
             raise ResourceError(
-                "no tokenizer can be written below a folder whose name is not UTF-8", hint="choose another --output"
+                "tokenizers cannot be written to a folder whose path is not UTF-8", hint="choose another --output"
             ) from e
     elif named is not None:
-        raise InputError(f"`{named}` has no tokenizer", hint="name a model that has one to --tokenizer")
+        raise InputError(f"`{named}` has no tokenizer", hint="pass a model that has one to --tokenizer")
 
 
 @contextlib.contextmanager

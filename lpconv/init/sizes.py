@@ -32,7 +32,7 @@ def _set_width(settings: dict[str, Any], width: int | None) -> dict[str, Any]:
     least = before // math.gcd(before, *heads.values())
     if width % least:
         raise UsageError(
-            f"--width {width}: heads keep their size, and need a multiple of {least}",
+            f"--width {width}: heads keep their size, so the width must be a multiple of {least}",
             hint=f"for example --width {max(1, width // least) * least}",
         )
     inner = {k: v for k in _INNER if isinstance(v := settings.get(k), int)}
@@ -53,7 +53,7 @@ def _find_sizes(settings: dict[str, Any], names: tuple[str, ...], what: str) -> 
     numbers = {k: v for k in names if isinstance(v := settings.get(k), int)}
     if not numbers:
         raise UnsupportedError(
-            f"the config of a `{settings.get('model_type')}` names no {what} that lpconv knows",
-            hint="write the sizes into its config.json",
+            f"lpconv does not know the {what} setting of a `{settings.get('model_type')}` config",
+            hint="change the sizes in its config.json",
         )
     return numbers

@@ -44,7 +44,7 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     method = headers.quantised_by
     codes = [n for n, i in headers.root.items() if i.dtype.startswith(("F8", "F4")) or n.endswith(_SURELY_CODES)]
     if method is None and codes:
-        return Findings(problems=(f"{code_list(codes)}: codes, and config.json has no quantization_config",))
+        return Findings(problems=(f"{code_list(codes)}: quantised, but config.json has no quantization_config",))
     if method not in READ:
         return Findings()
     grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
@@ -71,9 +71,9 @@ def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterat
     lone = [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
     lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
     if lone:
-        yield f"{code_list(lone)}: no whole weight: a part is missing, or has a dtype or size that does not fit"
+        yield f"{code_list(lone)}: incomplete weight: a part is missing, or has the wrong dtype or size"
     if all(isinstance(form, Kept) for form in forms.values()) and not lone:
-        yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, and none is"
+        yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, but none are"
 
 
 def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
@@ -83,20 +83,20 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterato
     for setting, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
         other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
         if other:
-            yield f"config.json says `{setting}`, and {code_list(other)} has {coded[other[0]].words}"
+            yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
     yield from _mismatched_sizes(config, coded)
     yield from _missing_input_scales(headers, coded)
     ignored = _ignored_modules(config)
     named = [n for n in coded if _is_ignored(n.removesuffix(".weight"), ignored)]
     if named:
-        yield f"{code_list(named)}: quantised, and config.json says that it is not"
+        yield f"{code_list(named)}: quantised, but config.json says that it is not"
     if headers.quantised_by == COMPRESSED_TENSORS:
         leaves = {n.removesuffix(".weight").rpartition(".")[2] for n in coded}
         plain = [n for n, form in forms.items() if form.format is None and len(form.shape) == 2]
         plain = [n for n in plain if n.removesuffix(".weight").rpartition(".")[2] in leaves]
         unnamed = [n for n in plain if not _is_ignored(n.removesuffix(".weight"), ignored)]
         if unnamed:
-            yield f"{code_list(unnamed)}: not quantised, and config.json does not except it"
+            yield f"{code_list(unnamed)}: not quantised, but config.json does not exclude it"
 
 
 def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
@@ -117,14 +117,14 @@ def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) ->
     if isinstance(size, int) and size > 0:
         other = [n for n, g in grids.items() if g.block[1] != min(size, g.matrix[1]) or g.block[0] != 1]
         if other:
-            yield f"config.json has groups of {size}, and {code_list(other)} has {grids[other[0]].words}"
+            yield f"config.json has groups of {size}, but {code_list(other)} has {grids[other[0]].words}"
     symmetric = scheme.get("symmetric")
     with_zeros = [n for n, g in grids.items() if g.zeros]
     without = [n for n in grids if n not in with_zeros]
     if symmetric is True and with_zeros:
-        yield f"config.json says symmetric: true, and {code_list(with_zeros)} has zero points"
+        yield f"config.json says symmetric: true, but {code_list(with_zeros)} has zero points"
     if symmetric is False and without:
-        yield f"config.json says symmetric: false, and {code_list(without)} has no zero points"
+        yield f"config.json says symmetric: false, but {code_list(without)} has no zero points"
 
 
 def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
@@ -138,7 +138,7 @@ def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[st
         if leaf is not None and f"{module}.{leaf}" not in headers.root:
             missing.append(f"{module}.{leaf}")
     if missing:
-        yield f"config.json asks for inputs with a scale that is known before, and {code_list(missing)} is not there"
+        yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
 
 
 def _ignored_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -163,14 +163,14 @@ def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
 def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
     partial = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
     if partial:
-        yield f"{code_list(partial)}: the last blocks are smaller ({grids[partial[0]].words}); some readers refuse that"
+        yield f"{code_list(partial)}: the last blocks are smaller ({grids[partial[0]].words}); some readers refuse this"
     # In the config, a scale of the whole tensor may look like one tile; such scales are vectors.
     tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
     fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
     odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
     if odd:
         rows, tile = grids[odd[0]].matrix[0], fused[odd[0]]
-        yield f"{code_list(odd)}: {rows} rows, no multiple of its blocks of {tile}; vLLM, which fuses it, refuses that"
+        yield f"{code_list(odd)}: {rows} rows are not a multiple of its blocks of {tile}, so vLLM refuses to fuse it"
 
 
 def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
@@ -183,4 +183,4 @@ def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
     kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
     mixed = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
     if mixed:
-        yield f"{code_list(mixed)}: weights that readers fuse are not stored alike"
+        yield f"{code_list(mixed)}: weights that readers fuse are stored in different ways"

@@ -29,8 +29,8 @@ def inspect(model: Openable) -> InspectResult:
     checkpoint = Checkpoint.open(model)
     if checkpoint.kind == "torch":
         raise InputError(
-            f"`{checkpoint.directory}` holds pickles, which have no header to read",
-            hint="`lpconv inspect --stats` opens them, with weights_only=True",
+            f"`{checkpoint.directory}` contains pickles, which have no header to read",
+            hint="`lpconv inspect --stats` opens them with weights_only=True",
         )
     stored, problems = _read_headers(checkpoint)
     return describe(checkpoint, stored, problems=problems + _index_problems(checkpoint, stored))
@@ -132,7 +132,7 @@ def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
     stored_in, named = {info.name: file for info, file in stored}, checkpoint.weight_map
     moved = [n for n, file in named.items() if n in stored_in and stored_in[n] != file]
     lost, more = [n for n in named if n not in stored_in], [n for n in stored_in if n not in named]
-    wrong = {"names other files for": moved, "names, and no file holds,": lost, "does not name": more}
+    wrong = {"names other files for": moved, "names, but no file contains,": lost, "does not name": more}
     return [f"the index {what} {code_list(names)}" for what, names in wrong.items() if names]
 
 

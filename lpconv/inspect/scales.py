@@ -31,7 +31,7 @@ _LARGEST, _FACTOR = 1e4, 256.0
 _E4M3FN = FORMATS["e4m3fn"].max
 _MANY_CUT, _LEAST_CUT = 0.25, 8  # share and number of scales at e4m3fn's maximum; sound weights have a few
 _FEW_ODD = 1e-3  # share of a weight's scales that may be outliers; more are a property of the weight
-NOT_JUDGED = f"scales off by less than {_FACTOR:.0f} times (`lpconv verify --against`)"
+NOT_JUDGED = f"scales that are wrong by less than a factor of {_FACTOR:.0f} (use `lpconv verify --against`)"
 _ZERO = 1e-6  # largest magnitude of a weight that counts as all zeros
 _LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # range of the median over all weights of the largest magnitude
 _UNEQUAL = 1.001  # ratio that a round trip of scales through bf16 can explain
@@ -87,7 +87,7 @@ def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Chec
     config = checkpoint.config.get("quantization_config") or {}
     problems = (*_invalid_scales(stats), *_zero_scales(stats, grids, source), *_mismatched_parts(grids, source, config))
     ones = {n: torch.tensor(s.one) for n, s in stats.items() if s.one is not None and 0 < s.one < math.inf}
-    unequal = _unequal_scales("scales,", ones, "who takes one scale for them decodes the others wrongly")
+    unequal = _unequal_scales("scales,", ones, "readers that use one scale for all of them decode some wrongly")
     lost = (*_lost_scales(stats, is_ours=is_ours), *_clipped_scales(stats), *_outlier_scales(stats, grids, source))
     warnings = (*unequal, *_product_findings(grids, stats, source), *lost)
     return Findings(problems=(*problems, *_inverted_scales(stats, grids)), warnings=warnings)
@@ -97,12 +97,12 @@ def _product_findings(grids: Mapping[str, Grid], stats: Mapping[str, Scales], so
     """Warnings about `weight_scale_2`, which readers divide out of weights and multiply into the product."""
     scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
     sound = {n: x for n, x in scales.items() if is_positive(x)}
-    why = "TensorRT-LLM takes one for them, and refuses others"
+    why = "TensorRT-LLM needs one scale for all of them"
     yield from _unequal_scales("scales of their products, `weight_scale_2`,", sound, why)
     largest = {n: stats[n].most * grids[n].format.max / float(x.max()) / _E4M3FN for n, x in sound.items()}
     odd = [n for n, share in largest.items() if share and not 1 / _FACTOR < share < _FACTOR]
     if odd:
-        yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn asks for"
+        yield f"{code_list(odd)}: `weight_scale_2` is over {_FACTOR:.0f} times smaller or larger than e4m3fn needs"
 
 
 def _input_findings(source: Source) -> Findings:
@@ -111,8 +111,8 @@ def _input_findings(source: Source) -> Findings:
     scales = {f"{module}.weight": read_tensor(source, n).float() for n, module in names.items()}
     wrong = [n for n, x in zip(names, scales.values(), strict=True) if not is_positive(x)]
     if wrong:
-        return Findings(problems=(f"{code_list(wrong)}: scales of inputs that are zero, negative or no number",))
-    return Findings(warnings=tuple(_unequal_scales("scales of inputs,", scales, "they meet the same inputs")))
+        return Findings(problems=(f"{code_list(wrong)}: input scales are zero, negative or not finite",))
+    return Findings(warnings=tuple(_unequal_scales("input scales,", scales, "they have the same inputs")))
 
 
 def _unequal_scales(what: str, scales: Mapping[str, Tensor], why: str) -> Iterator[str]:
@@ -194,7 +194,7 @@ def _is_outlier(numbers: Tensor) -> Tensor:
 def _invalid_scales(scales: Mapping[str, Scales]) -> Iterator[str]:
     for name, s in scales.items():
         if s.num_bad:
-            yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or no number"
+            yield f"`{name}`: {s.num_bad} of {s.num} scales are negative or not finite"
 
 
 def _zero_scales(weights: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
@@ -202,7 +202,7 @@ def _zero_scales(weights: Mapping[str, Scales], grids: Mapping[str, Grid], sourc
     for name in (n for n, s in weights.items() if s.num_zero and n in grids):
         lost = _num_codes(grids[name], source, lambda scales: scales == 0)
         if lost:
-            yield f"`{name}`: {weights[name].num_zero} scales are zero, and {lost} of their codes are not"
+            yield f"`{name}`: {weights[name].num_zero} scales are zero, but {lost} of their codes are not"
 
 
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
@@ -220,7 +220,7 @@ def _clipped_scales(scales: Mapping[str, Scales]) -> Iterator[str]:
     cut = [n for n, s in scales.items() if s.num_cut >= max(_LEAST_CUT, _MANY_CUT * s.num)]
     if cut:
         s = scales[cut[0]]
-        yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales are the largest that e4m3fn has: were they cut?"
+        yield f"{code_list(cut)}: {s.num_cut} of {s.num} scales have the largest e4m3fn value and may be clipped"
 
 
 def _outlier_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid], source: Source) -> Iterator[str]:
@@ -234,7 +234,7 @@ def _outlier_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid], sou
     columns = {c.name: read_tensor(source, c.name) for grid in grids.values() if (c := grid.columns) is not None}
     wrong = [name for name, x in columns.items() if bool(_is_outlier(x.float()).any())]
     if wrong:
-        yield f"{code_list(wrong)}: factors of columns over {_FACTOR:.0f} times smaller or larger than most"
+        yield f"{code_list(wrong)}: column factors are over {_FACTOR:.0f} times smaller or larger than most"
 
 
 def _inverted_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid]) -> Iterator[str]:
@@ -256,21 +256,21 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
         side = _side_of(grid, source)
         if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
             shape = tuple(side[grid.size.name].tolist())
-            yield f"`{name}`: `{grid.size.name}` says {shape}, the codes are {grid.shape}"
+            yield f"`{name}`: `{grid.size.name}` says {shape}, but the codes have shape {grid.shape}"
         elif grid.order is not None and not grid.has_sound(side):
-            yield f"`{name}`: `{grid.order.name}` names groups that have no scale"
+            yield f"`{name}`: `{grid.order.name}` refers to groups without a scale"
         wrong = [
             c.name for c in (grid.factor, grid.columns, grid.beside) if c is not None and not is_positive(side[c.name])
         ]
         if wrong:
-            yield f"`{name}`: `{wrong[0]}` is zero, negative or no number"
+            yield f"`{name}`: `{wrong[0]}` is zero, negative or not finite"
         if grid.zeros is not None and config.get("sym") is True:
             span = next(_matrix_spans(grid))
             zeros = grid.zeros.numbers(grid.zeros.fetch(_fetch_from(source), span), span)
             middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
             if bool((zeros != middle).any()):
                 yield (
-                    f"`{name}`: zero points of {float(zeros.min()):g} to {float(zeros.max()):g}, and config.json says "
+                    f"`{name}`: zero points {float(zeros.min()):g} to {float(zeros.max()):g}, but config.json says "
                     f"that codes are symmetric about {middle:g}: is `checkpoint_format` another version's?"
                 )
 
@@ -283,12 +283,12 @@ def _lost_scales(scales: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str
     """
     ones = [n for n, s in scales.items() if s.least == s.most == 1.0]
     if ones:
-        yield f"{code_list(ones)}: all scales are 1: were they dropped?"
+        yield f"{code_list(ones)}: all scales are 1, so the real ones may have been dropped"
     usual = median(s.bound for s in scales.values())
     large = [n for n, s in scales.items() if s.bound > _FACTOR * usual > 0 and n not in ones]
     small = [n for n, s in scales.items() if _ZERO < s.bound < usual / _FACTOR and n not in ones]
     for far in filter(None, (large, small)):
         bound = scales[far[0]].bound
-        yield f"{code_list(far)}: weights of up to {bound:.2g}, where others have {usual:.2g}: is a scale lost?"
+        yield f"{code_list(far)}: weights of up to {bound:.2g}, while others reach {usual:.2g}; a scale may be lost"
     if not is_ours and usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
-        yield f"most weights are of up to {usual:.2g}, which no trained model has: are their scales lost?"
+        yield f"most weights reach {usual:.2g}, unlike any trained model; their scales may be lost"

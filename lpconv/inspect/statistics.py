@@ -58,7 +58,7 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
 def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
     if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
         return None
-    return f"`{t.name}`: {t.saturated_share:.0%} of the codes are the largest that there are: are its scales too small?"
+    return f"`{t.name}`: {t.saturated_share:.0%} of the codes have the largest value, so its scales may be too small"
 
 
 def _with_statistics(record: InspectResult, source: Source, progress: Progress) -> InspectResult:
@@ -69,7 +69,7 @@ def _with_statistics(record: InspectResult, source: Source, progress: Progress) 
     return dataclasses.replace(
         record,
         tensors=tensors,
-        problems=(*record.problems, *([f"{code_list(nan)}: numbers that are NaN"] if nan else [])),
+        problems=(*record.problems, *([f"{code_list(nan)}: contains NaN"] if nan else [])),
         warnings=(*record.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
         checked=(*record.checked, "values"),
         not_checked=tuple(n for n in record.not_checked if n != VALUES),

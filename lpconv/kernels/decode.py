@@ -98,9 +98,11 @@ def _pieces(codes: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _check(codes: Tensor, dtype: torch.dtype, out: Tensor | None) -> None:
     if codes.dtype not in _FP8:
         known = ", ".join(str(d).removeprefix("torch.") for d in _FP8)
-        raise UsageError(f"cannot decode codes of {codes.dtype}", hint=f"known: {known}; view raw bytes as one of them")
+        raise UsageError(
+            f"cannot decode codes of {codes.dtype}", hint=f"known: {known}; view raw bytes as one of these dtypes"
+        )
     if dtype not in _TARGETS:
-        raise UsageError(f"cannot decode to {dtype}", hint="choose bfloat16, float16 or float32")
+        raise UsageError(f"cannot decode to {dtype}", hint="use bfloat16, float16 or float32")
     if out is not None and (out.shape != codes.shape or out.dtype != dtype or out.device != codes.device):
         raise UsageError(
             f"out is {tuple(out.shape)} of {out.dtype} on {out.device}",

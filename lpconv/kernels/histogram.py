@@ -47,7 +47,9 @@ def count(x: Tensor) -> Callable[[], ExponentHistogram]:
     if x.dtype == torch.float64:
         histogram = exponent_histogram_reference(x)
         return lambda: histogram
-    raise UsageError(f"no histogram of a tensor of {x.dtype}", hint="pass float64, float32, bfloat16 or float16")
+    raise UsageError(
+        f"cannot make a histogram of a {x.dtype} tensor", hint="pass float64, float32, bfloat16 or float16"
+    )
 
 
 def prepare(tensors: Iterable[Tensor]) -> None:

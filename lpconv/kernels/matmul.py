@@ -164,9 +164,9 @@ def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None,
         ("scale_b", scale_b, (*b.shape[:-2], 1, b.shape[-1])),
     ):
         if scale is not None and scale.numel() != 1 and tuple(scale.shape) != full:
-            raise UsageError(f"{name} is {tuple(scale.shape)}", hint=f"pass one number or {full}")
+            raise UsageError(f"{name} has shape {tuple(scale.shape)}", hint=f"pass one number or {full}")
     if bias is not None and bias.shape != b.shape[-1:]:
-        raise UsageError(f"bias is {tuple(bias.shape)}", hint=f"it must be ({b.shape[-1]},)")
+        raise UsageError(f"bias has shape {tuple(bias.shape)}", hint=f"it must be ({b.shape[-1]},)")
 
 
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch

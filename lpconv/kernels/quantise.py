@@ -53,7 +53,7 @@ def fake_quantise(
     """
     spec = check_cast(x, format, rounding, overflow)
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
-        raise UsageError(f"out is {tuple(out.shape)} of {out.dtype}, x is {tuple(x.shape)} of {x.dtype}")
+        raise UsageError(f"out is {tuple(out.shape)} of {out.dtype}, but x is {tuple(x.shape)} of {x.dtype}")
     with torch.no_grad():
         if x.dtype == torch.float64 or rounding == "toward_zero" or not spec.has_zero or not spec.has_sign:
             values = cast(x.detach(), spec, rounding=rounding, overflow=overflow, generator=generator)

@@ -15,7 +15,7 @@ from lpconv.lookup import find
 
 _HISTORY_LENGTH = 10_000  # latest changes kept, for rules that change at every step
 _SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then becomes 0 for good
-_HINT = "write one scale, or STEP:SCALE pairs in rising order of step, such as 0:1,40000:8192"
+_HINT = "write one scale, or STEP:SCALE pairs with increasing steps, such as 0:1,40000:8192"
 _EDGE = 16.0  # log2 of fp16's overflow threshold, and e5m2's except for rounding
 _QUANTILE = 3.09  # standard deviations that 0.1 % of a normal distribution exceeds
 _BETA_MEAN, _BETA_DEVIATION = 0.99, 0.999
@@ -74,11 +74,13 @@ class LossScale(ABC):
         expected = self.state_dict()
         if state.get("name") != self.name or state.keys() != expected.keys():
             raise InputError(
-                f"this is not the state of the loss scale `{self.name}` but of `{state.get('name', 'something else')}`",
-                hint="resume with the loss scale that the run began with",
+                f"this state belongs to the loss scale `{state.get('name', 'unknown')}`, not to `{self.name}`",
+                hint="resume with the loss scale that the run started with",
             )
         if state["rule"].keys() != expected["rule"].keys():
-            raise InputError(f"the state of the loss scale `{self.name}` is damaged", hint="resume from another one")
+            raise InputError(
+                f"the state of the loss scale `{self.name}` is damaged", hint="resume from another checkpoint"
+            )
         self.scale = float(state["scale"])
         self.num_updates, self.num_skipped = state["num_updates"], state["num_skipped"]
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
@@ -98,7 +100,9 @@ class ConstantLossScale(LossScale):
 
     def __init__(self, *, scale: float) -> None:
         if not 0 < scale < math.inf:
-            raise UsageError(f"a loss scale of {scale}", hint="a loss scale is a finite number above 0, such as 1024")
+            raise UsageError(
+                f"{scale} is not a valid loss scale", hint="pass a finite number above 0, for example 1024"
+            )
         super().__init__(float(scale))
 
     def _next(self, found_nonfinite: bool, max_gradient: float | None) -> float:
@@ -127,10 +131,10 @@ class Floor:
     def __post_init__(self) -> None:
         steps = [step for step, _ in self.starts]
         if steps != sorted(set(steps)) or any(step < 0 for step in steps):
-            raise UsageError(f"the steps of a loss-scale floor do not rise: {steps}", hint=_HINT)
+            raise UsageError(f"the steps of a loss-scale floor must increase: {steps}", hint=_HINT)
         for _, scale in self.starts:
             if not _SMALLEST <= scale < math.inf:
-                raise UsageError(f"{scale} is no floor of a loss scale", hint=_HINT)
+                raise UsageError(f"{scale} is not a valid floor for a loss scale", hint=_HINT)
 
     @classmethod
     def parse(cls, value: "Floor | float | str | Mapping[int, float] | None") -> "Floor":
@@ -176,14 +180,16 @@ class DynamicLossScale(LossScale):
         floor: Floor | float | str | Mapping[int, float] | None = None,
     ) -> None:
         if not 0 < init_scale < math.inf:
-            raise UsageError(f"init_scale={init_scale}", hint="a loss scale is a finite number above 0")
+            raise UsageError(f"init_scale={init_scale} is not a valid loss scale", hint="pass a finite number above 0")
         if not 1 < growth_factor < math.inf or not 0 < backoff_factor < 1:
             raise UsageError(
-                f"growth_factor={growth_factor}, backoff_factor={backoff_factor}",
-                hint="the first is above 1 and the second between 0 and 1; GradScaler uses 2 and 0.5",
+                f"growth_factor={growth_factor} or backoff_factor={backoff_factor} is out of range",
+                hint="growth_factor is above 1 and backoff_factor between 0 and 1; GradScaler uses 2 and 0.5",
             )
         if growth_interval < 1:
-            raise UsageError(f"growth_interval={growth_interval}", hint="a number of steps, at least 1")
+            raise UsageError(
+                f"growth_interval={growth_interval} is out of range", hint="pass a number of steps, at least 1"
+            )
         self.floor = Floor.parse(floor)
         super().__init__(max(_fp32(init_scale), self.floor.at_step(0)))
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
@@ -234,11 +240,13 @@ class LogMaxLossScale(LossScale):
     ) -> None:
         if not 0 < smallest <= init_scale <= largest < math.inf:
             raise UsageError(
-                f"smallest={smallest}, init_scale={init_scale}, largest={largest}",
-                hint="three finite scales above 0, in rising order",
+                f"smallest={smallest}, init_scale={init_scale}, largest={largest} are not valid loss scales",
+                hint="pass three finite numbers above 0 in increasing order",
             )
         if not 0 <= min_deviation < math.inf:
-            raise UsageError(f"min_deviation={min_deviation}", hint="a number of binades, 0 or more")
+            raise UsageError(
+                f"min_deviation={min_deviation} is out of range", hint="pass a number of binades, at least 0"
+            )
         self.floor = Floor.parse(floor)
         super().__init__(max(init_scale, self.floor.at_step(0)))
         self.smallest, self.largest, self.min_deviation = smallest, largest, min_deviation
@@ -294,5 +302,7 @@ def make_loss_scale(name: str, **options: Any) -> LossScale:
         find(f"option of the loss scale {name}:", option, parameters)
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in options]
     if missing:
-        raise UsageError(f"the loss scale {name} needs a value for {', '.join(missing)}", hint=f"{missing[0]}=1024")
+        raise UsageError(
+            f"the loss scale {name} needs a value for {', '.join(missing)}", hint=f"for example {missing[0]}=1024"
+        )
     return kind(**options)

@@ -22,7 +22,7 @@ def unscale_(parameters: Iterable[Tensor], scale: float) -> bool:
     gradients.
     """
     if not 0 < scale < math.inf:
-        raise UsageError(f"cannot divide gradients by {scale}", hint="a loss scale is a finite number above 0")
+        raise UsageError(f"cannot divide gradients by {scale}", hint="pass a finite number above 0")
     parameters = list(parameters)
     flags = []
     for gradient in _local_gradients(parameters):
@@ -51,7 +51,8 @@ def _local_gradients(parameters: list[Tensor]) -> list[Tensor]:
             continue
         if gradient.layout != torch.strided:
             raise UnsupportedError(
-                f"cannot unscale a {gradient.layout} gradient", hint="make it dense (for embeddings: sparse=False)"
+                f"cannot unscale a {gradient.layout} gradient",
+                hint="make the gradient dense (for embeddings, pass sparse=False)",
             )
         gradients.append(local(gradient))
     return gradients

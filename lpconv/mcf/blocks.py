@@ -101,7 +101,10 @@ def blocks(numel: int, scratch: Tensor | None, device: torch.device) -> Iterator
     if scratch is None:
         scratch = torch.empty(4 * min(numel, _BLOCK), dtype=torch.float32, device=device)
     elif scratch.dtype != torch.float32 or not scratch.is_contiguous() or scratch.numel() < SCRATCH_ELEMENTS:
-        raise UsageError("unfit scratch buffer", hint=f"contiguous fp32 with {SCRATCH_ELEMENTS} elements or more")
+        raise UsageError(
+            "the scratch buffer has the wrong size or dtype",
+            hint=f"pass a contiguous fp32 tensor with at least {SCRATCH_ELEMENTS} elements",
+        )
     for start in range(0, numel, _BLOCK):
         length = min(_BLOCK, numel - start)
         source, *work = scratch.view(-1)[: 4 * length].view(4, length)

@@ -62,7 +62,7 @@ class Residual:
         floating-point.
         """
         if not x.is_floating_point():
-            raise UsageError(f"cannot split a tensor of {x.dtype}", hint="only floating-point tensors have a residual")
+            raise UsageError(f"cannot split a tensor of {x.dtype}", hint="only floating-point tensors can be split")
         dtypes = (self.hi_dtype, self.dtype)
         hi, residual = out or tuple(torch.empty(x.shape, dtype=d, device=x.device) for d in dtypes)
         _check_buffer("out[0]", hi, x.shape, self.hi_dtype)
@@ -99,7 +99,10 @@ class Residual:
 def _check_buffer(name: str, buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if buffer.shape != shape or buffer.dtype != dtype or not buffer.is_contiguous():
         description = f"{buffer.dtype} {tuple(buffer.shape)}"
-        raise UsageError(f"unfit buffer `{name}`: {description}", hint=f"contiguous {dtype} {tuple(shape)} is needed")
+        raise UsageError(
+            f"buffer `{name}` does not fit: {description}",
+            hint=f"pass a contiguous {dtype} tensor of shape {tuple(shape)}",
+        )
 
 
 # The nearest bf16 `hi` and the bf16 `lo` nearest to the rest, renormalised so that bf16(hi + lo) == hi. `hi` is x

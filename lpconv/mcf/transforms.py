@@ -49,8 +49,8 @@ def two_prod(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """
     if a.dtype not in _PRODUCT_DTYPES:
         raise UnsupportedError(
-            f"no exact product in {a.dtype}",
-            hint="use bf16 or fp16; wider products need a true FMA, which PyTorch lacks",
+            f"products in {a.dtype} are not exact",
+            hint="use bf16 or fp16; wider dtypes need a true FMA, which PyTorch lacks",
         )
     p = a * b
     return p, torch.addcmul(-p, a, b)

@@ -170,11 +170,11 @@ class CodedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> NoReturn:
         """Its presence makes `Module.to` exchange the whole tensor. Compilation is not possible."""
-        raise UnsupportedError("weights that stay codes cannot be compiled", hint=_HINT)
+        raise UnsupportedError("weights that are kept as codes cannot be compiled", hint=_HINT)
 
     @staticmethod
     def __tensor_unflatten__(inner: object, context: object, size: object, stride: object) -> NoReturn:
-        raise UnsupportedError("weights that stay codes cannot be compiled", hint=_HINT)
+        raise UnsupportedError("weights that are kept as codes cannot be compiled", hint=_HINT)
 
     @classmethod
     def __torch_function__(
@@ -196,7 +196,7 @@ class CodedTensor(torch.Tensor):
         if special is not None and (result := special(*args, **kwargs)) is not None:
             return result
         if func._schema.is_mutable:
-            raise UnsupportedError("a weight that stays codes cannot be written to", hint=_HINT)
+            raise UnsupportedError("a weight that is kept as codes cannot be written to", hint=_HINT)
         args, kwargs = tree_map_only(CodedTensor, CodedTensor.decode, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -220,7 +220,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _refuse_gradient(gradient: Tensor) -> NoReturn:
-    raise UnsupportedError("weights that stay codes have no gradient", hint=_HINT)
+    raise UnsupportedError("weights that are kept as codes have no gradient", hint=_HINT)
 
 
 @contextmanager
@@ -245,7 +245,7 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
 def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = None, **kwargs: Any) -> Tensor:
     """The rows for `ids`; the options in `args` and `kwargs` affect gradients only."""
     if max_norm is not None or args[1:2] not in ((), (None,)):
-        raise UnsupportedError("an embedding with a largest norm changes its rows, and codes stay", hint=_HINT)
+        raise UnsupportedError("an embedding with max_norm rewrites its rows, which codes do not allow", hint=_HINT)
     unique_ids, inverse = torch.unique(ids, return_inverse=True)
     cols, runs = weight.shape[-1], []
     breaks = (unique_ids.diff() != 1).nonzero().view(-1) + 1

@@ -21,13 +21,13 @@ from lpconv.storage.compressed import LinearModules
 
 _STACKED, _ALONE = "MergeModulelist", "renamed"
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
-_HINT = "lpconv builds the models of this release of transformers"
+_HINT = "lpconv builds the models that the installed transformers knows"
 
 
 def empty_model(checkpoint: Checkpoint) -> nn.Module:
     """Build the class that the config names, on the meta device. Raises UnsupportedError if that is not possible."""
     config = transformers_config(checkpoint, hint=_HINT)
-    with quiet_transformers(), torch.device("meta"), model_errors("config.json builds no model", hint=_HINT):
+    with quiet_transformers(), torch.device("meta"), model_errors("no model can be built from config.json", hint=_HINT):
         model: nn.Module = resolve_auto_class(architecture(checkpoint.config), config)._from_config(config)
     return model
 

@@ -47,7 +47,9 @@ def sequence_length(config: Any, wanted: int | None) -> int:
     """`wanted` tokens, by default 128 or the model's maximum. Raises UsageError if the model has fewer positions."""
     limit = max_length(config) or SEQ_LEN
     if wanted is not None and wanted > limit:
-        raise UsageError(f"--seq-len {wanted} is more than the model's {limit} positions", hint=f"pass at most {limit}")
+        raise UsageError(
+            f"--seq-len {wanted} exceeds the model's maximum of {limit} positions", hint=f"pass at most {limit}"
+        )
     return wanted or min(SEQ_LEN, limit)
 
 
@@ -69,7 +71,9 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
     main = main or model_class.main_input_name
     kind = _KINDS.get(main)
     if kind is None:
-        raise UnsupportedError(f"no example inputs for a model that reads `{main}`", hint="use --verify weights")
+        raise UnsupportedError(
+            f"lpconv cannot make example inputs for a model that reads `{main}`", hint="use --verify weights"
+        )
     inputs = kind.make(config, torch.Generator().manual_seed(_SEED))
     if model_class.__name__ in TEXT_AND_IMAGE:
         inputs |= _token_ids(config, torch.Generator().manual_seed(_SEED))

@@ -53,7 +53,7 @@ def load(
     if missing and model_class is None and not allow_missing:
         raise InputError(
             f"the files lack {plural(len(missing), 'weight')} of `{type(model).__name__}`: {code_list(missing)}",
-            hint="fetch them again; allow_missing=True opens the model with random numbers in their place",
+            hint="download them again, or pass allow_missing=True to fill them with random numbers",
         )
     return model
 

@@ -23,8 +23,8 @@ from lpconv.models.rows import load_rows
 from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
-_DOES_NOT_OPEN = "the model does not open"
-_WHAT_OPENS = "lpconv runs what this release of transformers opens; does config.json belong to the weights?"
+_DOES_NOT_OPEN = "the model cannot be opened"
+_WHAT_OPENS = "check that config.json belongs to the weights and that the installed transformers knows the model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def model_errors(what: str, *, hint: str, error: type[LpconvError] = Unsupported
 
 def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
     """Run the model once on the first of the inputs. Raises UnsupportedError if it does not run."""
-    with quiet_transformers(), model_errors("the model does not run", hint=_WHAT_OPENS), torch.no_grad():
+    with quiet_transformers(), model_errors("the model fails when it runs", hint=_WHAT_OPENS), torch.no_grad():
         model(**{name: x[:1] for name, x in inputs.items()})
 
 
@@ -158,14 +158,14 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
     if isinstance(preset_or_checkpoint, str):
         preset = PRESETS[preset_or_checkpoint]
         return Blueprint(model_class=getattr(transformers, preset.model_class), config=preset.config(), checkpoint=None)
-    config = read_text_config(preset_or_checkpoint, hint="choose a preset of about its size: " + ", ".join(PRESETS))
+    config = read_text_config(preset_or_checkpoint, hint="choose a preset of similar size: " + ", ".join(PRESETS))
     model_class = resolve_auto_class(architecture(preset_or_checkpoint.config), config)
     return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
 def transformers_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The transformers config. Raises UnsupportedError for models of another release or with their own code."""
-    with quiet_transformers(), model_errors("transformers does not open this model", hint=hint):
+    with quiet_transformers(), model_errors("transformers cannot open this model", hint=hint):
         return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
 
 
@@ -174,7 +174,7 @@ def read_text_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     config = transformers_config(checkpoint, hint=hint)
     cls = resolve_auto_class(architecture(checkpoint.config), config)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"`{cls.__name__}` is an encoder with a decoder, which does not run here", hint=hint)
+        raise UnsupportedError(f"`{cls.__name__}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
     reads = main_input(checkpoint.config)
     if reads != "input_ids":
         raise UnsupportedError(f"`{cls.__name__}` reads `{reads}`, not token ids", hint=hint)

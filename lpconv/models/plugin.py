@@ -89,7 +89,7 @@ class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transforme
         **kwargs: Any,
     ) -> None:
         if format_version > FORMAT_VERSION:
-            raise ValueError(f"this checkpoint has lpconv format_version {format_version}; a newer lpconv opens it")
+            raise ValueError(f"this checkpoint has format_version {format_version} and needs a newer lpconv")
         self.quant_method = METHOD
         self.format_version = format_version
         self.method = method
@@ -150,7 +150,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
             counts = {n.removesuffix(POINTS_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_count(n)}
             scales = {n.removesuffix(SCALE_SUFFIX): t for n, t in pairs if self.hf_quantizer.is_scale(n)}
             if missing := scales.keys() - tensors.keys():
-                raise ValueError(f"{sorted(missing)} have scales and no codes")
+                raise ValueError(f"{sorted(missing)} have scales but no codes")
             for name in scales.keys() & counts.keys():
                 fmt = self.hf_quantizer.format_of(name)
                 tensors[name] = decode_points(tensors[name][0], scales.pop(name), counts[name], fmt)
@@ -175,7 +175,7 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError("saving encodes the whole state dict at once")
+        raise NotImplementedError("lpconv can only save a whole state dict at once")
 
 
 class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -189,7 +189,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
-            raise ValueError("lpconv opens checkpoints that `lpconv convert` wrote; it does not convert while loading")
+            raise ValueError("lpconv cannot convert while loading; run `lpconv convert` first")
 
     def is_scale(self, stored_name: str) -> bool:
         return stored_name.endswith(tuple(f"{leaf}{SCALE_SUFFIX}" for leaf in self.quantization_config.leaves))

@@ -26,7 +26,7 @@ class Task:
 
 SEQ2SEQ = Task(
     name="seq2seq",
-    words="encoder with a decoder",
+    words="encoder-decoder model",
     loss="cross entropy of the target tokens",
     auto=transformers.AutoModelForSeq2SeqLM,
     mapping=modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -55,7 +55,7 @@ CLM = Task(
 NONE = Task(
     name="none",
     words="no language-model head",
-    loss="mean square distance of the output to fixed normal targets",
+    loss="mean squared error of the output against fixed random targets",
     auto=transformers.AutoModel,
     mapping={},
 )
@@ -85,7 +85,7 @@ def find_task(config: Mapping[str, Any], name: str, *, has_labels: bool) -> Task
     if "auto_map" in config:
         architecture(config)
     raise UsageError(
-        f"`{class_name or 'config.json'}` does not say what it is trained for",
+        f"`{class_name or 'config.json'}` does not say which task the model is trained for",
         hint="pass --task mlm, clm, classification or seq2seq",
     )
 
@@ -105,13 +105,13 @@ def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> A
         if trusted is not None:
             return _own_class(auto_map, names[0], trusted)
         raise UnsupportedError(
-            f"`{names[0]}` is Python code of the checkpoint's own",
-            hint="`convert` and `verify` run it with --trust-remote-code; other commands do not",
+            f"`{names[0]}` is Python code that comes with the checkpoint",
+            hint="only `convert` and `verify` can run it, with --trust-remote-code",
         )
     if model_class is None:
         raise UnsupportedError(
             f"transformers {transformers.__version__} has no class `{names[0]}`",
-            hint="install the release of transformers that config.json names, or a newer one",
+            hint="install the version of transformers that config.json names, or a newer one",
         )
     return model_class
 
@@ -145,5 +145,5 @@ def resolve_auto_class(cls: Any, config: Any) -> Any:
         return _get_model_class(config, cls._model_mapping)
     except KeyError:
         raise UnsupportedError(
-            f"{cls.__name__} opens no model of type `{config.model_type}`", hint="choose another class or task"
+            f"{cls.__name__} cannot open a model of type `{config.model_type}`", hint="choose another class or task"
         ) from None

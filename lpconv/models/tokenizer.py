@@ -30,8 +30,8 @@ def read_tokenizer(directory: Path) -> Any:
     except Exception as e:  # damaged files raise any exception, in Python or in Rust
         first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(
-            f"the tokenizer in `{directory}` does not open: {first}",
-            hint="repair it, or take its files away to probe with random ids",
+            f"the tokenizer in `{directory}` cannot be opened: {first}",
+            hint="repair it, or move its files away to use random token ids",
         ) from e
 
 
@@ -46,8 +46,8 @@ def token_ids(tokenizer: Any, *, vocab_size: int | None = None, **arguments: Any
     except Exception as e:  # damaged settings fail on use
         first = next(iter(str(e).splitlines()), "")
         raise InputError(
-            f"the tokenizer does not read the text: {type(e).__name__}: {first:.120}",
-            hint="compare the files of the tokenizer with those of the original model",
+            f"the tokenizer fails on the text: {type(e).__name__}: {first:.120}",
+            hint="compare the tokenizer files with those of the original model",
         ) from e
     if vocab_size is not None:
         largest = max((max(ids, default=0) for ids in ids_of_texts), default=0)
@@ -59,8 +59,8 @@ def check_largest_id(largest: int, vocab_size: int) -> None:
     """Raise InputError if a vocabulary of `vocab_size` does not include the largest id."""
     if largest >= vocab_size:
         raise InputError(
-            f"the tokenizer makes ids up to {largest}, the model embeds {vocab_size}",
-            hint="this is the tokenizer of another model",
+            f"the tokenizer makes ids up to {largest}, but the model has {vocab_size} embeddings",
+            hint="the tokenizer belongs to another model",
         )
 
 
@@ -74,7 +74,7 @@ def special_id(tokenizer: Any, name: str) -> int | None:
     except Exception as e:  # unknown tokens are looked up as `unk`, which may be unknown too
         raise InputError(
             f"the tokenizer's {name} token has no id: {type(e).__name__}",
-            hint="compare the files of the tokenizer with those of the original model",
+            hint="compare the tokenizer files with those of the original model",
         ) from e
     return token_id
 
@@ -108,7 +108,7 @@ class Tokens:
         if self.unknown < _MANY_UNKNOWN:
             return ()
         share = f"{self.unknown:.0%}".replace("%", " %")
-        return (f"{share} of the text's tokens are unknown to the tokenizer: give --data what the model reads",)
+        return (f"{share} of the tokens are unknown to the tokenizer; pass --data with text like the model's",)
 
 
 def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Tokens:
@@ -122,11 +122,13 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     prefix, suffix = special_tokens(tokenizer)
     room = seq_len - len(prefix) - len(suffix)
     if room < 1:
-        raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
+        raise UsageError(
+            f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
+        )
     if len(ids) < room:
         raise InputError(
             f"`{path}` has {len(ids)} tokens, fewer than one sequence of {seq_len}",
-            hint="pass a longer text, or shorter sequences by --seq-len where that is an option",
+            hint="pass a longer text, or a smaller --seq-len if the command has it",
         )
     check_largest_id(max(*ids, *prefix, *suffix, 0), vocab_size)
     starts = range(0, len(ids) - room + 1, room)

@@ -46,9 +46,9 @@ class Fit:
             problems.append(f"{what}, has no {code_list(self.extra)} in its layers")
         for name, (stored, expected) in list(self.shapes.items())[:1]:
             count = plural(len(self.shapes), "weight")
-            problems.append(f"{count} in another shape than config.json says: `{name}` is {stored}, not {expected}")
+            problems.append(f"{count} with a shape that differs from config.json: `{name}` is {stored}, not {expected}")
         if self.error is not None and not problems:
-            problems.append(f"{what}, cannot be made of these tensors: {self.error}")
+            problems.append(f"{what}, cannot be built from these tensors: {self.error}")
         return tuple(problems)
 
     @property
@@ -70,10 +70,10 @@ def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allo
     except UnsupportedError:
         return ()
     if fit.shapes or (fit.problems and not allow_missing):
-        go_on = "" if fit.shapes else "; --allow-missing goes on all the same"
+        go_on = "" if fit.shapes else "; or pass --allow-missing to continue"
         raise InputError(
             "; ".join(fit.problems),
-            hint=f"fetch the files again, or the config.json that belongs to them{go_on}",
+            hint=f"download the files again, or the config.json that belongs to them{go_on}",
             details={"missing": list(fit.missing), "extra": list(fit.extra), "shapes": list(fit.shapes)},
         )
     return fit.missing
@@ -88,7 +88,9 @@ def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
     if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
         return Fit()
     if "model_type" not in checkpoint.config:
-        raise UnsupportedError("config.json names no model_type", hint="add it to compare names and shapes with")
+        raise UnsupportedError(
+            "config.json names no model_type", hint="add it, so that names and shapes can be checked"
+        )
     from lpconv.models.empty import compare_empty  # transformers takes seconds to import
 
     return Fit(**compare_empty(checkpoint, shapes))

@@ -255,8 +255,8 @@ class LowPrecisionOptimizer(Optimizer):
         self.num_skipped += 1
         if self.settings.nonfinite_gradients == "raise":
             raise InputError(
-                "a gradient has Inf or NaN; nothing was changed",
-                hint="lower the learning rate or clip, or pass nonfinite_gradients='skip' to leave such steps out",
+                "a gradient has Inf or NaN, so the step was not taken",
+                hint="lower the learning rate, clip gradients, or pass nonfinite_gradients='skip' to skip such steps",
             )
 
 

@@ -53,8 +53,8 @@ def start_from_checkpoint(optimizer: LowPrecisionOptimizer, model: nn.Module, di
             num_set += 1
     if num_set == 0:
         raise InputError(
-            f"no tensor of `{directory}` has the name of a trained parameter",
-            hint=f"the model calls its first one `{next(iter(by_name), None)}`",
+            f"no tensor in `{directory}` has the name of a trained parameter",
+            hint=f"the model's first parameter is `{next(iter(by_name), None)}`",
         )
     return num_set
 
@@ -93,7 +93,7 @@ def _require_named_parameters(optimizer: LowPrecisionOptimizer, model: nn.Module
     if len(parameters) < num_trained:
         raise InputError(
             f"{num_trained - len(parameters)} of the optimizer's {num_trained} parameters are not in this model",
-            hint="pass the model whose parameters() the optimizer was made with",
+            hint="pass the model whose parameters the optimizer was created with",
         )
     return parameters
 
@@ -102,7 +102,9 @@ def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Ten
     name = next((n for n in names if n in values), None)
     if name is None:
         near = nearest(names[0], values)
-        raise InputError(f"no value for parameter `{names[0]}`", hint=f"the nearest name is `{near}`" if near else None)
+        raise InputError(
+            f"there is no value for parameter `{names[0]}`", hint=f"the nearest name is `{near}`" if near else None
+        )
     _check_shape(name, p, values[name])
     return values[name]
 
@@ -110,8 +112,8 @@ def _value_for(names: list[str], p: Tensor, values: Mapping[str, Tensor]) -> Ten
 def _check_shape(name: str, p: Tensor, value: Tensor) -> None:
     if value.shape != p.shape:
         raise InputError(
-            f"`{name}` has shape {tuple(value.shape)} and the parameter {tuple(p.shape)}",
-            hint="take the values from the model that was converted",
+            f"`{name}` has shape {tuple(value.shape)}, but the parameter has {tuple(p.shape)}",
+            hint="use the values of the model that was converted",
         )
 
 

@@ -68,7 +68,10 @@ def use_fp8_weights(
     """
     layers = list(_replaceable(model, tuple(exclude)))
     if not layers:
-        raise UsageError("no Linear layer to replace", hint="heads, tied weights and `exclude` are left as they are")
+        raise UsageError(
+            "the model has no Linear layer to replace",
+            hint="output heads, tied weights and the modules in `exclude` are not replaced",
+        )
     replacements = {name: Fp8WeightLinear(m.weight, m.bias, recipe=recipe) for name, m in layers}
     for name, old in layers:
         for kind, p in replacements[name].named_parameters():
@@ -98,5 +101,5 @@ def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[s
 def _unit_scale(weight: Tensor) -> float:
     rms = float(weight.detach().double().square().mean().sqrt()) if weight.numel() else 0.0
     if not rms < float("inf"):
-        raise UsageError("a weight is not finite", hint="find the step that broke it; nothing here repairs it")
+        raise UsageError("a weight has Inf or NaN", hint="go back to a checkpoint before the step that produced it")
     return float(pow2_floor(rms)) if rms > 0 else _ZERO_SCALE

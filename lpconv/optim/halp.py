@@ -28,7 +28,7 @@ Closure = Callable[[], Any]
 def integer_format(bits: int) -> Format:
     """Integer format of `bits` bits, ±(2^(bits-1) - 1), like `int4` and `int8`."""
     if not 2 <= bits <= 24:
-        raise UsageError(f"a grid of {bits} bits", hint="2 to 24; the paper uses 8 and 16")
+        raise UsageError(f"a grid of {bits} bits is not supported", hint="use 2 to 24 bits; the paper uses 8 and 16")
     magnitude = bits - 2
     return replace(
         FORMATS["int8"],
@@ -48,7 +48,7 @@ class LPSGD(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *, lr: float, spacing: float, bits: int = 8, seed: int = 0) -> None:
         if not (lr > 0 and spacing > 0 and math.isfinite(lr * spacing)):
-            raise UsageError(f"lr={lr}, spacing={spacing}", hint="both are above 0 and finite")
+            raise UsageError(f"lr={lr} or spacing={spacing} is out of range", hint="both must be finite and above 0")
         self.format, self.spacing = integer_format(bits), spacing
         self.generator = torch.Generator().manual_seed(seed)
         super().__init__(params, {"lr": lr})
@@ -96,7 +96,9 @@ class LPSVRG(LPSGD):
     def step(self, closure: Closure) -> Any:  # type: ignore[override]  # as above
         """Update once from the batch that `closure` evaluates twice; return the loss at the current weights."""
         if any("centre" not in self.state[p] for p, _ in self._parameters()):
-            raise UsageError("no centre yet", hint="call `recentre` with the gradient of all data first")
+            raise UsageError(
+                "the optimizer has no centre yet", hint="first call `recentre` with the gradient of all data"
+            )
         loss = _evaluate(closure)
         here = [(p.clone(), _gradient(p).clone()) for p, _ in self._parameters()]
         for p, _ in self._parameters():
@@ -122,7 +124,7 @@ class HALP(LPSVRG):
 
     def __init__(self, params: Iterable[Any], *, lr: float, mu: float, bits: int = 8, seed: int = 0) -> None:
         if not (mu > 0 and math.isfinite(mu)):
-            raise UsageError(f"mu={mu}", hint="above 0 and finite")
+            raise UsageError(f"mu={mu} is out of range", hint="mu must be finite and above 0")
         self.mu = mu
         super().__init__(params, lr=lr, spacing=1.0, bits=bits, seed=seed)
 

@@ -69,7 +69,7 @@ def make_settings(
     """Resolve and check options. Raises UsageError, with a hint, for unknown names and unsupported paper arithmetic."""
     if fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
         raise UnsupportedError(
-            f"no residual of fp8 weights in {fp8_residual}", hint="use torch.bfloat16 or torch.float8_e4m3fn"
+            f"{fp8_residual} cannot be the residual of fp8 weights", hint="use torch.bfloat16 or torch.float8_e4m3fn"
         )
     settings = UpdateSettings(
         rule=RULES[rule],
@@ -94,28 +94,30 @@ def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     for p in group["params"]:
         if p.dtype == torch.float8_e4m3fn and settings.fp8_storages is None:
             raise UnsupportedError(
-                f"no form of {p.dtype} weights for {settings.rule.name}, {settings.variant.name}, "
+                f"{p.dtype} weights cannot be trained with {settings.rule.name}, {settings.variant.name}, "
                 f"{settings.arithmetic} arithmetic",
-                hint="fused AdamW keeps them as light, plus, full, bf16 or fp32-master",
+                hint="use AdamW with arithmetic='fused' and variant light, plus, full, bf16 or fp32-master",
             )
         if p.dtype not in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
             raise UnsupportedError(
                 f"cannot train a parameter of {p.dtype}",
-                hint="bf16 (kept as the variant says), fp32, and e4m3fn on unit scale (`use_fp8_weights`) work",
+                hint="use bf16, fp32, or e4m3fn on unit scale (`use_fp8_weights`)",
             )
     scale = group.get("weight_scale", 1.0)
     if scale != 1 and settings.rule.name != "adamw":
-        raise UnsupportedError(f"{settings.rule.name} has no weight_scale", hint="use AdamW for scaled weights")
+        raise UnsupportedError(
+            f"{settings.rule.name} does not support weight_scale", hint="use AdamW for scaled weights"
+        )
     if not (scale > 0 and math.frexp(scale)[0] == 0.5):
         raise UsageError(
-            f"weight_scale = {scale} is not a power of two", hint="take the one that `use_fp8_weights` gave"
+            f"weight_scale = {scale} is not a power of two", hint="use the scale that `use_fp8_weights` returned"
         )
     for name in ("lr", "eps", "weight_decay", "momentum"):
         if not 0 <= float(group.get(name, 0.0)) < float("inf"):
-            raise UsageError(f"{name} = {group[name]} is out of range", hint="0 or more")
+            raise UsageError(f"{name} = {group[name]} is out of range", hint="it must be at least 0")
     betas = group.get("betas", ())
     if not all(0 <= beta < 1 for beta in betas):
-        raise UsageError(f"betas = {betas} are out of range", hint="0 <= beta < 1")
+        raise UsageError(f"betas = {betas} are out of range", hint="each beta must be at least 0 and below 1")
     _warn_if_moment_cannot_decay(group, settings)
 
 
@@ -125,7 +127,7 @@ def _warn_if_moment_cannot_decay(group: Mapping[str, Any], settings: UpdateSetti
         if storage is Storage.BF16 and decay > _LARGEST_BF16_DECAY:
             better = "plus" if name == "exp_avg_sq" else "full"
             warnings.warn(
-                f"variant '{variant.name}' keeps `{name}` in bf16, where it cannot decay by a factor of {decay}: the "
+                f"variant '{variant.name}' keeps `{name}` in bf16, which cannot decay by a factor of {decay}: the "
                 f"product rounds back above {_LARGEST_BF16_DECAY}; use variant='{better}'",
                 stacklevel=5,
             )
@@ -136,4 +138,6 @@ def _with_state_dtype(variant: Variant, state_dtype: torch.dtype) -> Variant:
         return variant
     if state_dtype == torch.float32:
         return replace(variant, first=Storage.FP32, second=Storage.FP32)
-    raise UnsupportedError(f"no optimizer state in {state_dtype}", hint="use torch.bfloat16 or torch.float32")
+    raise UnsupportedError(
+        f"optimizer state cannot be kept in {state_dtype}", hint="use torch.bfloat16 or torch.float32"
+    )

@@ -69,8 +69,8 @@ def check_state(state: Mapping[str, Any], rule: str, storages: tuple[Storage, ..
     dtypes = {name: value.dtype for name, value in state.items()}
     if dtypes != expected:
         raise InputError(
-            f"the saved optimizer state does not fit: it holds {dtypes}",
-            hint=f"make the optimizer with the options of the saved run; these options need {expected}",
+            f"the saved optimizer state does not fit: it contains {dtypes}",
+            hint=f"create the optimizer with the options of the saved run; the current options need {expected}",
         )
 
 
@@ -155,7 +155,7 @@ def local_gradient(p: Tensor, name: str) -> Tensor:
     if gradient.layout != torch.strided or not gradient.is_floating_point():
         raise UnsupportedError(
             f"parameter `{name}` has a {gradient.layout} gradient of {gradient.dtype}",
-            hint="make it dense (for embeddings: sparse=False)",
+            hint="make the gradient dense (for embeddings, pass sparse=False)",
         )
     if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
         gradient = gradient.redistribute(p.device_mesh, p.placements)

@@ -138,7 +138,7 @@ def check_disk(output: Path, needed: int) -> None:
     free = free_bytes(output) + reusable
     if needed > free:
         raise ResourceError(
-            f"the output needs {needed / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free",
+            f"the output needs {needed / 1e9:.2f} GB of disk space, but {free / 1e9:.2f} GB are free",
             hint="free some space or choose another --output",
             details={"needed_bytes": needed, "free_bytes": free},
         )

@@ -91,14 +91,14 @@ def plan_memory(
     if options.has_input_scales:
         needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + CALIBRATING_BYTES)
         if needed > budget:
-            raise _memory_error("running the model for the scales of its inputs", needed, budget, options)
+            raise _memory_error("running the model to measure its inputs", needed, budget, options)
     running = now + _models_bytes(plan, checkpoint)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:
             return Memory(workers=workers, needed_bytes=max(needed, running))
         running = now + _streamed_models_bytes(plan, checkpoint)
         if running > budget:
-            raise _memory_error("running both models for their outputs", running, budget, options)
+            raise _memory_error("running both models to compare outputs", running, budget, options)
         return Memory(workers=workers, needed_bytes=max(needed, running), in_files=True)
     why = _why_no_logits(plan, checkpoint)
     if why is None and running > budget:
@@ -112,9 +112,9 @@ def _why_no_logits(plan: Plan, checkpoint: Checkpoint) -> str | None:
     if options.verify != "auto":
         return f"--verify {options.verify} does not run the models"
     if plan.bytes_in > _AUTO_LOGITS_BYTES:
-        return f"{plan.bytes_in / 1e9:.1f} GB of weights are more than are run unasked; ask for the level logits"
+        return f"{plan.bytes_in / 1e9:.1f} GB of weights are too many to run by default; pass --verify logits"
     if "auto_map" in checkpoint.config and not options.trust_remote_code:
-        return "the checkpoint brings its own code, which needs --trust-remote-code"
+        return "the checkpoint needs its own code, which only runs with --trust-remote-code"
     if "model_type" not in checkpoint.config:
         return "config.json names no model_type"
     return None
@@ -183,7 +183,7 @@ def _logits_bytes(checkpoint: Checkpoint) -> int:
 def _memory_error(what: str, needed: int, budget: int, options: ConvertOptions) -> ResourceError:
     is_asked = options.max_memory is not None and budget == options.max_memory
     return ResourceError(
-        f"{what} needs {needed / 1e6:.0f} MB of memory, {budget / 1e6:.0f} MB are allowed",
+        f"{what} needs {needed / 1e6:.0f} MB of memory, but {budget / 1e6:.0f} MB are allowed",
         hint=("raise --max-memory" if is_asked else "free some memory")
         + (", or use --verify weights" if "models" in what else ""),
         details={"needed_bytes": needed, "budget_bytes": budget},

@@ -57,13 +57,13 @@ class ConvertOptions:
     scheme: Annotated[
         str | None,
         Option(
-            "Layout, format, granularity and method under one name (see --list-schemes)",
-            default="the options below",
+            "One name that sets layout, format, granularity and method (see --list-schemes)",
+            default="from the options below",
             choices=SCHEMES,
             short=("-s",),
         ),  # affects the output only through the options that it sets
     ] = None
-    method: Annotated[str, _what("Method that rewrites the weights", choices=METHODS, short=("-m",), panel=None)] = (
+    method: Annotated[str, _what("Method for rewriting the weights", choices=METHODS, short=("-m",), panel=None)] = (
         "unit"
     )
     format: Annotated[
@@ -77,7 +77,8 @@ class ConvertOptions:
         ),
     ] = None
     residual: Annotated[
-        str | None, _what("Form in which collage keeps lost bits", default="bf16, fp16 for fp16", choices=_RESIDUALS)
+        str | None,
+        _what("Format of the rounding residual that collage keeps", default="bf16, fp16 for fp16", choices=_RESIDUALS),
     ] = None
     layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
     scale: Annotated[
@@ -100,17 +101,17 @@ class ConvertOptions:
     rounding: Annotated[
         str,
         _what(
-            "Rounding of each number to nearest, or with error feedback (gptq), which keeps the outputs of layers on a "
-            "text; for codes of up to 8 bits",
+            "How to round weights: each to nearest, or with error feedback (gptq), which preserves layer outputs on a "
+            "calibration text; for codes of at most 8 bits",
             choices=ROUNDINGS,
         ),
     ] = NEAREST
     calibrate: Annotated[
         str | None,
         _what(
-            "Text file to calibrate on: error feedback of --rounding gptq, or else scales of inputs for NVFP4 and "
-            "e4m3fn with one scale; demo: the plays that ship with lpconv",
-            default="inputs stay as they are",
+            "Calibration text, for --rounding gptq or otherwise for input scales of NVFP4 and "
+            "e4m3fn with one scale: a file, or demo for the sample text",
+            default="inputs are not quantised",
             metavar="FILE",
             is_path=True,
         ),
@@ -119,41 +120,39 @@ class ConvertOptions:
         int | None,
         Ge(1),
         _what(
-            "Number of tokens of the text to calibrate on",
-            default=f"{GPTQ_TOKENS} for --rounding gptq, the first {CALIBRATION_TOKENS} for scales of inputs",
+            "Number of calibration tokens",
+            default=f"{GPTQ_TOKENS} for --rounding gptq, the first {CALIBRATION_TOKENS} for input scales",
         ),
     ] = None
     calibration_seed: Annotated[
         int | None,
         Ge(0),
-        _what("Seed that chooses the windows of the text, for --rounding gptq", default="0"),
+        _what("Seed for choosing windows of the calibration text, for --rounding gptq", default="0"),
     ] = None
-    input_scales: Annotated[
-        bool, _what("With --rounding gptq, also store scales of inputs, as --calibrate does without it")
-    ] = False
+    input_scales: Annotated[bool, _what("With --rounding gptq, also store input scales")] = False
     budget_bits: Annotated[
         float | None,
         Gt(0),
         _what(
-            "Stored bits per element, scales and counts included, for multipoint",
-            default="half a bit above the format's",
+            "Stored bits per element for multipoint, including scales and counts",
+            default="half a bit more than the format",
             example="4.5",
         ),
     ] = None
-    points_max: Annotated[
-        int | None, Ge(1), _what("Largest number of points of a row, for multipoint", default=str(POINTS_MAX))
-    ] = None
+    points_max: Annotated[int | None, Ge(1), _what("Most points per row, for multipoint", default=str(POINTS_MAX))] = (
+        None
+    )
     include: Annotated[
         tuple[str, ...],
-        _what("Pattern of the tensors to convert, a glob or re:EXPRESSION", default="all", metavar="PATTERN"),
+        _what("Convert only tensors that match this glob or re:EXPRESSION", default="all", metavar="PATTERN"),
     ] = ()
     exclude: Annotated[
-        tuple[str, ...], _what("Pattern of tensors that are kept as they are", default="none", metavar="PATTERN")
+        tuple[str, ...], _what("Leave tensors that match this pattern unconverted", default="none", metavar="PATTERN")
     ] = ()
     rules: Annotated[
         tuple[FormatRule, ...],
         _what(
-            "Format, or keep, for the tensors that match a pattern; the first match decides",
+            "Format (or keep) of the tensors that match a pattern; the first match decides",
             flag="rule",
             metavar="PATTERN=FORMAT",
             parse=parse_rule,
@@ -162,13 +161,13 @@ class ConvertOptions:
     max_shard_size: Annotated[
         int | None,
         size_option(
-            "Largest size of an output file, such as 5GB", default="as the source's", panel=_WHAT, shapes_output=True
+            "Largest size of an output file, such as 5GB", default="as in the source", panel=_WHAT, shapes_output=True
         ),
     ] = None
     verify: Annotated[
         str,
         _check(
-            "Depth of the verification; auto runs both models where they are small",
+            "What to verify; auto also runs both models if they are small",
             what="verification level",
             choices=VERIFY_LEVELS,
         ),
@@ -180,10 +179,10 @@ class ConvertOptions:
     revision: Revision = None
     allow_missing: AllowMissing = False
     max_memory: Annotated[
-        int | None, size_option("Memory limit, such as 4GB", default="what is free", panel=_HOW, of_run=True)
+        int | None, size_option("Memory limit, such as 4GB", default="the free memory", panel=_HOW, of_run=True)
     ] = None
-    cache: Annotated[bool, _how("Copy a remote checkpoint into a cache, and read that")] = False
-    workers: Annotated[int | None, Ge(1), _how("Number of encoder threads", default="cores, at most 8")] = None
+    cache: Annotated[bool, _how("Download a remote checkpoint into a local cache first")] = False
+    workers: Annotated[int | None, Ge(1), _how("Number of encoder threads", default="one per core, at most 8")] = None
     resume: Resume = False
     force: Force = False
     trust_remote_code: TrustRemoteCode = False
@@ -198,26 +197,26 @@ class ConvertOptions:
 class VerifyOptions:
     """Options of `lpconv verify`."""
 
-    against: Annotated[
-        str | None, Option("Source that the output was made from", default="the one it names", metavar="MODEL")
-    ] = None
+    against: Annotated[str | None, Option("Source to compare with", default="the recorded source", metavar="MODEL")] = (
+        None
+    )
     level: Annotated[
         str | None,
         Option(
-            "Depth of the check: hashes, every element of the weights, or what both models compute; or `values`, which "
-            "compares the weights of any two checkpoints, whatever layouts they are in",
-            default="hash; with --against weights, and logits where the models are small; values of what is no output",
+            "What to check: hash, weights (every stored element), logits (outputs of both models), or values, which "
+            "compares the weights of any two checkpoints, even in different layouts",
+            default="hash; with --against weights, and logits if small; values for third-party checkpoints",
             choices=("hash", "weights", "logits", "values"),
         ),
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        gate_option("Condition to pass, such as 'top1>=0.99'", kind="convert"),
+        gate_option("Fail with exit code 5 unless this holds, such as 'top1>=0.99'", kind="convert"),
     ] = ()
     data: Annotated[
         Path | None,
         Option(
-            "Text file on which to compare what both models say of every token, read from their files layer by layer",
+            "Text file on which to compare the outputs of both models, which are streamed layer by layer",
             metavar="FILE",
             parse=Path,
             is_path=True,
@@ -227,11 +226,11 @@ class VerifyOptions:
         int | None,
         Ge(2),
         Option(
-            "Number of tokens in a window of the text",
-            default="128, or the longest of the model where that is less",
+            "Number of tokens per window of the text",
+            default="128, or the model's maximum if less",
         ),
     ] = None
-    max_tokens: Annotated[int, Ge(1), Option("Number of tokens of the text to read at most")] = 4096
+    max_tokens: Annotated[int, Ge(1), Option("Largest number of tokens to read")] = 4096
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -240,4 +239,4 @@ def check_verify(options: VerifyOptions) -> None:
     check(options)
     if options.against is None and (options.data is not None or options.level == "values"):
         what = "a text" if options.data is not None else "--level values"
-        raise UsageError(f"{what} needs a checkpoint to compare with", hint="name it with --against")
+        raise UsageError(f"{what} needs a checkpoint to compare with", hint="pass it to --against")

@@ -38,7 +38,9 @@ def check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern[3:])
     except (re.error, OverflowError, RecursionError) as e:
-        raise UsageError(f"pattern `{pattern}` is no regular expression: {e}", hint="escape dots as \\.") from e
+        raise UsageError(
+            f"pattern `{pattern}` is not a valid regular expression: {e}", hint="escape dots as \\."
+        ) from e
 
 
 def check_matches(pattern: str, names: Iterable[str]) -> None:
@@ -47,7 +49,7 @@ def check_matches(pattern: str, names: Iterable[str]) -> None:
     if any(matches(pattern, n) for n in names):
         return
     near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
-    hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL` lists the names"
+    hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL --all` lists the names"
     raise UsageError(f"pattern `{pattern}` matches no tensor", hint=hint)
 
 

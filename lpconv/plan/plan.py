@@ -213,7 +213,7 @@ def make_plan(
 def _check_free_names(taken: Sequence[str]) -> None:
     if taken:
         raise UnsupportedError(
-            f"the source already has scales, first `{taken[0]}`", hint="convert from the unquantised checkpoint"
+            f"the source already has scales: the first is `{taken[0]}`", hint="convert from the unquantised checkpoint"
         )
 
 
@@ -233,7 +233,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
         raise UnsupportedError(
             f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
-            hint="use --layout lpconv, or another --granularity; does config.json name the class of these weights?",
+            hint="use --layout lpconv or another --granularity; check that config.json names the model's class",
         )
     formats: dict[str, set[Format | None]] = {}
     for name, module in linears.experts.items():
@@ -241,9 +241,9 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
         if planned[name].form.has_input_scale or len(formats[module]) > 1:
             raise UnsupportedError(
                 f"`{name}`: "
-                + ("readers take all experts of a layer in one format" if len(formats[module]) > 1
-                   else "--calibrate does not reach the inputs of experts"),
-                hint="--exclude '*.experts.*' keeps all of them; do sizes fit the --granularity?",
+                + ("all experts of a layer must have the same format" if len(formats[module]) > 1
+                   else "--calibrate cannot measure the inputs of experts"),
+                hint="leave all of them unconverted with --exclude '*.experts.*', or use a --granularity that fits",
             )  # fmt: skip
 
 

@@ -56,11 +56,11 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
     if linears is not None and info.name in linears.fused and fmt is not None:
         block = info.name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
         raise UnsupportedError(
-            f"`{info.name}` holds all experts of a layer, of which plain transformers decodes no codes in this layout",
-            hint=f"--exclude '*{block}*' keeps them; --layout lpconv converts them",
+            f"`{info.name}` contains all experts of a layer, which plain transformers cannot decode in this layout",
+            hint=f"leave them unconverted with --exclude '*{block}*', or convert them with --layout lpconv",
         )
     if linears is not None and info.name not in linears.weights:
-        fmt, reason = None, f"no Linear weight: {options.layout} leaves it"
+        fmt, reason = None, f"not a Linear weight, which {options.layout} requires"
     elif linears is not None and fmt is not None and not kind.holds(fmt, settings.grain):
         fmt = None  # the layout has no 16-bit codes
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
@@ -105,7 +105,7 @@ def _by_rule(pattern: str, name: str) -> _Decision:
 
 def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
     if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
-        return None, f"already {wanted.name}: the residual is zero"
+        return None, f"already {wanted.name}, so the residual is zero"
     return wanted, "pair"
 
 
@@ -124,4 +124,4 @@ def _sensitive_kind(info: TensorInfo) -> str | None:
     """Why 8 bits are too few for a tensor, such as "embedding"; None if they are enough."""
     named = next((what for what, parts in _WIDE.items() if parts.search(info.name)), None)
     is_filter = len(info.shape) > 2 and info.shape[1] == 1  # each output sees one channel: few numbers, used everywhere
-    return named or ("filter of one channel" if is_filter else None)
+    return named or ("one-channel filter" if is_filter else None)

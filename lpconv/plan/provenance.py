@@ -51,26 +51,26 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
         held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
         decoded = size_text(plan.bytes_in)
         warnings.append(
-            f"the source has codes, {size_text(held)} on disk; sizes here are beside their values in fp32, {decoded}"
+            f"the source is quantised: {size_text(held)} on disk, compared here with its size in fp32, {decoded}"
         )
     if job.missing:
         lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
-        warnings.append(f"{lacks}; so does the output")
+        warnings.append(f"{lacks}, and so does the output")
     written = {t.format.name for t in plan.tensors if t.format}
     if not written:
         warnings.append("no tensor is converted: the output is a copy")
     elif plan.options.format not in written:
-        warnings.append(f"no tensor is in {plan.options.format}")
+        warnings.append(f"no tensor was converted to {plan.options.format}")
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
-        warnings.append(f"{wide} tensors are F64 and are rounded to fp32 first; errors are measured from there")
+        warnings.append(f"{wide} F64 tensors are first rounded to fp32; errors are measured from the rounded values")
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
-        warnings.append("integers lose up to 6 dB where scales are powers of two: --scale exact keeps them")
+        warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
     warnings += _joined_warnings(plan)
     warnings += _nearest_warnings(plan)
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
-        warnings.append(f"the source is {plan.options.format} already: nothing is lost, and there is no residual")
+        warnings.append(f"the source is already {plan.options.format}, so nothing is lost and no residual is stored")
     return tuple(warnings)
 
 
@@ -90,14 +90,14 @@ def _joined_warnings(plan: Plan) -> Iterator[str]:
     is_packed = any(t.format is not None and t.format.name != "e4m3fn" for t in plan.tensors)
     granularity = plan.options.granularity
     if (None in joined and is_packed) or ("e4m3fn" in joined and granularity in ("128x128", "mx")):
-        yield "plain transformers 5.23 stops at experts that are stored so; lpconv opens them, and vLLM by its source"
+        yield "plain transformers 5.23 cannot open experts in this form; lpconv can, and vLLM according to its source"
     if "e2m1" in joined and granularity == "nvfp4":
         is_one = plan.options.scale != "exact"
         costs = (
-            "it is 1, which costs up to 3 dB" if is_one else "it computes with wrong weights, vLLM and lpconv do not"
+            "it is 1, which costs up to 3 dB" if is_one else "it computes with wrong weights, unlike vLLM and lpconv"
         )
         yield (
-            "plain transformers leaves the second scale of experts out (huggingface/transformers#48371): "
+            "plain transformers ignores the second scale of experts (huggingface/transformers#48371): "
             f"{costs}; --scale {'exact keeps it, for vLLM and lpconv' if is_one else 'pow2 makes it 1'}"
         )
 
@@ -110,7 +110,7 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
             kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
             warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
         if t.num_saturated:
-            warnings.append(f"`{t.name}`: {t.num_saturated} elements are beyond {t.format}'s range and became Inf")
+            warnings.append(f"`{t.name}`: {t.num_saturated} elements exceed the range of {t.format} and became Inf")
     return (*warnings, *_lost_grids(tensors))
 
 
@@ -121,6 +121,6 @@ def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
     for grid in dict.fromkeys(t.grid for t in rounded):
         names = [t.name for t in rounded if t.grid == grid]
         yield (
-            f"{code_list(names)}: {grid} codes with scales already, it seems, and rounded a second time: with --format "
-            f"{grid}, --scale exact and the --granularity that they were made with they would be kept exactly"
+            f"{code_list(names)}: {grid} codes already, it seems, and were rounded a second time: with --format "
+            f"{grid}, --scale exact and their original --granularity they would be exact"
         )

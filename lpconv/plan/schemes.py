@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from lpconv.methods import TRANSFORMERS
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 
-_VLLM = "transformers with compressed-tensors; vLLM by its source"
-_TRIED = "vLLM (tried on a CPU), transformers with compressed-tensors"
-_PLAIN = "transformers, SGLang and vLLM by their sources"
+_VLLM = "transformers with compressed-tensors; vLLM (not tested)"
+_TRIED = "vLLM (tested on a CPU); transformers with compressed-tensors"
+_PLAIN = "transformers; SGLang and vLLM (not tested)"
 _OURS = "transformers with `import lpconv.hf` or trust_remote_code"
 
 
@@ -39,8 +39,8 @@ def _compressed(
 
 SCHEMES: dict[str, Scheme] = {
     "FP8_DYNAMIC": _compressed("e4m3fn", "row", 8.01, "serving on unknown hardware; inputs in fp8", opens=_TRIED),
-    "FP8": _compressed("e4m3fn", "tensor", 8, "serving with fixed scales of inputs; inputs in fp8", calibrated=True),
-    "FP8_BLOCK": _compressed("e4m3fn", "128x128", 8, "scales in blocks, as DeepSeek-V3; inputs in fp8"),
+    "FP8": _compressed("e4m3fn", "tensor", 8, "serving with static input scales; inputs in fp8", calibrated=True),
+    "FP8_BLOCK": _compressed("e4m3fn", "128x128", 8, "scales per block, as in DeepSeek-V3; inputs in fp8"),
     "W8A16": _compressed("int8", "group:128", 8.125, "8-bit integers; inputs in 16 bits"),
     "W4A16": _compressed("int4", "group:128", 4.125, "4-bit integers; inputs in 16 bits", opens=_TRIED),
     "MXFP8": _compressed("e4m3fn", "mx", 8.25, "GPUs that multiply MXFP8; inputs in MXFP8"),
@@ -75,6 +75,6 @@ SCHEMES: dict[str, Scheme] = {
         options={"method": "multipoint", "format": "int4"},
         bits=4.5,
         opens=_OURS,
-        use="4.5 bits without calibration data, more for rows that need them",
+        use="4.5 bits per weight without calibration data; rows that need more get more",
     ),
 }

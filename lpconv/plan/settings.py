@@ -36,11 +36,11 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
         if meant is not None and given not in (field.default, meant):
             raise UsageError(
                 f"--scheme {options.scheme} means --{field.name} {meant}, not {given}",
-                hint=f"leave --{field.name} out, or write all options instead of --scheme",
+                hint=f"leave --{field.name} out, or pass single options instead of --scheme",
             )
     if scheme.calibrated and options.calibrate is None:
         raise UsageError(
-            f"--scheme {options.scheme} needs a text to find scales of inputs on",
+            f"--scheme {options.scheme} needs a text to measure input scales on",
             hint="add --calibrate FILE, or --calibrate demo for the sample text",
         )
     if scheme.calibrated and options.rounding == GPTQ:
@@ -66,7 +66,7 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
             _check_rule(rule, method, grain)
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
-                f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has one format, {fmt.name}",
+                f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has only one format, here {fmt.name}",
                 hint="use =keep, or another --format",
             )
     _check_layout(options, method, fmt.name, grain)
@@ -113,13 +113,15 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
         wrong = next((n for n in _OF_FEEDBACK[1:] if getattr(options, n) not in (None, False)), None)
         if wrong is not None:
             flag = "--" + wrong.replace("_", "-")
-            raise UsageError(f"{flag} belongs to --rounding gptq", hint=f"add --rounding gptq, or leave {flag} out")
+            raise UsageError(
+                f"{flag} only applies to --rounding gptq", hint=f"add --rounding gptq, or leave {flag} out"
+            )
         return options
     if not method.has_granularity or fmt.storage_bits > FEEDBACK_BITS:
         what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
         raise UsageError(
-            f"{what} is rounded to nearest, without error feedback",
-            hint="--rounding gptq is for --method unit or scalify, in int4, int8, e2m1, e4m3fn or e5m2",
+            f"{what} does not support --rounding gptq",
+            hint="use --method unit or scalify with format int4, int8, e2m1, e4m3fn or e5m2",
         )
     if options.calibrate is None:
         raise UsageError(
@@ -133,13 +135,15 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
 def _residual(method: Method, format_name: str, residual: str | None) -> str | None:
     if not method.residuals:
         if residual is not None:
-            raise UsageError(f"method `{method.name}` has no residual", hint="--residual belongs to collage")
+            raise UsageError(
+                f"method `{method.name}` does not store a residual", hint="--residual only applies to --method collage"
+            )
         return None
     allowed, other = (("fp16",), "bf16") if format_name == "fp16" else (method.residuals, "fp16")
     chosen = find("residual", residual or allowed[0], {r: r for r in (*method.residuals, "fp16")})
     if chosen not in allowed:
         hint = f"--format {other}, or --residual {' or '.join(allowed)}"
-        raise UsageError(f"residual `{chosen}` needs format {other}; the format is {format_name}", hint=hint)
+        raise UsageError(f"residual `{chosen}` needs format {other}, but the format is {format_name}", hint=hint)
     return chosen
 
 
@@ -167,9 +171,11 @@ def _grain(options: ConvertOptions, method: Method) -> Grain | None:
     """The granularity of scales, validated against method and scale; None for one scale per tensor."""
     grain = get_grain(options.granularity)
     if grain is not None and not method.has_granularity:
-        raise UsageError(f"method `{method.name}` has no {grain.words[2:]}", hint="use --method unit or scalify")
+        raise UsageError(
+            f"method `{method.name}` does not support {grain.words[2:]}", hint="use --method unit or scalify"
+        )
     if grain is not None and grain.scale_dtype == "U8" and options.scale == "exact":
-        raise UsageError(f"scales of `{grain.name}` are powers of two", hint="leave --scale out")
+        raise UsageError(f"granularity `{grain.name}` always has power-of-two scales", hint="leave --scale out")
     return grain
 
 
@@ -183,13 +189,15 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
     if not _supports(method, options.layout, FORMATS[format_name], grain):
         words = "" if grain is None else f" with {grain.words}"
         hint = _layout_hint(options.layout, method, FORMATS[format_name], grain)
-        raise UsageError(f"layout `{options.layout}` does not hold {method.name} in {format_name}{words}", hint=hint)
+        raise UsageError(
+            f"layout `{options.layout}` cannot store method {method.name} in {format_name}{words}", hint=hint
+        )
     form = method.form(options.layout)
     for rule in options.rules if options.layout != LPCONV else ():
         if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):
             one = "e4m3fn" if form.holds(FORMATS["e4m3fn"], grain) else format_name
             raise UsageError(
-                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` does not hold that",
+                f"rule `{rule.pattern}={rule.format}`: layout `{options.layout}` cannot store that format",
                 hint="use =keep, " + " or ".join(f"={n}" for n in dict.fromkeys((format_name, one))),
             )
 
@@ -222,10 +230,10 @@ def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain |
         return
     known = preset_of(format_name, grain) if options.layout == COMPRESSED_TENSORS else None
     if known is not None and known.inputs is not None:
-        words = f"readers of {known.name} scale inputs as they come: there is nothing to calibrate"
+        words = f"{known.name} scales inputs at run time, so there is nothing to calibrate"
         hint = "leave --calibrate out"
     else:
-        words = "only NVFP4, and e4m3fn with one scale, have scales of inputs, in the layout compressed-tensors"
+        words = "only NVFP4 and e4m3fn with one scale have input scales, in layout compressed-tensors"
         hint = f"use --layout {COMPRESSED_TENSORS} with --granularity nvfp4 or --format e4m3fn, or leave it out"
     raise UsageError(f"--calibrate: {words}", hint=hint)
 
@@ -237,7 +245,8 @@ def _budget(
     if not method.has_budget:
         if budget_bits is not None or points_max is not None:
             raise UsageError(
-                f"method `{method.name}` has no bit budget", hint="--budget-bits and --points-max belong to multipoint"
+                f"method `{method.name}` does not use a bit budget",
+                hint="--budget-bits and --points-max only apply to --method multipoint",
             )
         return None, None
     budget_bits = fmt.storage_bits + _SPARE_BITS if budget_bits is None else budget_bits
@@ -245,8 +254,8 @@ def _budget(
     if not fmt.storage_bits < budget_bits < math.inf:
         raise UsageError(
             f"a budget of {budget_bits:g} bits is too small for {fmt.name} codes plus scales",
-            hint=f"use more than {fmt.storage_bits}, such as --budget-bits {fmt.storage_bits + _SPARE_BITS}",
+            hint=f"use more than {fmt.storage_bits}, for example --budget-bits {fmt.storage_bits + _SPARE_BITS}",
         )
     if not 1 <= points_max <= MAX_POINTS:
-        raise UsageError(f"{points_max} points a row at most is not possible", hint=f"use 1 to {MAX_POINTS}")
+        raise UsageError(f"--points-max {points_max} is out of range", hint=f"use 1 to {MAX_POINTS}")
     return budget_bits, points_max

@@ -70,11 +70,11 @@ def operands_at_risk(result: ProbeResult) -> tuple[str, ...]:
         format = "e5m2" if t.role in GRADIENT_ROLES else "e4m3fn"
         crest, sqnr_db = t.exponents.crest, t.exponents.sqnr_db(format, log2_scale=own_scale(t, format))
         if (t.role == "input" and crest > MAX_CREST) or sqnr_db < MIN_SQNR_DB:
-            text = f"{ROLE_WORDS[t.role]} of {t.layer}: its largest element is {crest:.3g} times its root mean square"
-            risks.append((-crest, f"{text}; {format} at one scale for the tensor keeps {sqnr_db:.1f} dB of it"))
+            text = f"{ROLE_WORDS[t.role]} of {t.layer}: its largest element is {crest:.3g} times its RMS"
+            risks.append((-crest, f"{text}; {format} with one scale keeps {sqnr_db:.1f} dB"))
     if not risks:
         return ()
-    cure = "lpconv finetune --recipe unit-fp8 casts at scales that never clip, and keeps such layers in 16 bits"
+    cure = "lpconv finetune --recipe unit-fp8 uses scales that never clip, and keeps such layers in 16 bits"
     return (*(text for _, text in sorted(risks)), f"{cure} (--critical auto)")
 
 
@@ -138,7 +138,7 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
         shares = "".join(f"{brief_share(v):>11}" for v in (r.underflow, r.subnormal, r.overflow))
         lines.append(f"{t.layer:{width}}  {ROLE_WORDS[t.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(worst) > limit:
-        lines.append(f"and {len(worst) - limit} more, none of them worse")
+        lines.append(f"and {len(worst) - limit} more with smaller losses")
     if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         scale = recommend_loss_scale(result, format)
         lines.append(
@@ -222,8 +222,8 @@ def _check_format(name: str) -> None:
     """Reject unknown formats, with the nearest known name, and block formats, whose scales histograms do not show."""
     if name in BLOCK_FORMATS:
         raise UnsupportedError(
-            f"`{name}` scales every block by its own values, which histograms of whole tensors do not show",
-            hint=f"ask for its elements, {BLOCK_FORMATS[name].element.name}: with a scale for the whole tensor they "
+            f"`{name}` scales every block separately, which cannot be predicted from a histogram of the whole tensor",
+            hint=f"ask for its elements, {BLOCK_FORMATS[name].element.name}, instead: with one scale per tensor they "
             "underflow at least as often as in blocks",
         )
     get_format(name)

@@ -31,7 +31,7 @@ from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.version import __version__
 
-RANDOM_IDS = "random ids, because the checkpoint has no tokenizer"
+RANDOM_IDS = "random token ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 _COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
@@ -136,7 +136,7 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
     if options.data is not None:
         raise UsageError(
             f"`{directory.name}` has no tokenizer to read `{options.data}` with",
-            hint="copy the tokenizer's files beside the weights, or leave --data out to probe with random ids",
+            hint="copy the tokenizer files next to the weights, or leave --data out to probe with random token ids",
         )
     tokens = random_tokens(
         windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
@@ -145,7 +145,7 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
 
 
 def _embedded_text() -> tuple[Path, str]:
-    return demo_text("heldout"), "held-out plays that ship with lpconv"
+    return demo_text("heldout"), "the held-out sample text"
 
 
 def _announce(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
@@ -158,9 +158,9 @@ def _warnings(prepared: ProbeSetup) -> list[str]:
     notes, opened = [], prepared.opened
     named = next(iter(prepared.checkpoint.config.get("architectures") or []), None)
     if prepared.task is NONE and named and named != type(opened.model).__name__:
-        notes.append(f"the checkpoint does not hold all of `{named}`; {type(opened.model).__name__} was probed instead")
+        notes.append(f"the checkpoint lacks weights of `{named}`, so {type(opened.model).__name__} was probed instead")
     if opened.missing:
-        notes.append(f"not in the checkpoint, so random here: {name_list(opened.missing)}")
+        notes.append(f"not in the checkpoint, so filled with random numbers: {name_list(opened.missing)}")
     return [*notes, *prepared.batches.tokens.doubts]
 
 

@@ -20,7 +20,7 @@ from lpconv.scaled.tensor import ScaledTensor
 def weight_value(optimizer: Optimizer, p: Tensor) -> Tensor:
     """The value of a weight as a new fp32 tensor, including low parts, compensations and master copies."""
     if isinstance(p, DTensor):
-        raise UnsupportedError("sharded parameters cannot be followed", hint="measure on one process, without FSDP")
+        raise UnsupportedError("sharded parameters cannot be tracked", hint="measure with one process, without FSDP")
     if isinstance(optimizer, LowPrecisionOptimizer):
         return stored_value(optimizer.storages(p)[0], optimizer.parts(p)[0]).clone()
     master = optimizer.state[p].get("master") if p in optimizer.state else None

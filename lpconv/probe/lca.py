@@ -125,13 +125,18 @@ class LossChange:
         if not batches:
             raise UsageError("loss change allocation needs a probe batch", hint="pass one or more labelled batches")
         if max_segments < 1 or not tolerance >= 0:
-            raise UsageError(f"max_segments={max_segments}, tolerance={tolerance}", hint="at least 1 and at least 0")
+            raise UsageError(
+                f"max_segments={max_segments} or tolerance={tolerance} is out of range",
+                hint="max_segments must be at least 1 and tolerance at least 0",
+            )
         if twin is None and any(isinstance(p, ScaledTensor) for p in model.parameters()):
             raise UsageError("a model of scaled tensors needs a twin", hint="pass the plain fp32 model as `twin`")
         optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._parameters = {n: p for n, p in model.named_parameters() if id(p) in optimised and p.requires_grad}
         if not self._parameters:
-            raise UsageError("the optimizer holds none of the model's parameters", hint="pass the one that trains it")
+            raise UsageError(
+                "the optimizer has none of the model's parameters", hint="pass the optimizer that trains the model"
+            )
         self._optimizer = optimizer
         self._landscape = _Landscape(twin or copy.deepcopy(model), self._parameters, batches)
         self._tolerance, self._max_segments = tolerance, max_segments
@@ -157,7 +162,10 @@ class LossChange:
     def after_step(self) -> LossChangeStep:
         """Allocate the change of the loss since `before_step`; the result is also appended to `steps`."""
         if self._start is None:
-            raise UsageError("after_step without before_step", hint="call before_step, then the optimizer, then this")
+            raise UsageError(
+                "after_step was called without before_step",
+                hint="call before_step, then optimizer.step, then after_step",
+            )
         (start, intended), self._start = self._start, None
         end = self._kept()
         if not bool(intended.isfinite().all()):  # an overflowed step, which the loss scaler skips
@@ -202,7 +210,7 @@ def summarise(steps: Sequence[LossChangeStep]) -> LossChangeStep:
     Raises `UsageError` if `steps` is empty or not consecutive, because the sum then matches no change of the loss.
     """
     if not steps or any(a.loss_after != b.loss_before for a, b in itertools.pairwise(steps)):
-        raise UsageError("these steps are not in a row", hint="measure every step of the stretch to be summarised")
+        raise UsageError("these steps are not consecutive", hint="measure every step of the range that you summarise")
     return LossChangeStep(
         step=steps[-1].step,
         loss_before=steps[0].loss_before,

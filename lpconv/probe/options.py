@@ -17,16 +17,16 @@ class ProbeOptions:
 
     data: Annotated[
         Path | None,
-        Option("Text file", default="plays that ship with lpconv", metavar="FILE", parse=Path, is_path=True),
+        Option("Text file", default="the sample text", metavar="FILE", parse=Path, is_path=True),
     ] = None
     steps: Annotated[int, Ge(1), Option("Number of forward and backward passes")] = 4
-    batch_size: Annotated[int, Ge(1), Option("Number of sequences in a batch")] = 8
+    batch_size: Annotated[int, Ge(1), Option("Number of sequences per batch")] = 8
     seq_len: Annotated[
-        int | None, Ge(2), Option("Number of tokens in a sequence", default="128, or the model's maximum")
+        int | None, Ge(2), Option("Number of tokens per sequence", default="128, or the model's maximum")
     ] = None
-    every: Annotated[int, Ge(1), Option("Number of steps between records")] = 1
-    calibrate: Annotated[bool, Option("Also write the scales that unit scaling should use (calibration.json)")] = False
-    seed: Annotated[int, Ge(0), Option("Seed of masks and random ids")] = 0
+    every: Annotated[int, Ge(1), Option("Record every Nth step")] = 1
+    calibrate: Annotated[bool, Option("Also write scales for unit scaling, as calibration.json")] = False
+    seed: Annotated[int, Ge(0), Option("Seed of token masks and random token ids")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False

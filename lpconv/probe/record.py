@@ -57,5 +57,5 @@ def read_probe(path: Path) -> ProbeResult:
     """Read a probe's record from a file. Raises InputError if it is missing or damaged."""
     document = read_json(path)
     if document.get("kind") != "probe":
-        raise InputError(f"`{path}` is no record of a probe", hint="pass an output of `lpconv probe`")
+        raise InputError(f"`{path}` is not the record of a probe", hint="pass the directory that `lpconv probe` wrote")
     return from_json(ProbeResult, document)

@@ -44,7 +44,7 @@ def track(model: nn.Module, *, every: int = 50, fixed_weights: bool = False) -> 
     recorded step. (torch cannot tell: writing through `.data` does not change a tensor's version.)
     """
     if every < 1:
-        raise UsageError(f"every={every}: a step can be recorded once at most", hint="pass 1 or more")
+        raise UsageError(f"every={every} is out of range", hint="pass 1 or more")
     return Tracker(model, every, fixed_weights)
 
 
@@ -217,7 +217,7 @@ def model_loss(output: Any) -> Tensor:
     """The loss that a transformers model computed itself. Raises UsageError if it had no labels."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        raise UsageError("the model returned no loss", hint="put `labels` into the batches")
+        raise UsageError("the model returned no loss", hint="add `labels` to the batches")
     return loss
 
 
@@ -254,5 +254,5 @@ def probe(
             losses.append(float(value.detach()))
             model.zero_grad(set_to_none=True)
     if not losses:
-        raise UsageError("there was no batch to probe with", hint="pass at least one")
+        raise UsageError("there are no batches to probe with", hint="pass at least one batch")
     return dataclasses.replace(tracker.result(), losses=tuple(losses))

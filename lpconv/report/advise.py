@@ -24,7 +24,7 @@ def advice_document(result: AdviceResult) -> Document:
     return Document(
         kind="advice",
         title=PurePath(result.name).name or result.name,
-        subtitle=f"{result.name}: what low precision buys, and what it costs",
+        subtitle=f"{result.name}: what low precision saves, and what it costs",
         verdict=_verdict(result),
         tiles=_tiles(result),
         warnings=result.warnings,
@@ -34,7 +34,7 @@ def advice_document(result: AdviceResult) -> Document:
             *(_candidate_section(result, p) for p in _HEADINGS),
             section(f"Where {result.parts_of} costs most", parts),
             section("One step in low precision", Bullets(lines=result.findings)),
-            section("What this does not know", Bullets(lines=result.unknowns)),
+            section("What this does not cover", Bullets(lines=result.unknowns)),
         ),
         facts={**result.facts, "Took": duration_text(result.seconds)},
         command=result.command,
@@ -61,7 +61,7 @@ def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
     rows = _of_purpose(result, purpose)
     shown = tuple(_cells(result, r) for r in rows if r.status != "pruned")
     pruned = tuple(_cells(result, r) for r in rows if r.status == "pruned")
-    title = f"{len(pruned)} more cannot be better than these, and why"
+    title = f"{len(pruned)} more that cannot be better than these, with reasons"
     folded = Folded(title=title, table=Table(columns=_COLUMNS[purpose], rows=pruned))
     table = Table(columns=_COLUMNS[purpose], rows=shown)
     return section(f"{_HEADINGS[purpose]}: every candidate, best first", table, folded)
@@ -73,7 +73,7 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
     for advised in result.recommendations:
         row = by_name.get((advised.purpose, advised.row or ""))
         if row is None or row.gap is None:
-            detail = "stays within the budget for certain"
+            detail = "certain to stay within the budget"
             tiles.append(Tile(label=_HEADINGS[advised.purpose], figure="nothing", detail=detail))
             continue
         detail = f"gap {_gap_text(row.gap, _unit_of(result, row))}"
@@ -98,7 +98,7 @@ def _why(row: AdviceRow) -> str:
         return row.why if row.status in ("pruned", "unmeasured") else f"failed: {row.why}"
     counted = plural(row.gap.count, "window" if row.purpose == "infer" else "seed")
     is_known = math.isfinite(row.gap.high)
-    return counted if row.meets or not is_known else f"{counted}; not certain to meet the budget"
+    return counted if row.meets or not is_known else f"{counted}; not certain to stay within the budget"
 
 
 def _unit_of(result: AdviceResult, row: AdviceRow) -> str:
@@ -111,7 +111,7 @@ def _gap_cells(gap: GapEstimate | None, unit: str) -> tuple[str, str]:
         return MISSING, MISSING
     value = _value_text(gap.value, unit)
     if not (math.isfinite(gap.low) and math.isfinite(gap.high)):
-        return value, "not known from one seed"
+        return value, "unknown with one seed"
     return value, f"{_value_text(gap.low, unit)} to {_value_text(gap.high, unit)}"
 
 
@@ -171,13 +171,13 @@ def _budget_text(result: AdviceResult, unit: str) -> str:
 def _no_recommendation(result: AdviceResult, purpose: str) -> str:
     rows = [r for r in _of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
     if not rows:
-        return "Nothing was measured for this, so nothing is recommended."
+        return "Nothing was measured, so nothing is recommended."
     unit = "loss" if purpose == "train" else result.metric
     nearest = rows[0]
     assert nearest.gap is not None
     limit = _budget_text(result, unit)
     return (
-        f"Nothing that was measured is certain to stay within {limit} and the memory allowed. The nearest is "
+        f"No measured candidate is certain to stay within {limit} and the allowed memory. The nearest is "
         f"{nearest.name}: {_gap_text(nearest.gap, unit)}. More minutes narrow the interval; a larger quality= in "
         "--budget allows more."
     )
@@ -192,25 +192,25 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
     measured = [r for r in result.rows if r.status == "measured"]
     sources = {r.time_from for r in measured if r.time_from.startswith("roofline")}
     for source in sorted(sources):
-        yield f"Step times are not measured: {source}. Real steps take longer."
+        yield f"Step times are estimates: {source}. Real steps take longer."
     if any(r.purpose == "infer" for r in measured):
         yield (
-            "Products were computed in fp32 with the stored weights. A model opened in 16 bits rounds its activations "
-            "too, and that is not in the gap."
+            "Products were computed in fp32 with the stored weights. A model in 16 bits also rounds its activations, "
+            "which the gap does not include."
         )
     tried, whole = result.steps_tried, int(result.options["steps"])
     if any(r.purpose == "train" for r in measured) and tried < whole:
         yield (
-            f"{tried} steps stand for {whole}. The interval allows for the drift that was seen and for updates that "
-            "rounding dropped, not for what no short run shows."
+            f"{tried} steps represent {whole}. The interval accounts for the observed drift and for updates that "
+            "rounding dropped, but not for effects that only appear in long runs."
         )
     if any(r.purpose == "train" and r.time_from == "measured here" for r in measured):
-        yield "On a CPU fp8 and fp16 are emulated: their step times here say nothing of a GPU."
+        yield "On a CPU, fp8 and fp16 are emulated, so their step times here do not predict those on a GPU."
     left = [r.name for r in result.rows if r.status == "unmeasured"]
     if left:
-        yield f"Not measured for want of time: {', '.join(left)}."
+        yield f"Not measured for lack of time: {', '.join(left)}."
     if result.interrupted:
-        yield "The measurements were stopped before their end."
+        yield "The measurements were stopped early."
 
 
 def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[LossScaleRecord]) -> tuple[str, ...]:

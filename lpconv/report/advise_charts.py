@@ -88,5 +88,5 @@ def parts_chart(result: AdviceResult) -> Chart | None:
     """The tensors that cost most, as bars."""
     bars = [Bar(name=p.tensor, text=f"{p.divergence:.1e}", lengths=(p.divergence,)) for p in result.parts[:_PARTS]]
     words = "nats of divergence" if result.metric == "loss" else "relative error of the output"
-    about = f"The model with that tensor alone as {result.parts_of} stores it; those that cost most."
-    return bar_chart("Each tensor's part", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")
+    about = f"Cost of storing only that tensor as {result.parts_of}; the most expensive ones."
+    return bar_chart("Cost of each tensor", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")

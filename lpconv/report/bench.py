@@ -57,7 +57,7 @@ def bench_document(result: BenchResult) -> Document:
             _memory_section(named),
             _energy_section(named),
             _change_section(result),
-            *(section(f"Linears by shape: {v.title}", _linear_table(v)) for v in result.verdicts),
+            *(section(f"Linear layers by shape: {v.title}", _linear_table(v)) for v in result.verdicts),
         ),
         facts=_facts(result),
         command=result.command,
@@ -77,7 +77,7 @@ def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
 
 def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
     """Verdict "failed" if a gate fails, "passed" if a row is faster than its baseline, else "not run"."""
-    text = "no row was compared with a baseline"
+    text = "No row was compared with a baseline"
     outcome: Outcome = "not run"
     if best := _best_speed(named):
         name, word, ratio = best
@@ -116,7 +116,7 @@ def _facts(result: BenchResult) -> dict[str, str]:
     }
     if first.parallel is not None:
         processes = f"{first.processes}, {first.parallel}"
-        facts["Processes"] = f"{processes}; batch and memory are those of one, tokens/s of all"
+        facts["Processes"] = f"{processes}; batch and memory are per process, tokens/s over all"
     if result.peaks is not None:
         facts["Measured peaks"] = _peaks_text(result.peaks)
     if not any(r.gpu for r in result.rows):
@@ -149,7 +149,10 @@ def reasons(rows: Sequence[BenchRow]) -> list[str]:
 def _notes(result: BenchResult) -> tuple[str, ...]:
     """Notes for the reader, including models whose weights are only partly from the checkpoint."""
     partly = dict.fromkeys((r.model, r.weights.partition(",")[0]) for r in result.rows if "random, else" in r.weights)
-    drawn = (f"{model}: {words}, so errors of outputs and gradients are not its own" for model, words in partly)
+    drawn = (
+        f"{model}: {words}, so errors of outputs and gradients are not those of the real model"
+        for model, words in partly
+    )
     return (*drawn, *result.notes)
 
 
@@ -216,7 +219,7 @@ def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
 def _change_section(result: BenchResult) -> Section | None:
     rows = tuple((c.name, ratio_text(c.before), ratio_text(c.after), c.change) for c in result.changes)
     table = Table(columns=("Configuration", "Before", "Now", "<Change"), rows=rows)
-    return section("Speed-up against the older document", table)
+    return section("Speed-up against the older result", table)
 
 
 def _linear_table(verdict: VerdictRecord) -> Table:
@@ -259,7 +262,7 @@ def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
     ]
     return bar_chart(
         "Memory of tensors at the peak",
-        "What takes up memory when a step needs most.",
+        "What uses memory at the peak of a step.",
         bars,
         x_label=unit,
         parts={name: f"series-{i}" for i, name in enumerate(names) if name in present},

@@ -21,16 +21,16 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WORST = 5
 # How to open layouts other than lpconv's own, by name.
 _LAYOUTS = {
-    "compressed-tensors": "This directory has the layout of the compressed-tensors package: {codes}. vLLM reads it, "
-    "too. On a CPU it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), and has no kernel for "
-    "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 and NVFP4. transformers opens it with "
-    "`pip install compressed-tensors`, and needs no lpconv:",
+    "compressed-tensors": "This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
+    "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
+    "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 or NVFP4. transformers opens it with "
+    "`pip install compressed-tensors`; lpconv is not needed:",
     "transformers": "This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
-    "accelerate`, and needs no lpconv; without a GPU that multiplies fp8 it decodes the weights:",
+    "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
 }
 _REFUSED = (
-    "Plain transformers refuses these weights on purpose. The codes mean nothing without their scales, so they are "
-    "stored with one more axis than the model's weights have, and loading them without lpconv stops with a size "
+    "Plain transformers refuses these weights on purpose. The codes are useless without their scales, so they are "
+    "stored with one more axis than the model's weights, and loading them without lpconv ends in a size "
     "mismatch."
 )
 _AUTO_BY_TASK = {
@@ -90,12 +90,12 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
         return Prose(text=words), plainly
     if result.method == "collage":
         ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
-        kept = "What {} rounded away is kept beside it, under `collage/`. With lpconv the residual comes back:"
+        kept = "What {} rounded away is stored next to it, under `collage/`. lpconv adds the residual again:"
         whole = Code(language="python", lines=("import lpconv", "", 'model = lpconv.load("PATH")'))
         first = Prose(text=f"This directory {ordinary.format(result.format)}")
         return first, plainly, Prose(text=kept.format(result.format)), whole
     loader = (
-        "The loader module in this directory registers it too, for code that cannot import lpconv.hf first: "
+        "For code that cannot import lpconv.hf first, the loader module in this directory registers the format: "
         f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'
     )
     return _loading_code(auto, needs_lpconv=True), Prose(text=loader), Prose(text=_REFUSED)
@@ -121,16 +121,16 @@ def _restore_section(result: ConvertResult) -> Section | None:
     return section(
         "How to get the original back",
         command,
-        f"writes a plain checkpoint again: kept tensors bit for bit, converted ones {_fidelity(result)}.",
+        f"writes a plain checkpoint: kept tensors bit for bit, converted ones {_fidelity(result)}.",
     )
 
 
 def _fidelity(result: ConvertResult) -> str:
     changed = converted_tensors(result.tensors)
     if any(t.sqnr_db is None for t in changed):
-        return "as near as the stored form holds them (not measured)"
+        return "as precisely as the stored form allows (not measured)"
     if all(t.sqnr_db == math.inf for t in changed):
-        return "exactly, since none of them lost anything"
+        return "exactly, because none of them lost anything"
     return "with the errors given above"
 
 
@@ -149,7 +149,7 @@ def finetune_card(result: FinetuneResult) -> Document:
             _open_tuned(result),
             section("What precision cost", gap_table(result)),
             section("Before and after", held_out_table(result), held_out_words(result)),
-            section("On the way", Bullets(lines=diagnostics(result))),
+            section("During training", Bullets(lines=diagnostics(result))),
         ),
         warnings=result.warnings,
         facts=result.facts,
@@ -168,7 +168,9 @@ def _open_tuned(result: FinetuneResult) -> Section | None:
     is_plain, is_pair = result.saved_as.startswith("plain"), result.saved_as.startswith("collage")
     blocks: list[Block] = [_loading_code(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
     if is_pair:
-        blocks.append(Prose(text='`lpconv.load("PATH")` adds what bf16 rounded away, which lies under `collage/`.'))
+        blocks.append(
+            Prose(text='`lpconv.load("PATH")` adds what bf16 rounded away, which is stored under `collage/`.')
+        )
     return section("How to open it", *tuple(blocks))
 
 

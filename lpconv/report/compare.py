@@ -47,7 +47,7 @@ def compare_document(
             section("Figures", compared),
             section("", *drawn[top:]),
             table,
-            section("The runs in words", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in named)), only="page"),
+            section("Summary of the runs", Bullets(lines=tuple(f"{n}: {v.text}" for n, v in named)), only="page"),
         ),
     )
 

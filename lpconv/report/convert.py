@@ -55,7 +55,7 @@ def convert_document(result: ConvertResult) -> Document:
             tensor_section(result, listed),
             _opening_section(result),
             _provenance_section(result),
-            section("", f"The page with charts is {result.output}/report.html.", only="terminal"),
+            section("", f"Report with charts: {result.output}/report.html", only="terminal"),
         ),
         command=result.command,
         versions=result.versions,
@@ -75,7 +75,7 @@ def plan_document(plan: PlanResult) -> Document:
     return Document(
         kind="plan",
         title=f"{plan.source.name} → {plan.output}",
-        summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing has been written.",
+        summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing was written.",
         facts=facts,
         sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
@@ -85,11 +85,11 @@ def plan_document(plan: PlanResult) -> Document:
 def part_document(result: PartResult) -> Document:
     """What one worker wrote, and the remaining steps."""
     files = tuple(f for s in result.shards for f in s.files)
-    empty = "The plan has fewer files than parts, and none for this one; --max-shard-size makes more."
+    empty = "The plan has fewer files than parts, so this part has none; use a smaller --max-shard-size."
     return Document(
         kind="part",
         title=f"Part {result.part}/{result.parts} of {result.output}",
-        summary="Nothing is published before all parts are there, and put together by --finish." if files else empty,
+        summary="The output is published once all parts exist and --finish has combined them." if files else empty,
         facts={
             "Size": _size_change(result.bytes.read, result.bytes.written),
             "Time": duration_text(result.seconds),
@@ -122,7 +122,7 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
         _sqnr_tile(changed),
         _outputs_tile(result),
         Tile(label="Time", figure=duration_text(result.seconds), detail=f"{rate} read and written"),
-        Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="resident, the whole process"),
+        Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="peak RSS of the process"),
     )
 
 

@@ -104,7 +104,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "outputs bit-equal": lambda r: _logits(r, _equal),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
     "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
-    "same first choice": lambda r: _logits(r, _top1),
+    "same top prediction": lambda r: _logits(r, _top1),
     "KL, nats": lambda r: _logits(r, lambda c: error_text(c.mean_kl)),
     "verification": lambda r: outcome_of(r.verify),
     "level": lambda r: r.verify.level,

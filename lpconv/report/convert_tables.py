@@ -41,7 +41,7 @@ def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ..
     columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
     whole = Table(columns=(*columns, "<For example"), rows=tuple((*action_row(g), g[0].name) for g in groups))
     brief = Table(columns=columns, rows=tuple(map(action_row, groups)), most=_GROUPS)
-    return section("What was done, and why", whole, only="page"), section("Tensors", brief, only="terminal")
+    return section("What was done and why", whole, only="page"), section("Tensors", brief, only="terminal")
 
 
 def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Sec
     if len(listed) == len(result.tensors):
         return section("Every tensor", table, only="page")
     title = f"{count_text(len(listed))} of {count_text(len(result.tensors))} tensors"
-    sample = "The worst ones and an even sample of the others, here and in the charts; report.json has all."
+    sample = "The worst tensors and an even sample of the others, here and in the charts; report.json lists all."
     return section(title, sample, table, only="page")
 
 

@@ -59,9 +59,9 @@ def _done_words(result: ConvertResult) -> str:
     on_grid = sum(t.on_grid for t in result.tensors)
     if on_grid:
         verb = "is" if on_grid == 1 else "are"
-        parts.append(f"{count_text(on_grid)} of these lay on such a grid already and {verb} kept exactly")
+        parts.append(f"{count_text(on_grid)} of these had such values already and {verb} kept exactly")
     if kept:
-        parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} bits")
+        parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} original bits")
     if tied:
         parts.append(f"{plural(tied, 'tied weight')} {'is' if tied == 1 else 'are'} stored once")
     return f"{method_name(result.method)}: {', '.join(parts)}"
@@ -83,8 +83,8 @@ def _inputs_sentence(result: ConvertResult) -> str:
     if not has_input_scales(result):
         return ""
     return (
-        f"Inputs have scales in the file, calibrated on {_text_words(result)}. Comparisons here leave inputs as they "
-        "are: what rounding them costs comes on top."
+        f"Input scales are stored in the file, calibrated on {_text_words(result)}. Comparisons here do not quantise inputs, "
+        "which costs extra accuracy."
     )
 
 
@@ -114,14 +114,14 @@ def _stored_form(result: ConvertResult) -> str:
     if result.residual:
         return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
     if any(t.points for t in changed):
-        return f"{' or '.join(formats)} codes, rows with a scale for each of their points"
+        return f"{' or '.join(formats)} codes, with one scale per row and point"
     scaled = has_finer_scales(result) or any(t.scale is not None for t in changed)
     return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
 
 
 def scale_words(result: ConvertResult) -> str:
     """Description of the scale granularity."""
-    known = {"tensor": "one scale each", "row": "a scale per row"}
+    known = {"tensor": "one scale per tensor", "row": "one scale per row"}
     granularity = str(result.options.get("granularity", "tensor"))
     return known.get(granularity, f"scales of granularity {granularity}")
 
@@ -139,8 +139,8 @@ def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
         return ""
     worst = worst_tensors(measured, 1)
     if not worst:
-        return "Every measured tensor holds its source exactly."
-    ratio = f"The smallest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} ({worst[0].name})"
+        return "Every measured tensor equals its source exactly."
+    ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} ({worst[0].name})"
     return f"{ratio}; {_range_words(changed)}."
 
 
@@ -149,7 +149,7 @@ def _range_words(changed: Sequence[TensorRecord]) -> str:
     saturated = sum(t.num_saturated for t in changed)
     flushed = sum(t.num_flushed for t in changed)
     if not saturated and not flushed:
-        return "no element left the format's range"
+        return "no element exceeded the format's range"
     clipped = f"{plural(saturated, 'element')} saturated" if saturated else "no element saturated"
     zeroed = f"{count_text(flushed)} ({share_text(flushed, elements)}) became zero" if flushed else "none became zero"
     return f"{clipped} and {zeroed}"

@@ -30,7 +30,7 @@ def _signature(values: dict[str, tuple[str, ...]]) -> str:
 
 def _verdict(check: OnnxCheck | None) -> Verdict:
     if check is None:
-        return Verdict(outcome="not run", text="the file was not compared with the model")
+        return Verdict(outcome="not run", text="The file was not compared with the model")
     comparison = (
         f"{check.runtime} differs from PyTorch by at most {check.max_rel_diff:.2g} of the largest output "
         f"({check.tolerance:g} allowed) on {len(check.cases)} batches"

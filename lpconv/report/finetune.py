@@ -40,8 +40,8 @@ from lpconv.results import FinetuneResult
 
 _METRICS = ("eval_loss", "eval_accuracy")
 _HEAT_WORDS = (
-    "Per cent of the elements that became zero (orange) or, with an arrow, lay beyond the range (red). A cell without "
-    "a number lost less than half a per cent, a grey one nothing."
+    "Percentage of elements that became zero (orange) or, with an arrow, exceeded the range (red). A cell without "
+    "a number lost less than 0.5 %, a grey cell nothing."
 )
 
 
@@ -59,9 +59,9 @@ def finetune_document(result: FinetuneResult) -> Document:
             gates_section(result.gates),
             section("What precision cost", gap_table(result)),
             section("Before the first step and after the last", held_out_table(result), held_out_words(result)),
-            section("On the way", Bullets(lines=diagnostics(result))),
+            section("During training", Bullets(lines=diagnostics(result))),
             section("Where most was lost", Bullets(lines=worst_tracked(result))),
-            section("What was lost, by layer and step", heat_map(result), _HEAT_WORDS, only="page"),
+            section("Elements lost, by layer and step", heat_map(result), _HEAT_WORDS, only="page"),
             section("Loss change by layer; negative helped", _layer_table(result)),
             section("Memory of a step at its peak", _memory_table(result)),
         ),
@@ -141,9 +141,9 @@ def _figures(r: FinetuneResult) -> Mapping[str, str]:
         figures[f"{name}, standard error of the gap"] = error
     for h in (h for h in r.held_out if h.role == "run"):
         figures[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
-        figures[f"{metric_name(h.metric)} of the guess"] = figure_text(h.metric, h.baseline)
+        figures[f"{metric_name(h.metric)} of the baseline guess"] = figure_text(h.metric, h.baseline)
     return figures | {
-        "steps left out": count_text(run.num_skipped),
+        "skipped steps": count_text(run.num_skipped),
         "time per step": duration_text(run.step_time_s),
         "memory of a step": size_text(run.memory.measured_bytes) if run.memory else MISSING,
         "saved as": r.saved_as,

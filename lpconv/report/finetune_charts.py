@@ -18,14 +18,14 @@ def training_charts(result: FinetuneResult) -> list[Chart]:
     losses = [Line(series=run.losses, colour=0, label=result.recipe)]
     if twin is not None:
         losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
-    charts.append(line_chart("Training loss", "The loss of every step, before it.", losses))
+    charts.append(line_chart("Training loss", "The loss at the start of every step.", losses))
     if twin is not None:
-        words = "Training loss of the run less that of its twin at every step; above zero the twin is ahead."
+        words = "Training loss of the run minus that of its twin, at every step; above zero, the twin is better."
         charts.append(line_chart("The gap", words, _gap_lines(result)))
     if len(set(run.loss_scales.values)) > 1:
         logs = tuple(math.log2(v) for v in run.loss_scales.values)
         series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
-        words = "It falls where gradients overflowed and a step was left out."
+        words = "It falls when gradients overflow and a step is skipped."
         charts.append(line_chart("Loss scale, log2", words, [Line(series=series, colour=2)]))
     if run.updates:
         charts.append(_update_chart(run))
@@ -62,7 +62,7 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
         series = Series(name="guess", steps=(0, len(main_run(result).losses.steps)), values=(level, level))
         lines.append(Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True))
     elif level is not None:
-        words += f" The guess, {guess(result)}, is far off: {figure_text(metric, level)}."
+        words += f" The baseline guess, {guess(result)}, is outside the chart: {figure_text(metric, level)}."
     return line_chart(metric_name(metric).capitalize(), words, lines)
 
 
@@ -75,16 +75,16 @@ def _is_near(level: float, lines: Sequence[Line]) -> bool:
 def _update_chart(run: RunRecord) -> Chart | None:
     steps = tuple(u.step for u in run.updates)
     series = (
-        ("reached what is kept", tuple(u.edq for u in run.updates)),
+        ("reached all stored state", tuple(u.edq for u in run.updates)),
         ("reached the 16-bit weights", tuple(u.edq_weights for u in run.updates)),
-        ("of the changes lost for good", tuple(u.lost for u in run.updates)),
+        ("of the changes lost", tuple(u.lost for u in run.updates)),
     )
     lines = [
         Line(series=Series(name=label, steps=steps, values=values), colour=i, label=label)
         for i, (label, values) in enumerate(series)
     ]
-    words = "Effective descent quality: the part of the intended update that reached memory; 1 is all of it."
-    return line_chart("What reached memory of the updates", words, lines)
+    words = "Effective descent quality: the fraction of the intended update that reached memory."
+    return line_chart("Fraction of updates that reached memory", words, lines)
 
 
 def heat_map(result: FinetuneResult) -> HeatMap | None:
@@ -126,10 +126,10 @@ def gap_chart(named: Sequence[tuple[str, FinetuneResult]], metric: str) -> Chart
     bars = [Bar(name=n, text=noise_text(g), lengths=(g.gap,), interval=_interval(g)) for n, g in gaps]
     worse = "Above" if metric == "eval_loss" else "Below"
     words = (
-        f"Run less twin. {worse} zero precision cost something; 95 % intervals, from seeds or else held-out batches."
+        f"Run minus twin. {worse} zero, low precision cost something. 95 % intervals, from seeds or held-out batches."
     )
     title = f"What precision cost: gap of {metric_name(metric)}"
-    return bar_chart(title, words, bars, x_label=f"{metric_name(metric)}, run less twin", reference=0.0)
+    return bar_chart(title, words, bars, x_label=f"{metric_name(metric)}, run minus twin", reference=0.0)
 
 
 def _interval(gap: GapRecord) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def curves_chart(
     """A chart with one curve per result, from its first seed."""
     curves = [(label, read(main_run(r))) for label, r in named]
     lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(curves) if s is not None]
-    return line_chart(title, "The run of the first seed of each.", lines)
+    return line_chart(title, "Runs with the first seed.", lines)
 
 
 def evaluations_of(run: RunRecord, metric: str) -> Series | None:

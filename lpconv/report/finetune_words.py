@@ -88,7 +88,7 @@ def gap_table(result: FinetuneResult) -> Table:
     """
     rows: list[Row] = []
     for g in result.gaps:
-        says = {None: "one seed cannot say", True: "yes", False: "no"}[g.exceeds_noise]
+        says = {None: "unknown with one seed", True: "yes", False: "no"}[g.exceeds_noise]
         name, error = metric_name(g.metric), _error_text(g.metric, g.standard_error)
         rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), error, says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
@@ -97,8 +97,8 @@ def gap_table(result: FinetuneResult) -> Table:
     return Table(
         columns=("Metric", result.recipe, result.twin or "", "Gap", "Std. error", "<Beyond noise?"),
         rows=tuple(rows),
-        caption="After the last step, mean over seeds; the gap with its 95 % interval from paired seeds, and its "
-        "standard error from batch to batch of the held-out examples",
+        caption="After the last step, mean over seeds. The gap has a 95 % interval from paired seeds and a "
+        "standard error over held-out batches.",
     )
 
 
@@ -126,14 +126,14 @@ def held_out_words(result: FinetuneResult) -> str:
     examples = "example" if h.num_available == 1 else "examples"
     of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
     return (
-        f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors from batch to batch. "
-        f"The guess is {guess(result)}, with the shares that training has."
+        f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are over batches. "
+        f"The baseline guess is {guess(result)}, with the frequencies of the training data."
     )
 
 
 def guess(result: FinetuneResult) -> str:
     """Description of the baseline of the held-out metrics."""
-    return "the largest class" if result.task == "classification" else "tokens by their frequency (unigram)"
+    return "the largest class" if result.task == "classification" else "the unigram distribution of tokens"
 
 
 def _arithmetic_of(result: FinetuneResult, role: str) -> str:
@@ -143,7 +143,7 @@ def _arithmetic_of(result: FinetuneResult, role: str) -> str:
 def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
     """Warnings for run and twin if the held-out metrics do not show that they learned anything."""
     return tuple(
-        f"{_arithmetic_of(result, role)} learned nothing that the held-out examples show: {_progress(result, role)}"
+        f"{_arithmetic_of(result, role)} learned nothing measurable on the held-out examples: {_progress(result, role)}"
         for role in ("run", "twin")
         if result.learned(role) is False
     )
@@ -168,7 +168,7 @@ def verdict(result: FinetuneResult) -> str:
     run = main_run(result)
     if not result.gaps:
         ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
-        return f"No twin was trained, so nothing says what precision cost. The run ended at {' and '.join(ends)}."
+        return f"No twin was trained, so the cost of low precision is unknown. The run ended at {' and '.join(ends)}."
     by_metric = {g.metric: g for g in result.gaps}
     g = by_metric.get("eval_accuracy", result.gaps[0])
     text = (
@@ -177,21 +177,21 @@ def verdict(result: FinetuneResult) -> str:
     )
     if result.learned("twin") is False:
         return (
-            f"{text} But {result.twin}, the twin, learned nothing that the held-out examples show "
-            f"({_progress(result, 'twin')}), so the gap does not say what precision costs a training that works."
+            f"{text} But the twin, {result.twin}, learned nothing measurable on the held-out examples "
+            f"({_progress(result, 'twin')}), so the gap does not show what low precision costs."
         )
     if result.learned("run") is False:
-        text += f" {result.recipe} learned nothing where {result.twin} did ({_progress(result, 'run')})."
+        text += f" {result.recipe} learned nothing, while {result.twin} did ({_progress(result, 'run')})."
     if g.exceeds_noise is None:
         text += " One seed cannot separate this from noise; use --seeds 3."
     else:
         text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
     exact = by_metric.get(f"{g.metric}_fp32")
     if exact is not None:
-        text += f" Its trained weights, computed with in fp32, have one of {noise_text(exact)}."
+        text += f" With its trained weights in fp32 arithmetic, the gap is {noise_text(exact)}."
     published = by_metric.get(f"{g.metric}_published")
     if published is not None:
-        text += f" The published model ({result.saved_as}), which gates judge, has one of {noise_text(published)}."
+        text += f" For the published model ({result.saved_as}), which gates judge, it is {noise_text(published)}."
     return text
 
 
@@ -202,23 +202,23 @@ def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     for watched in (r for r in result.runs if r.tracked):
         steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
         cost = share_text(watched.overhead, 1)
-        sentences.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the time of all its steps")
+        sentences.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the step time")
     if run.num_skipped:
-        sentences.append(f"{plural(run.num_skipped, 'step')} left out, because gradients were not finite")
+        sentences.append(f"{plural(run.num_skipped, 'step')} skipped because of non-finite gradients")
     else:
-        sentences.append("no step was left out")
+        sentences.append("no step was skipped")
     first = run.first_nonfinite
     if first is not None:
         sentences.append(
-            f"first value that was not finite: {first.layer}, {first.direction}, step {first.step}; {first.outcome}"
+            f"first non-finite value: {first.layer}, {first.direction}, step {first.step}; {first.outcome}"
         )
     scales = run.loss_scales.values
     if len(set(scales)) > 1 or (scales and scales[0] != 1):
-        sentences.append(f"loss scale {scale_text(scales[0])} at first, {scale_text(scales[-1])} at last")
+        sentences.append(f"loss scale from {scale_text(scales[0])} to {scale_text(scales[-1])}")
     if run.updates:
         last = run.updates[-1]
         sentences.append(
-            f"of the update meant at step {last.step}, {share_text(last.edq, 1)} reached what is kept and "
+            f"of the intended update at step {last.step}, {share_text(last.edq, 1)} reached all stored state and "
             f"{share_text(last.edq_weights, 1)} the 16-bit weights (EDQ); {share_text(last.lost, 1)} of its changes "
             f"were lost"
         )
@@ -232,7 +232,7 @@ def _allocation_text(a: LossAllocation) -> str:
     return (
         f"steps {a.first_step} to {a.last_step} changed the loss on the first held-out batches ({a.num_batches}) "
         f"by {a.loss_after - a.loss_before:+.2e} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
-        f"the change allotted to layers misses the true one by {share_text(a.closure_error, 1)} (closure error)"
+        f"the layers' changes differ from the true one by {share_text(a.closure_error, 1)} (closure error)"
     )
 
 
@@ -247,7 +247,7 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
     if not spent:
         return ()
     parts = (f"{duration_text(s)} {what}" for what, s in sorted(spent.items(), key=lambda part: -part[1]))
-    return (f"of {duration_text(result.seconds)} in all: {', '.join(parts)}",)
+    return (f"of {duration_text(result.seconds)} in total: {', '.join(parts)}",)
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def inspect_document(record: InspectResult, *, every: bool = False) -> Document:
         (d.dtype, count_text(d.num_tensors), count_text(d.num_elements), size_text(d.size_bytes)) for d in record.dtypes
     )
     dtype_table = Table(columns=("Dtype", "Tensors", "Elements", "Size"), rows=tuple(dtypes))
-    hint = f"{plural(len(record.tensors), 'tensor')}; --all lists them"
+    hint = f"{plural(len(record.tensors), 'tensor')}; list them with --all"
     return Document(
         kind="inspection",
         title=record.path,
@@ -41,14 +41,14 @@ def _verdict(record: InspectResult) -> Verdict:
     """The verdict in a few words, including any scales that were not checked."""
     warned = plural(len(record.warnings), "warning")
     if record.not_judged and not record.problems:
-        return Verdict(outcome="not run", text=f"not judged, {record.not_judged}")
+        return Verdict(outcome="not run", text=f"Not judged: {record.not_judged}")
     rest = "".join(f"; not judged: {what}" for what in record.not_checked if "scales" in what)
     if record.problems:
         problems = plural(len(record.problems), "problem")
         return Verdict(outcome="failed", text=(f"{problems}, {warned}" if record.warnings else problems) + rest)
     if record.warnings:
-        return Verdict(outcome="not run", text=f"no problem, {warned}{rest}")
-    return Verdict(outcome="passed", text=f"no problem found{rest}")
+        return Verdict(outcome="not run", text=f"No problem, {warned}{rest}")
+    return Verdict(outcome="passed", text=f"No problem found{rest}")
 
 
 def _facts(record: InspectResult) -> dict[str, str]:
@@ -62,7 +62,7 @@ def _facts(record: InspectResult) -> dict[str, str]:
         "Size": size_text(sum(d.size_bytes for d in record.dtypes)),
     }
     if record.bits_per_weight is not None:
-        facts["Bits"] = f"{record.bits_per_weight:.2f} for each quantised weight, scales included"
+        facts["Bits"] = f"{record.bits_per_weight:.2f} per quantised weight, including scales"
     return facts
 
 

@@ -5,8 +5,8 @@ from lpconv.report.numbers import MISSING, count_text, size_text
 from lpconv.results import MemoryPlan
 
 _LEFT_OUT = (
-    "Peaks of the two passes, by formula. The optimizer's own temporary tensors and what a device keeps for itself "
-    "come on top. To publish the model, the first process gathers it in fp32 in the memory of its machine."
+    "Estimated peaks of the forward and backward pass. Temporary tensors of the optimizer and the device's own memory "
+    "are not included. To publish the model, the first process gathers it in fp32 in CPU memory."
 )
 
 
@@ -17,18 +17,18 @@ def memory_document(plan: MemoryPlan) -> Document:
         (recipe, *(MISSING if n is None else str(n) for n in counts.values())) for recipe, counts in plan.gpus.items()
     )
     most = max(m.num_ranks for m in plan.memory)
-    fewest = f"The smallest number of GPUs of which each has room; {MISSING} if {most} have none"
+    fewest = f"The smallest number of GPUs that is enough; {MISSING} if {most} are not"
     return Document(
         kind="finetune",
         title=f"{plan.name}: memory of a step",
         facts={
             "Parameters": count_text(plan.num_parameters),
-            "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one on each",
-            "Shared": "parameters, gradients and optimizer state, by `--parallel fsdp2` on several GPUs",
+            "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one per GPU",
+            "Shared": "parameters, gradients and optimizer state, with `--parallel fsdp2` on several GPUs",
         },
         sections=sections_of(
             section(fewest, Table(columns=("Recipe", *devices), rows=rows)),
-            section(f"One GPU's part with recipe {plan.recipe}", _rank_table(plan), _LEFT_OUT),
+            section(f"Memory per GPU with recipe {plan.recipe}", _rank_table(plan), _LEFT_OUT),
         ),
     )
 

@@ -24,21 +24,21 @@ from lpconv.results import ProbedRecord, ProbeReport
 _MAX_UNDERFLOW = 1e-3  # target of the loss scale recommendation
 
 _FIT_WORDS = (
-    "Held: nothing beyond the range, at most 0.1 % to zero, at least 20 dB of SQNR; gradients at the recommended loss "
-    "scale. In brackets, if they differ: with a power-of-two scale of each tensor's own."
+    "A format holds a tensor if no element overflows, at most 0.1 % become zero and its SQNR is at least 20 dB; "
+    "gradients at the recommended loss scale. In brackets: with a power-of-two scale per tensor, if that differs."
 )
-_EXPONENT_WORDS = "Elements by exponent, all layers together, above what each format can hold."
+_EXPONENT_WORDS = "Elements by exponent over all layers, above the range of each format."
 _HEAT_WORDS = (
-    "Per cent of the elements that become zero (orange) or, with an arrow, lie beyond the range (red), at loss scale "
-    "1. A cell without a number loses less than half a per cent, a grey one nothing."
+    "Percentage of elements that become zero (orange) or, with an arrow, exceed the range (red), at loss scale "
+    "1. A cell without a number loses less than 0.5 %, a grey cell nothing."
 )
 _TENSOR_WORDS = (
-    "At loss scale 1, SQNR in dB. “Held by” takes gradients at the recommended loss scale; formats in brackets hold "
-    "the tensor with a scale of its own."
+    "SQNR in dB at loss scale 1. “Held by” uses the recommended loss scale for gradients; formats in brackets hold "
+    "the tensor with a scale for it."
 )
 _DETAIL_WORDS = (
-    "At loss scale 1, SQNR in dB. “Held” takes gradients at the recommended loss scale; “scaled” needs a scale of the "
-    "tensor's own."
+    "SQNR in dB at loss scale 1. “Held” uses the recommended loss scale for gradients; “scaled” needs a scale for the "
+    "tensor."
 )
 
 
@@ -59,8 +59,8 @@ def probe_document(report: ProbeReport) -> Document:
             section("Operands at risk in fp8", Bullets(lines=report.at_risk)),
             _loss_scale_section(report),
             _fit_section(report),
-            section("Where the numbers lie", *exponent_charts(report), _EXPONENT_WORDS, only="page"),
-            section("What is lost, by layer and class", heat_map(report), _HEAT_WORDS, only="page"),
+            section("Ranges of values", *exponent_charts(report), _EXPONENT_WORDS, only="page"),
+            section("Elements lost, by layer and class", heat_map(report), _HEAT_WORDS, only="page"),
             _tensor_section(report),
         ),
         facts=_facts(report),
@@ -78,10 +78,10 @@ def _verdict(report: ProbeReport) -> Verdict:
     held = [sum(t.scaled[i].fits_own_scale for t in report.tensors) for i in range(len(report.formats))]
     counts = ", ".join(f"{count_text(n)} by {name}" for name, n in zip(report.formats, held, strict=True))
     total, text = len(report.tensors), report.facts.get("Text", "")
-    measured = f"measured on {text}: " if text.startswith("random ids") else ""
+    measured = f"Measured on {text}. " if text.startswith("random token ids") else ""
     return Verdict(
         outcome="passed" if total in held else "not run",
-        text=f"{measured}of {plural(total, 'tensor')}, held with a scale for each: {counts}",
+        text=f"{measured}Of {plural(total, 'tensor')}, held with a scale per tensor: {counts}",
     )
 
 
@@ -91,11 +91,11 @@ def _tiles(report: ProbeReport) -> tuple[Tile, ...]:
             label=f"Loss scale for {s.format}",
             figure=power_text(s.log2_scale),
             detail=f"worst gradient underflow {share_text(s.worst_underflow_before, 1)} at 1, "
-            f"{share_text(s.worst_underflow_after, 1)} there",
+            f"{share_text(s.worst_underflow_after, 1)} with it",
         )
         for s in report.loss_scales[:1]
     ]
-    steps = f"of the time of the steps, {report.steps_recorded} of {report.steps_seen} recorded"
+    steps = f"of step time; {report.steps_recorded} of {report.steps_seen} steps were recorded"
     return (*tiles, Tile(label="Recording added", figure=share_text(report.overhead, 1), detail=steps))
 
 
@@ -130,8 +130,8 @@ def _loss_scale_section(report: ProbeReport) -> Section | None:
     )
     columns = ("Format", "Loss scale", "At most", "Worst underflow at 1", "With the scale")
     capped = [s.format for s in report.loss_scales if s.worst_underflow_after > _MAX_UNDERFLOW]
-    words = f"No loss scale brings every gradient to 0.1 % in {', '.join(capped)}: larger ones would overflow."
-    alone = "Loss scales above would suit their tensor alone; these serve the whole model."
+    words = f"In {', '.join(capped)}, no loss scale gets every gradient below 0.1 %: larger scales would overflow."
+    alone = "The loss scales above suit a single tensor; these suit the whole model."
     return section(title, Table(columns=columns, rows=rows), alone, words if capped else None)
 
 

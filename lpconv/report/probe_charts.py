@@ -24,8 +24,8 @@ def held_chart(report: ProbeReport, title: str) -> Chart | None:
         lost = len(report.tensors) - held - own
         text = f"{held} of {len(report.tensors)}" + (f", {own} more with a scale" if own else "")
         bars.append(Bar(name=name, text=text, lengths=(float(held), float(own), float(lost))))
-    parts = {"held": "held", "held with a scale of its own": "own-scale", "not held": "not-held"}
-    return bar_chart(title, "Layers and classes of tensor together.", bars, x_label="tensors", parts=parts)
+    parts = {"held": "held", "held with a scale per tensor": "own-scale", "not held": "not-held"}
+    return bar_chart(title, "All layers and classes of tensor.", bars, x_label="tensors", parts=parts)
 
 
 def exponent_charts(report: ProbeReport) -> tuple[Chart, ...]:
@@ -134,8 +134,8 @@ def _bulk_words(counts: Counter[int], axis_low: int) -> str:
             high = e
             break
     below = sum(n for e, n in counts.items() if e < axis_low)
-    rest = f" {share_text(below, total)} lie below the axis." if below else ""
-    return f"98 % of the elements lie between 2^{low} and 2^{high + 1}.{rest}"
+    rest = f" {share_text(below, total)} are below the axis." if below else ""
+    return f"98 % of the elements are between 2^{low} and 2^{high + 1}.{rest}"
 
 
 def heat_map(report: ProbeReport) -> HeatMap | None:

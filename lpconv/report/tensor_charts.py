@@ -108,7 +108,7 @@ def _rms_words(tensors: Sequence[TensorRecord]) -> str:
     after = statistics.median([code for t in tensors if (code := _as_stored(t, t.rms))])
     if any(t.scale for t in tensors):
         moved = f"from {number_text(before)} in the source to {number_text(after)} in the codes"
-        words = f"The median weight RMS moves {moved}."
+        words = f"The median weight RMS changes {moved}."
     else:
         words = f"The median weight RMS is {number_text(before)}; the values are stored without a scale."
     held = sorted({t.format for t in tensors} & FORMATS.keys())
@@ -158,7 +158,7 @@ def flat_sqnr_text(tensors: Sequence[TensorRecord]) -> str:
             return ""
         to = "" if least == most else f" to {sqnr_text(most)}"
         ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
-    return f"Signal-to-noise ratios lie close together: {name_list(ranges)}." if ranges else ""
+    return f"Signal-to-noise ratios are close together: {name_list(ranges)}." if ranges else ""
 
 
 def _is_number(value: float | None) -> bool:

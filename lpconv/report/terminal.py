@@ -84,7 +84,7 @@ def _block(block: Block) -> RenderableType | None:
         return _facts_grid(block.values)
     if isinstance(block, Code):
         return Text("\n".join(f"  {line}" for line in block.lines), overflow="fold")
-    return Text(f"{block.title}: the page has them") if isinstance(block, Folded) else None
+    return Text(f"{block.title}: see the HTML page") if isinstance(block, Folded) else None
 
 
 def _grid(rows: Iterable[tuple[str | Text, ...]], gap: int = 2) -> _RichTable:

@@ -36,7 +36,7 @@ _WORST = 10  # most tensors shown on a terminal
 def verify_document(result: Verification) -> Document:
     """The distance between two checkpoints, by their weights and by their models' outputs."""
     logits = result.logits if result.logits and not result.logits.skipped else None
-    source = "the source that it names" if result.weights else "its own hashes"
+    source = "its recorded source" if result.weights else "its own hashes"
     return Document(
         kind="verification",
         title=PurePath(result.path).name or result.path,
@@ -59,7 +59,7 @@ def verification_section(v: VerifyResult) -> Section | None:
     """The steps of a verification, and the problems found."""
     word = outcome_of(v)
     steps = checks(v)
-    nothing = "No check was run, so nothing is known about this output beyond what was measured during the conversion."
+    nothing = "No check was run, so only what was measured during the conversion is known about this output."
     blocks = (Checks(checks=steps), Bullets(lines=v.problems)) if steps or v.problems else (nothing,)
     title = f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})")
     return section(title, *blocks, outcome=word)
@@ -78,9 +78,9 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
     if logits and logits.mean_kl is not None:
         tiles.append(Tile(label="KL divergence", figure=error_text(logits.mean_kl), detail="nats per position"))
     if logits and logits.top1_agreement is not None:
-        tiles.append(Tile(label="Same first choice", figure=percent(logits.top1_agreement), detail="of positions"))
+        tiles.append(Tile(label="Same top prediction", figure=percent(logits.top1_agreement), detail="of positions"))
     if logits and logits.perplexity is not None:
-        detail = f"the other has {_perplexity(logits.source_perplexity)}"
+        detail = f"{_perplexity(logits.source_perplexity)} for the other model"
         tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
     if not tiles and result.hash:
         detail = f"{count_text(len(result.hash.mismatched))} differ"
@@ -92,9 +92,9 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
     """Outputs of both models: metric, value, meaning; rows without a value are left out."""
     top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
     rows = (
-        ("KL divergence", error_text(logits.mean_kl), "from the other model to this one, nats per position"),
+        ("KL divergence", error_text(logits.mean_kl), "from the other model to this one, in nats per position"),
         ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
-        ("Same first choice", top1, "positions at which the largest output has the same index"),
+        ("Same top prediction", top1, "positions at which the largest output has the same index"),
         ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
         ("Perplexity, other", _perplexity(logits.source_perplexity), "of the next token, the model compared with"),
         ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),
@@ -148,16 +148,18 @@ def verify_headline(v: VerifyResult) -> str:
     """The outcome and the strongest evidence for it, in one line."""
     word = outcome_of(v)
     if word == "failed":
-        return f"verification failed: {name_list(_reasons(v))}"
+        return f"Verification failed: {name_list(_reasons(v))}"
     if word == "not run":
-        return "not verified"
+        return "Not verified"
     if v.logits and not v.logits.skipped:
         top1 = v.logits.top1_agreement
-        first = "" if v.logits.bit_equal or top1 is None else f", the same first choice at {percent(top1)} of positions"
-        return f"verified: {_outputs_text(v.logits)}{first}"
+        first = (
+            "" if v.logits.bit_equal or top1 is None else f", the same top prediction at {percent(top1)} of positions"
+        )
+        return f"Verified: {_outputs_text(v.logits)}{first}"
     if v.weights:
-        return f"verified by its weights: {_tensors_text(v.weights)}"
-    return f"verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"verified at level {v.level}"
+        return f"Verified by its weights: {_tensors_text(v.weights)}"
+    return f"Verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"Verified at level {v.level}"
 
 
 def _reasons(v: VerifyResult) -> list[str]:
@@ -181,7 +183,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         outcome = "not run" if v.logits.skipped else "passed"
         steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
     elif v.files:
-        text = "not compared; --data FILE does, or --level logits"
+        text = "not compared; use --data FILE or --level logits to do so"
         steps.append(Check(name="outputs", outcome="not run", text=text))
     steps += [
         Check(name=f"gate {g.expression}", outcome=_outcome(g.passed), text=f"the value is {number_text(g.value)}")
@@ -203,7 +205,7 @@ def _hash_words(check: HashCheck) -> str:
 
 def _files_words(check: FilesCheck) -> str:
     different = f"{plural(len(check.different), 'difference')} among {', '.join(check.compared)}"
-    equal = f"{', '.join(check.compared)} say the same" if check.compared else ""
+    equal = f"{', '.join(check.compared)} are equivalent" if check.compared else ""
     rest = f"not compared: {name_list(check.not_compared)}" if check.not_compared else ""
     return "; ".join(filter(None, (different if check.different else equal, rest)))
 
@@ -213,9 +215,9 @@ def _tensors_text(check: WeightsCheck) -> str:
     if check.min_sqnr_db == math.inf:
         return f"{plural(check.num_tensors, 'tensor')}, all equal"
     place = f" ({check.worst})" if check.worst else ""
-    zeroed = " (of numbers that became 0)" if check.max_rel_error == 1 else ""
+    zeroed = " (values that became 0)" if check.max_rel_error == 1 else ""
     return (
-        f"{plural(check.num_tensors, 'tensor')}, smallest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
+        f"{plural(check.num_tensors, 'tensor')}, lowest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
         f"largest relative error {error_text(check.max_rel_error)}{zeroed}"
     )
 
@@ -232,7 +234,7 @@ def _weights_words(check: WeightsCheck) -> str:
     words = f"{comparison}; {share}{count_text(total or checked)} stored elements equal the reference cast"
     if not check.miss_probability:
         return words
-    return f"{words} (one bad block elsewhere would be missed with a probability of {check.miss_probability:.2g})"
+    return f"{words} (the probability of missing one bad block elsewhere is {check.miss_probability:.2g})"
 
 
 def _logits_words(check: LogitsCheck) -> str:
@@ -256,12 +258,12 @@ def _logits_details(check: LogitsCheck) -> list[str]:
     if check.max_abs_diff is not None:
         parts.append(f"largest difference {error_text(check.max_abs_diff)}")
     if check.top1_agreement is not None:
-        parts.append(f"same first choice at {percent(check.top1_agreement)} of positions")
+        parts.append(f"same top prediction at {percent(check.top1_agreement)} of positions")
     if check.mean_kl is not None:
-        back = "" if check.reverse_kl is None else f" and back {error_text(check.reverse_kl)}"
+        back = "" if check.reverse_kl is None else f" ({error_text(check.reverse_kl)} in reverse)"
         parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
     if check.perplexity is not None and check.source_perplexity is not None:
-        parts.append(f"perplexity {check.perplexity:.4g} after {check.source_perplexity:.4g}")
+        parts.append(f"perplexity {check.perplexity:.4g} (source {check.source_perplexity:.4g})")
     return parts
 
 

@@ -94,7 +94,7 @@ def from_json(cls: type[T], data: Any) -> T:
         return typing.cast(T, _decode(cls, data))
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise InputError(
-            f"not a {cls.__name__} document: {e}", hint="was it written by another version of lpconv?"
+            f"this is not a {cls.__name__} document: {e}", hint="it may have been written by another version of lpconv"
         ) from e
 
 
@@ -122,14 +122,14 @@ def _decode(kind: Any, data: Any) -> Any:
 
 def _checked(kind: Any, data: Any) -> Any:
     if kind is not Any and type(data) is not kind:  # not isinstance, because True is not a number here
-        raise TypeError(f"{data!r:.80} is no {kind.__name__}")
+        raise TypeError(f"{data!r:.80} is not a {kind.__name__}")
     return data
 
 
 def _decode_record(cls: type, data: dict[str, Any]) -> Any:
     version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version {version}, this lpconv reads {SCHEMA_VERSION}")
+        raise ValueError(f"it has schema_version {version}, but this lpconv reads {SCHEMA_VERSION}")
     return cls(**{n: _decode(kind, data[n]) for n, kind in _kinds(cls) if n in data})
 
 

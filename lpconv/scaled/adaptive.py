@@ -44,7 +44,7 @@ def adaptive_scaling(
     `UsageError` for unknown names and for a model that is already scaled.
     """
     if compute == "fp8":
-        raise UsageError("adaptive loss scaling has no fp8 compute", hint="use compute='fp16' or 'bf16'")
+        raise UsageError("adaptive loss scaling cannot compute in fp8", hint="use compute='fp16' or 'bf16'")
     dtype = find("compute", compute, COMPUTE).carrier
     refuse_scaled(model)
     options = options or AdaptiveOptions()

@@ -33,14 +33,16 @@ class AdaptiveOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1:
-            raise UsageError(f"threshold={self.threshold} is not a share between 0 and 1", hint="the paper uses 1e-3")
+            raise UsageError(
+                f"threshold={self.threshold} is not a fraction between 0 and 1", hint="the paper uses 1e-3"
+            )
         if self.floor not in ("subnormal", "normal"):
             raise UsageError(f"unknown floor `{self.floor}`", hint="known: subnormal, normal")
         if self.casts not in ("fit", "lognormal"):
             raise UsageError(f"unknown kind of casts `{self.casts}`", hint="known: fit, lognormal")
         if self.every < 1 or self.layer_bound < 1 or self.total_bound < 1:
             raise UsageError(
-                "every, layer_bound and total_bound are at least 1", hint="leave them out for the defaults"
+                "every, layer_bound and total_bound must be at least 1", hint="leave them out for the defaults"
             )
 
 

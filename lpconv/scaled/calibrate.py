@@ -58,7 +58,9 @@ def calibrate(
     """
     scaling = scaling_of(model)
     if scaling is None or scaling.method != "unit":
-        raise UsageError("calibration needs a model scaled by the method unit", hint="scaled(model, method='unit')")
+        raise UsageError(
+            "calibration needs a model scaled with method unit", hint="scale it first: scaled(model, method='unit')"
+        )
     batch_list = list(batches)
     if not batch_list:
         raise UsageError("calibration needs at least one batch", hint="pass a few labelled batches")
@@ -94,7 +96,9 @@ def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
     known = weighted_modules(model)
     for name, edge in factors.items():
         if name not in known:
-            raise UsageError(f"the model has no edge `{name}`", hint="use factors of the same architecture")
+            raise UsageError(
+                f"the model has no edge `{name}`", hint="use factors that were measured on the same architecture"
+            )
         known[name].register_forward_hook(_recentre_hook(edge))
         if edge.input != 1.0:
             known[name].register_forward_pre_hook(functools.partial(_recentre_input, factor=edge.input))

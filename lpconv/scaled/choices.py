@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from lpconv.lookup import find
 
 OPERAND_SCALES = {
-    "static": "none: data are cast as they are, at calibrated scales if there are any, and what is too large saturates",
-    "l2": "a power of two per tensor, from its root mean square: outliers saturate",
+    "static": "no scale from data: operands are cast directly, or at calibrated scales, and large values saturate",
+    "l2": "a power of two per tensor, from its RMS; outliers saturate",
     "max": "a power of two per tensor, from its largest magnitude",
-    "tensor": "one per tensor, from its largest magnitude",
-    "row": "one per row of the left operand and column of the right one, from their largest magnitudes",
+    "tensor": "one scale per tensor, from its largest magnitude",
+    "row": "one scale per row of the left operand and per column of the right one, from largest magnitudes",
     "carrier": "no cast: the product stays in 16 bits",
 }
 USUAL_OPERAND_SCALE = "row"  # smallest weight error of a fine-tuned SmolLM2, and no clipping
 # Config entry of models drawn by native unit scaling: the seed, and the norm with the head's factor.
 NATIVE_MARK = "lpconv_native"
 LEARNING_RATES = {
-    "unit": "one step on Ŵ for all parameters (Blake et al. 2023)",
-    "u-mup": "of matrices over √K, of tables over the square root of their width (Blake et al. 2024, u-μP)",
+    "unit": "one learning rate for all unit-scale parameters (Blake et al. 2023)",
+    "u-mup": "divided by √K for matrices, and by the square root of the width for embeddings (Blake et al. 2024, u-μP)",
 }
 PRODUCTS = ("output", "grad_input", "grad_weight")
 

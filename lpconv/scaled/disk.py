@@ -57,12 +57,14 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             continue
         visited.add(id(x))
         if name not in tensors:
-            raise InputError(f"the checkpoint has no tensor `{name}`", hint="is it of the same architecture?")
+            raise InputError(
+                f"the checkpoint has no tensor `{name}`", hint="pass a checkpoint of the same architecture"
+            )
         stored, stored_scale = unpack_scaled(name, tensors)
         if stored.shape != x.shape:
             raise InputError(
                 f"tensor `{name}` has shape {tuple(stored.shape)}, not {tuple(x.shape)}",
-                hint="is it of the same architecture?",
+                hint="pass a checkpoint of the same architecture",
             )
         with torch.no_grad():
             own, rows = local(x), _own_rows(stored, x)
@@ -104,13 +106,15 @@ def read_factors(directory: Path) -> dict[str, EdgeFactors]:
     document = read_json(path)
     exponents = document.get("exponents")
     if document.get("kind") != "calibration" or not isinstance(exponents, dict):
-        raise InputError(f"`{path}` is no calibration", hint="write it again with `lpconv probe MODEL --calibrate`")
+        raise InputError(
+            f"`{path}` is not a calibration file", hint="write it again with `lpconv probe MODEL --calibrate`"
+        )
     factors = {}
     for name, pair in exponents.items():
         if not (isinstance(pair, list) and len(pair) in (2, 3) and all(type(e) is int and abs(e) <= 126 for e in pair)):
             raise InputError(
                 f"`{path}`: the exponents of `{name}` are {pair}",
-                hint="two or three whole numbers from -126 to 126 are expected; write the file again",
+                hint="they must be two or three whole numbers from -126 to 126; write the file again",
             )
         powers = [math.ldexp(1.0, e) for e in pair]
         factors[name] = EdgeFactors(**dict(zip(("forward", "backward", "input"), powers, strict=False)))

@@ -32,8 +32,8 @@ def initialise(model: Any, *, seed: int = 0) -> None:
     path = str(getattr(model, "name_or_path", ""))
     if path:
         raise UsageError(
-            f"native unit scaling draws all weights anew: `{path}` would lose what it learnt",
-            hint="train a checkpoint with method unit, which keeps its function; for a fresh model build one from a "
+            f"native unit scaling draws new weights, so `{path}` would lose its training",
+            hint="train this checkpoint with method unit, which keeps its weights, or build a fresh model from a "
             "config without a name",
         )
     generator = torch.Generator().manual_seed(seed)
@@ -68,8 +68,8 @@ def native_scales(model: nn.Module) -> dict[int, float]:
     mark = getattr(getattr(model, "config", model), NATIVE_MARK, None)
     if not isinstance(mark, Mapping):
         raise UsageError(
-            "method native scales by theory, which holds for weights that it drew itself",
-            hint="use method unit for a trained checkpoint; `lpconv.scaled.native` makes a fresh model",
+            "the static scales of method native only hold for weights that it drew itself",
+            hint="use method unit for a trained checkpoint, or make a fresh model with `lpconv.scaled.native`",
         )
     scales = {id(item.parameter): item.size for item in _parameter_draws(model)}
     for module in norm_modules(model):
@@ -170,8 +170,8 @@ def _draw_of_other(name: str, module: nn.Module, key: str, parameter: Tensor) ->
     if parameter.dim() > 1 and parameter.shape[0] == 1:  # vectors that are added to every example, such as positions
         return _Draw(parameter, 1.0)
     raise UnsupportedError(
-        f"no native rule for parameter `{name}` of {type(module).__name__}",
-        hint="rules cover matrices, convolutions, embeddings, norms and biases; method unit takes any architecture",
+        f"method native has no rule for parameter `{name}` of {type(module).__name__}",
+        hint="method unit works on any architecture; native knows matrices, convolutions, embeddings, norms and biases",
     )
 
 
@@ -231,7 +231,7 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
 
 def _no_norm_error(model: nn.Module) -> UnsupportedError:
     return UnsupportedError(
-        f"no native rule for the head of {type(model).__name__}: it shares its weight with an embedding, of unit size, "
-        "and no norm before it could be found that takes the factor 1/√K",
+        f"method native has no rule for the head of {type(model).__name__}: it is tied to an embedding of unit size, "
+        "and no norm before it was found that could take the factor 1/√K",
         hint="set tie_word_embeddings=False in the config",
     )

@@ -33,14 +33,14 @@ def rows_to_gather(
     """
     if not is_static(x.scale):
         raise UnsupportedError(
-            "a sharded parameter needs a static scale, and data set this one",
-            hint="leave the place every:N out of `rescale`",
+            "a sharded parameter needs a static scale, but this scale depends on data",
+            hint="leave every:N out of `rescale`",
         )
     if x.data.dtype == torch.float16:
         raise UnsupportedError(
-            "FSDP keeps gradients in the dtype of their parameter, and fp16 holds them at a scale only",
-            hint="scaled(…, compute='fp16', carrier=torch.float32) and MixedPrecisionPolicy(param_dtype=torch.float16, "
-            "reduce_dtype=torch.float32)",
+            "FSDP keeps gradients in the parameter's dtype, and fp16 cannot hold them without a scale",
+            hint="use scaled(…, compute='fp16', carrier=torch.float32), MixedPrecisionPolicy(param_dtype=torch.float16,"
+            " reduce_dtype=torch.float32)",
         )
     data = x.data.to(dtype)
     if _crosses_as_codes(x, numerics, module):
@@ -77,8 +77,8 @@ def copy_to_reduce(op: OpOverload, pairs: list[Any], kwargs: dict[str, Any]) -> 
     buffer: Tensor = kwargs["out"]
     if buffer.dtype == torch.float16:
         raise UnsupportedError(
-            "FSDP sums gradients in fp16, which holds them at a scale only",
-            hint="MixedPrecisionPolicy(…, reduce_dtype=torch.float32)",
+            "FSDP sums gradients in fp16, which cannot hold them without a scale",
+            hint="use MixedPrecisionPolicy(…, reduce_dtype=torch.float32)",
         )
     op([data_of(g) for g in gradients], *rest, **kwargs)
     num_ranks, start = len(buffer), 0

@@ -120,9 +120,9 @@ def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[
     if wrong or not abs(our_loss - loss) <= _TOLERANCE * abs(loss):
         what = f"the gradient of `{wrong[-1][0]}` is {wrong[-1][1]:.2g} of its norm" if wrong else "the loss is"
         raise UnsupportedError(
-            f"scaled tensors do not compute this model: {what} off the plain model's in fp32 (loss {our_loss:.6g} "
-            f"for {loss:.6g})",
-            hint="choose a recipe without scaled tensors, such as collage-bf16; please report the architecture",
+            f"scaled tensors do not reproduce this model in fp32: {what} off the plain model's (loss {our_loss:.6g} "
+            f"instead of {loss:.6g})",
+            hint="choose a recipe without scaled tensors, such as collage-bf16, and please report the architecture",
         )
 
 

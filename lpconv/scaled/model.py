@@ -111,7 +111,7 @@ def scaled(
     scales = operand_scales(operand_scale) if isinstance(operand_scale, str) else operand_scale
     compute_spec = find("compute", compute, COMPUTE)
     if rescale is not None and method != "scalify":
-        raise UsageError(f"`rescale` belongs to the method scalify, not to {method}", hint="use method='scalify'")
+        raise UsageError(f"`rescale` only applies to method scalify, not to {method}", hint="use method='scalify'")
     refuse_scaled(model)
     dtype = carrier or compute_spec.carrier
     places = ("layernorm_grad",) if rescale is None else tuple(rescale)
@@ -146,7 +146,8 @@ def refuse_scaled(model: nn.Module) -> None:
     """Raise `UsageError` for a model that is already scaled."""
     if scaling_of(model) is not None:
         raise UsageError(
-            "the model is scaled already", hint="load it again, or use `unscaled_state_dict` to get it back"
+            "the model is already scaled",
+            hint="load the model again, or get plain weights back with `unscaled_state_dict`",
         )
 
 
@@ -238,7 +239,7 @@ def weight_scale(name: str, weight: Tensor) -> float:
     rms = float((torch.stack(sums).sum() / weight.numel()).sqrt()) if weight.numel() else 0.0
     if not rms < MAX_SCALE:
         raise UsageError(
-            f"parameter `{name}` is not finite", hint="find the step that broke it; nothing here repairs it"
+            f"parameter `{name}` has Inf or NaN", hint="go back to a checkpoint before the step that produced it"
         )
     return max(float(pow2_floor(rms)), MIN_SCALE) if rms > 0 else ZERO_SCALE
 
@@ -250,7 +251,7 @@ def _exact_modules(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Modul
         if not fnmatch.filter(names, pattern):
             near = nearest_name(pattern.strip("*."), names)
             hint = f"did you mean `{near}`?" if near else "patterns match whole dotted names"
-            raise UsageError(f"no module with a weight matches `{pattern}`", hint=hint)
+            raise UsageError(f"pattern `{pattern}` matches no module with a weight", hint=hint)
     matching = [model.get_submodule(n) for n in names if any(fnmatch.fnmatchcase(n, p) for p in patterns)]
     return [*matching, *(head for head in heads(model) if head not in matching)]
 
@@ -296,6 +297,8 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
         for key, parameter in module._parameters.items():
             name = f"{prefix}.{key}" if prefix else key
             if parameter is not None and parameter.is_complex():
-                raise UnsupportedError(f"parameter `{name}` is complex", hint="scaled tensors hold real numbers")
+                raise UnsupportedError(
+                    f"parameter `{name}` is complex", hint="scaled tensors support real numbers only"
+                )
             if parameter is not None and parameter.is_floating_point():
                 yield name, module, key, parameter

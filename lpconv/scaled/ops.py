@@ -58,7 +58,7 @@ def _leave_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _leave_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError(
-            "double backward through a scaled model: the rules have no second derivatives",
+            "a scaled model does not support double backward: its rules have no second derivatives",
             hint="call backward without create_graph, or differentiate the model before `scaled`",
         )
     return seed(grad, ctx.saved_tensors[0], ctx.dynamic), None, None

@@ -85,8 +85,8 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in betas)):
             raise UsageError(
-                f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}",
-                hint="all are at least 0, and the betas below 1",
+                f"AdamW: one of lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} is out of range",
+                hint="all must be at least 0, and the betas below 1",
             )
         if state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"AdamW cannot keep its state in {state_dtype}", hint="use float32, float16 or bfloat16")

@@ -66,7 +66,7 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
         for parameter in model.parameters():
             if is_sharded(parameter):
                 raise UnsupportedError(
-                    "every:N takes the size of whole parameters, and these are sharded",
+                    "every:N needs whole parameters, but these are sharded",
                     hint="leave every:N out of `rescale`",
                 )
             if isinstance(parameter, ScaledTensor):
@@ -87,7 +87,7 @@ def place(name: str) -> Callable[[nn.Module], None]:
     if kind != "every":
         return find("place", name, _PLACES)
     if not number.isdecimal() or int(number) == 0:
-        raise UsageError(f"`{name}` names no number of steps", hint="write every:N, such as every:100")
+        raise UsageError(f"`{name}` has no number of steps", hint="write every:N, for example every:100")
     return functools.partial(_every_n_steps, num_steps=int(number))
 
 

@@ -171,7 +171,7 @@ class ScaledTensor(torch.Tensor):
             return
         if self._memory is None and self._is_view():
             raise UnsupportedError(
-                f"in-place write through a view whose elements were copied (reached in {_current_module()})",
+                f"in-place write to a view that is a copy (reached in {_current_module()})",
                 hint="write to the tensor itself",
             )
         whole, old_scale = (data, 0.0) if self._memory is None else (self._memory.data, self._memory.scale)
@@ -279,12 +279,12 @@ def scaled_tensor(
     if not data.is_floating_point():
         raise UsageError(
             f"a scaled tensor needs floating-point data, not {data.dtype}",
-            hint="leave integer, boolean and complex tensors as they are",
+            hint="do not scale integer, boolean or complex tensors",
         )
     if isinstance(scale, Tensor):
         if scale.dim() or scale.dtype != torch.float32 or scale.device != data.device:
             raise UsageError(
-                f"a dynamic scale is a 0-dim fp32 tensor on {data.device}, "
+                f"a dynamic scale must be a 0-dim fp32 tensor on {data.device}, "
                 f"not {scale.dtype} of shape {tuple(scale.shape)} on {scale.device}",
                 hint="use torch.tensor(s, dtype=torch.float32, device=data.device)",
             )
@@ -295,8 +295,8 @@ def scaled_tensor(
         clamp_scale(scale, Numerics().counts)[0] != scale or not (is_native or pow2_floor(scale) == scale)
     ):
         raise UsageError(
-            f"a static scale is 0 or a power of two in [2^-126, 2^127], not {scale}",
-            hint="use lpconv.formats.scale.pow2_floor, and put the rest into the data",
+            f"a static scale must be 0 or a power of two in [2^-126, 2^127], not {scale}",
+            hint="round it with lpconv.formats.scale.pow2_floor, and multiply the data by the rest",
         )
     return ScaledTensor(data, scale, role, numerics or Numerics())
 
@@ -318,7 +318,7 @@ def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if torch._C._current_graph_task_id() >= 0 and any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
         raise UnsupportedError(
             f"no rule takes gradients through `{call.op}` in the backward pass of {_node(call.numerics)}",
-            hint="add a rule in lpconv/scaled/rules, or compute that module in fp32 outside of `scaled`",
+            hint="add a rule in lpconv/scaled/rules, or run that module in fp32 outside of `scaled`",
         )
     return _on_values(call, args, kwargs)
 
@@ -337,7 +337,7 @@ def _on_values(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if call.numerics.strict:
         raise UnsupportedError(
             f"no rule propagates scales through `{call.op}` (reached in {_current_module()})",
-            hint="add a rule in lpconv/scaled/rules, or run without strict=True to dequantise there and count it",
+            hint="add a rule in lpconv/scaled/rules, or run without strict=True, which dequantises there and counts it",
         )
     call.numerics.counts[f"fallback {call.op}"] += 1
     call.numerics.places.setdefault(call.op._opname.replace("_", ""), _current_module())

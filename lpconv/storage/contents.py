@@ -51,9 +51,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise read_error(e, path) from e
     except (ValueError, RecursionError) as e:
-        raise InputError(f"`{path}` is not JSON: {e}", hint="fetch the file again") from e
+        raise InputError(f"`{path}` is not JSON: {e}", hint="download the file again") from e
     if not isinstance(document, dict):
-        raise InputError(f"`{path}` is not a JSON object", hint="fetch the file again")
+        raise InputError(f"`{path}` is not a JSON object", hint="download the file again")
     return document
 
 
@@ -78,15 +78,15 @@ def check_config(config: dict[str, Any], path: Path) -> None:
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
-        raise InputError(f"`{path}`: architectures is no list of names", hint="fetch the file again")
+        raise InputError(f"`{path}`: architectures is not a list of names", hint="download the file again")
     if not isinstance(config.get("model_type", ""), str):
-        raise InputError(f"`{path}`: model_type is no name", hint="fetch the file again")
+        raise InputError(f"`{path}`: model_type is not a name", hint="download the file again")
     nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
     for key, value in (item for part in (config, *nested) for item in part.items()):
         if key in _NUM_LAYERS and value is None:
-            raise InputError(f"`{path}`: {key} is null", hint="write the number of layers into it")
+            raise InputError(f"`{path}`: {key} is null", hint="set it to the number of layers")
         if _LAYERS.search(key) and isinstance(value, int) and value > _MOST_LAYERS:
-            raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="fetch the file again")
+            raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="download the file again")
 
 
 def _no_checkpoint_error(directory: Path) -> InputError:
@@ -94,15 +94,15 @@ def _no_checkpoint_error(directory: Path) -> InputError:
     if (directory / _ADAPTER).is_file():
         base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
         return InputError(
-            f"`{directory}` holds an adapter of peft for `{base}`, not a model",
-            hint="merge the two first, with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",
+            f"`{directory}` contains a PEFT adapter for `{base}`, not a model",
+            hint="first merge the two with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",
         )
     folders = sorted(p.parent for p in directory.glob("*/config.json"))
     inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
     if inner:
-        hint = "pass one of those below it: " + name_list(inner)
+        hint = "pass one of its subdirectories: " + name_list(inner)
     else:
-        hint = "is it a Hugging Face checkpoint directory?"
+        hint = "pass a Hugging Face checkpoint directory"
     return InputError(f"`{directory}` has no config.json", hint=hint)
 
 
@@ -132,8 +132,8 @@ def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | No
                 return kind, files, weight_map
             if not (directory / stem).exists():
                 raise InputError(
-                    f"`{index}` names {len(missing)} files that are not there, first `{missing[0]}`",
-                    hint="fetch the missing files, or remove a stale index",
+                    f"`{index}` names {len(missing)} files that do not exist; the first is `{missing[0]}`",
+                    hint="download the missing files, or delete the index if it is stale",
                     details={"missing": missing},
                 )
         if (directory / stem).exists():
@@ -151,12 +151,12 @@ def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | No
 def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"`{index}` has no weight_map", hint="fetch the index again, or remove it")
+        raise InputError(f"`{index}` has no weight_map", hint="download the index again, or delete it")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not is_plain(file):
             raise InputError(
                 f"`{index}` puts tensor `{tensor}` into {file!r}, which is not a file of this directory",
-                hint="do not convert checkpoints from this source",
+                hint="do not trust checkpoints from this source",
             )
     return weight_map
 
@@ -178,10 +178,10 @@ def check_inside(directory: Path, name: str) -> None:
     inside_cache = root.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not target.is_relative_to(root) and not inside_cache:
         raise InputError(
-            f"`{directory / name}` leads out of the checkpoint", hint="replace a link by the file if you trust it"
+            f"`{directory / name}` points outside the checkpoint", hint="if you trust it, replace the link by the file"
         )
     if not target.is_file():
-        raise InputError(f"`{directory / name}` is not a regular file", hint="remove it or fetch it again")
+        raise InputError(f"`{directory / name}` is not a regular file", hint="delete it or download it again")
 
 
 def _check_file_name(directory: Path, name: str) -> None:

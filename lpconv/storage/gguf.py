@@ -67,7 +67,7 @@ def find_gguf(path: Path) -> Path | None:
     if path.is_dir() and not (path / "config.json").exists():
         candidates = sorted(path.glob("*.gguf"))
         if len(candidates) > 1:
-            raise InputError(f"`{path}` has {len(candidates)} GGUF files", hint="name one of them")
+            raise InputError(f"`{path}` contains {len(candidates)} GGUF files", hint="pass one of the files")
     return next((f for f in candidates if f.suffix == ".gguf" and f.is_file()), None)
 
 

@@ -72,7 +72,7 @@ def read_header(path: Path) -> Header:
             f.read_into(0, memoryview(prefix))
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise _corrupt(path, f"the header claims {length} bytes, the file has {size}")
+                raise _corrupt(path, f"the header claims {length} bytes, but the file has {size}")
             raw = bytearray(length)
             f.read_into(8, memoryview(raw))
     except OSError as e:
@@ -96,14 +96,16 @@ def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Head
         position = t.end
     if data_start + position != file_size:
         state = "cut short" if data_start + position > file_size else "longer than its header says"
-        raise _corrupt(path, f"the file is {state}: {file_size} bytes, its header describes {data_start + position}")
+        raise _corrupt(
+            path, f"the file is {state}: it has {file_size} bytes, but its header describes {data_start + position}"
+        )
     return Header(tensors={t.name: t for t in tensors}, metadata=dict(metadata), data_start=data_start)
 
 
 def check_name(name: object, path: Path) -> None:
     """Raise InputError for a tensor name that no header can hold, or that is not printable."""
     if not isinstance(name, str) or name == _METADATA:
-        raise InputError(f"`{path}`: {name!r} is no name of a tensor", hint="is it a model checkpoint?")
+        raise InputError(f"`{path}`: {name!r} is not the name of a tensor", hint="check that it is a model checkpoint")
     if not name.isprintable():
         raise InputError(f"`{path}`: tensor name {name!r} has unprintable characters", hint="rename the tensor")
 
@@ -120,7 +122,7 @@ def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) ->
 
 def _corrupt(path: Path, what: str) -> InputError:
     return InputError(
-        f"`{path}` is not a sound safetensors file: {what}", hint="fetch the file again and compare its checksum"
+        f"`{path}` is not a valid safetensors file: {what}", hint="download the file again and compare its checksum"
     )
 
 
@@ -155,14 +157,14 @@ def _tensor(name: str, entry: object, path: Path) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise UnsupportedError(
-            f"`{path}`: tensor `{name}` has the unknown dtype {dtype!r}", hint="known: " + ", ".join(DTYPE_BITS)
+            f"`{path}`: tensor `{name}` has unknown dtype {dtype!r}", hint="known: " + ", ".join(DTYPE_BITS)
         )
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise _corrupt(path, f"tensor `{name}` has a shape that is no list of sizes")
+        raise _corrupt(path, f"tensor `{name}` has a shape that is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise _corrupt(path, f"tensor `{name}` has data_offsets that are no pair of sizes")
+        raise _corrupt(path, f"tensor `{name}` has data_offsets that are not a pair of sizes")
     begin, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or end - begin != bits // 8:
-        raise _corrupt(path, f"tensor `{name}`: {end - begin} bytes do not hold {dtype} of shape {tuple(shape)}")
+        raise _corrupt(path, f"tensor `{name}`: {end - begin} bytes do not fit {dtype} of shape {tuple(shape)}")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)

@@ -83,7 +83,7 @@ def download(repo_id: str, revision: str | None) -> Path:
     if not any(_is_weights(name) for name in names):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",
-            hint="it reads model*.safetensors and pytorch_model*.bin; name a repository that has one of them",
+            hint="choose a repository with model*.safetensors or pytorch_model*.bin",
         )
     with _explain_errors(repo_id, revision, names), _bars_on_terminals_only():
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=[glob.escape(n) for n in names]))
@@ -194,28 +194,31 @@ def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequen
             hint=f"ask for access at {page}, then run `hf auth login` or set HF_TOKEN",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return InputError(
-            f"`{repo_id}` has no revision `{revision}` (404)", hint=f"see {page}/commits for those it has"
-        )
+        return InputError(f"`{repo_id}` has no revision `{revision}` (404)", hint=f"{page}/commits lists its revisions")
     if isinstance(error, errors.RepositoryNotFoundError) and not files:
         near = nearest(repo_id, {a.repo_id for a in ALIASES.values()})
         meant = f"did you mean `{near}`? " if near else ""
         return InputError(
-            f"no directory and no hub model `{repo_id}`, or it is private (401/404)",
+            f"there is no directory or hub model `{repo_id}`, or it is private (401/404)",
             hint=f"{meant}check the spelling; for a private model run `hf auth login` or set HF_TOKEN",
         )
     if isinstance(error, errors.HFValidationError):
         return InputError(
-            f"`{repo_id}` is no hub id: {_first_line(error)}", hint="write it as OWNER/NAME, or pass a directory"
+            f"`{repo_id}` is not a valid hub id: {_first_line(error)}",
+            hint="write it as OWNER/NAME, or pass a directory",
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return InputError(f"the hub refused {file}: {_first_line(error)}", hint="try again later, or pass a directory")
+        return InputError(
+            f"the hub refused to send {file}: {_first_line(error)}", hint="try again later, or pass a directory"
+        )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return ResourceError(f"disk full while downloading {file}", hint="free space, or set HF_HOME elsewhere")
+        return ResourceError(
+            f"the disk is full: {file} could not be downloaded", hint="free some space, or set HF_HOME to another disk"
+        )
     if files:
         return InputError(
             f"downloading {file} failed: {type(error).__name__}: {_first_line(error)}",
-            hint="run again, which goes on with the files that are missing; or pass a local directory",
+            hint="run again to download the missing files, or pass a local directory",
         )
     return _not_cached_error(
         repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
@@ -244,7 +247,7 @@ def _not_cached_error(repo_id: str, revision: str | None, why: str) -> InputErro
     at = f" at revision `{revision}`" if revision else ""
     option = f" --revision {revision}" if revision else ""
     return InputError(
-        f"`{repo_id}`{at} is not complete in the cache, and {why}",
-        hint=f"on a machine with network run `hf download {repo_id}{option}` and copy its cache here (HF_HOME names "
+        f"`{repo_id}`{at} is incomplete in the cache, and {why}",
+        hint=f"on a machine with network run `hf download {repo_id}{option}` and copy its cache here (HF_HOME is "
         "the folder), or pass a local directory",
     )

@@ -145,7 +145,7 @@ def write_error(e: OSError, path: Path) -> LpconvError:
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
             f"no space left while writing `{path}`",
-            hint="free some space and run again, with --resume where the command has it",
+            hint="free some space and run again, with --resume if the command has it",
         )
     return ResourceError(f"cannot write `{path}`: {e.strerror or e}", hint="check the folder and its permissions")
 
@@ -180,7 +180,7 @@ def check_file(path: Path) -> None:
     """Refuse a file that cannot be written, before the work. Raises ResourceError, for a folder OutputExistsError."""
     check_writable(path)
     if path.is_dir():
-        raise OutputExistsError(f"`{path}` is a directory", hint="name a file in it")
+        raise OutputExistsError(f"`{path}` is a directory", hint="pass a file in that directory")
 
 
 def check_writable(path: Path) -> None:
@@ -190,7 +190,7 @@ def check_writable(path: Path) -> None:
     not detected. Raises UnsupportedError for a URL.
     """
     if re.match("[a-z][a-z0-9]*:/", str(path)):  # a Path has merged the slashes
-        raise UnsupportedError(f"`{path}` is no folder of this machine", hint="write to one, and copy it")
+        raise UnsupportedError(f"`{path}` is not a local folder", hint="write to a local folder and copy it")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -230,7 +230,9 @@ def hash_of(path: Path, digest: "hashlib._Hash") -> str:
 
 def read_error(e: OSError, path: Path) -> InputError:
     """Error for a failed read: exit code 3, with a hint."""
-    hint = "check the disk, and fetch the file again" if e.errno == errno.EIO else "check the path and its permissions"
+    hint = (
+        "check the disk, and download the file again" if e.errno == errno.EIO else "check the path and its permissions"
+    )
     kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
     return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 

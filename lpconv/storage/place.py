@@ -52,7 +52,10 @@ class LocalFile:
             except OSError as e:
                 raise UnreadError(f"reading `{self._name}` failed: {e.strerror}", hint="check the disk") from e
             if count == 0:
-                raise InputError(f"`{self._name}` became shorter while it was read", hint="is it still downloading?")
+                raise InputError(
+                    f"`{self._name}` became shorter while it was read",
+                    hint="wait until nothing writes to it, and run again",
+                )
             done += count
 
     def close(self) -> None:

@@ -60,9 +60,8 @@ def _check(path: Path, name: str, blob: Path) -> None:
         return
     repository = path.parents[len(Path(name).parts) + 1].name.removeprefix("models--").replace("--", "/")
     raise InputError(
-        f"`{name}` of `{repository}` is not the file that the hub promised: its bytes have another hash than "
-        f"{blob.name[:12]}…",
-        hint=f"delete `{blob}` and run again, which fetches it anew",
+        f"`{name}` of `{repository}` does not match the hash that the hub gives for it, {blob.name[:12]}…",
+        hint=f"delete `{blob}` and run again to download it anew",
         details={"file": name, "promised": blob.name, "blob": str(blob)},
     )
 

@@ -57,7 +57,7 @@ def read_residual(directory: Path) -> Residuals | None:
         if sha256_of(directory / name) != digest:
             raise InputError(
                 f"`{name}` has changed since its residual was written",
-                hint="the residual belongs to other weights; delete the collage folder to use the root alone",
+                hint="the residual belongs to other weights; delete the collage folder to use the bf16 weights alone",
             )
     return residual
 
@@ -70,11 +70,11 @@ def find_residual(directory: Path) -> Residuals | None:
     document = read_json(path)
     if document.get("format_version") != _VERSION:
         raise InputError(
-            f"`{path}` has format_version {document.get('format_version')}", hint="a newer lpconv opens it"
+            f"`{path}` has format_version {document.get('format_version')}", hint="update lpconv to open it"
         )
     form, files = document.get("residual"), document.get("files")
     if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
-        raise InputError(f"`{path}` is not the index of a residual", hint="fetch the checkpoint again")
+        raise InputError(f"`{path}` is not a residual index", hint="download the checkpoint again")
     for low, entry in files.items():
         for name in (low, entry["root"]):
             check_inside(directory, name)

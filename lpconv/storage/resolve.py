@@ -61,7 +61,8 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path) and path.suffix != ".gguf":
         raise InputError(
-            f"`{name}` is a file, not a checkpoint directory", hint=f"pass the directory that holds it: {path.parent}"
+            f"`{name}` is a file, not a checkpoint directory",
+            hint=f"pass the directory that contains it: {path.parent}",
         )
     if name and (os.path.isdir(path) or os.path.isfile(path)):
         return _local(name, path, revision)
@@ -82,7 +83,7 @@ def looks_like_path(name: str) -> bool:
 
 def _demo(revision: str | None) -> Resolved:
     if revision is not None:
-        raise UsageError(f"the embedded model has no revision `{revision}`", hint="leave --revision out")
+        raise UsageError(f"the included model has no revision `{revision}`", hint="leave --revision out")
     return Resolved(name=DEMO, resolved=DEMO, directory=demo_checkpoint())
 
 
@@ -90,7 +91,7 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
     if revision is not None:
         raise UsageError(
             f"`{name}` is a local directory and has no revision `{revision}`",
-            hint="leave --revision out; if a hub model is meant, give its full id from a folder without that name",
+            hint="leave --revision out; for a hub model of that name, run from another folder",
         )
     directory = path.resolve()
     return Resolved(name=name, resolved=str(directory), directory=as_directory(directory))
@@ -149,6 +150,6 @@ def _unknown_name(name: str) -> InputError:
     suggestions = f"did you mean `{near}` ({ALIASES[near].repo_id})? " if near else ""
     suggestions += f"did you mean the directory `{beside}`? " if beside else ""
     return InputError(
-        f"no directory and no model called `{name}`",
-        hint=f"{suggestions}`lpconv doctor --aliases` lists the short names; other models need OWNER/NAME",
+        f"`{name}` is neither a directory nor a known model",
+        hint=f"{suggestions}`lpconv doctor --aliases` lists short names; write other hub models as OWNER/NAME",
     )

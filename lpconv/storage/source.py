@@ -111,7 +111,9 @@ class TorchSource:
         for name, tensor in _load_bin(path).items():
             check_name(name, path)
             if not isinstance(tensor, Tensor):
-                raise InputError(f"`{path}`: entry `{name}` is no tensor", hint="is it a model checkpoint?")
+                raise InputError(
+                    f"`{path}`: entry `{name}` is not a tensor", hint="check that it is a model checkpoint"
+                )
             dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
             if dtype is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
                 raise UnsupportedError(
@@ -121,7 +123,7 @@ class TorchSource:
             size = tensor.numel() * tensor.element_size()
             if size > file_size:  # a tensor of stride 0 can claim any size, which would be allocated
                 raise InputError(
-                    f"`{path}`: tensor `{name}` claims {size} bytes, the file has {file_size}",
+                    f"`{path}`: tensor `{name}` claims {size} bytes, but the file has {file_size}",
                     hint="save the tensor with .contiguous()",
                 )
             info = TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape), begin=position, end=position + size)
@@ -144,7 +146,9 @@ class TorchSource:
         except OSError as e:
             raise read_error(e, path) from e
         if left < size:  # reading beyond the end of a mapped file kills the process
-            raise InputError(f"`{path.name}` became shorter while it was read", hint="is it still downloading?")
+            raise InputError(
+                f"`{path.name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
+            )
         raw = self._tensors[name].view(torch.uint8)[start : start + len(out)]
         out[:] = raw.numpy().data
 
@@ -183,7 +187,8 @@ def _add(entries: dict[str, TensorEntry], entry: TensorEntry) -> None:
     name = entry.info.name
     if name in entries:
         raise InputError(
-            f"tensor `{name}` is in `{entries[name].file}` and in `{entry.file}`", hint="fetch the checkpoint again"
+            f"tensor `{name}` occurs in both `{entries[name].file}` and `{entry.file}`",
+            hint="download the checkpoint again",
         )
     entries[name] = entry
 
@@ -193,11 +198,13 @@ def _check_index(checkpoint: Checkpoint, entries: Mapping[str, TensorEntry]) -> 
         return
     for name, file in checkpoint.weight_map.items():
         if name not in entries:
-            raise InputError(f"the index names tensor `{name}`, which no file holds", hint="fetch the checkpoint again")
+            raise InputError(
+                f"the index names tensor `{name}`, but no file contains it", hint="download the checkpoint again"
+            )
         if entries[name].file != file:
             raise InputError(
-                f"the index puts tensor `{name}` into `{file}`, it lies in `{entries[name].file}`",
-                hint="the index is stale; fetch the checkpoint again",
+                f"the index places tensor `{name}` in `{file}`, but it is in `{entries[name].file}`",
+                hint="the index is stale; download the checkpoint again",
             )
 
 
@@ -215,11 +222,13 @@ def _load_bin(path: Path) -> dict[str, object]:
     except pickle.UnpicklingError as e:
         # torch's own message also tells how to run the code.
         match = re.search(r"GLOBAL ([\w.]+)", str(e))
-        what = f"opening it would run `{match[1]}`" if match else "it is no plain pickle of tensors"
-        raise InputError(f"`{path}` is refused: {what}", hint=hint) from e
+        what = f"opening it would run `{match[1]}`" if match else "it is not a plain pickle of tensors"
+        raise InputError(f"refusing to read `{path}`: {what}", hint=hint) from e
     except Exception as e:  # broken pickles raise any exception: IndexError, AssertionError, struct.error
         text = " ".join(str(e).split()) or type(e).__name__
-        raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="fetch the file again") from e
+        raise InputError(f"`{path}` cannot be read: {text[:200]}", hint="download the file again") from e
     if not isinstance(loaded, dict):
-        raise InputError(f"`{path}` holds no table of tensors", hint="is it a model checkpoint?")
+        raise InputError(
+            f"`{path}` does not contain a dictionary of tensors", hint="check that it is a model checkpoint"
+        )
     return loaded

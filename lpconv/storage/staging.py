@@ -157,7 +157,7 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
         return  # if another run is alive, its lock stops this one later
     if is_locked(partial / JOURNAL):
         raise locked_error(partial)
-    hint = "--force starts anew" if resume is None else "--resume continues it, --force starts anew"
+    hint = "start over with --force" if resume is None else "continue it with --resume, or start over with --force"
     raise OutputExistsError(f"`{partial}` is left from an interrupted run", hint=hint)
 
 
@@ -166,8 +166,8 @@ def check_same_run(place: Path | str, current: Mapping[str, Any], saved: Mapping
     changed = differing_settings(current, saved)
     if changed:
         raise OutputExistsError(
-            f"`{place}` was begun with other {', '.join(changed)}",
-            hint="repeat the command of that run with --resume, or start anew with --force",
+            f"`{place}` was started with other {', '.join(changed)}",
+            hint="repeat that run's command with --resume, or start over with --force",
             details={"changed": changed},
         )
 
@@ -210,8 +210,8 @@ def check_is_output(directory: Path) -> None:
     if (directory / SUMS).exists() or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
-        f"`{directory}` is a checkpoint without {MARKER}: there is nothing to verify or restore",
-        hint="pass an output of `lpconv convert`, or compare its weights with those of a MODEL by `verify --against`",
+        f"`{directory}` was not written by lpconv: it has no {MARKER} to verify or restore it by",
+        hint="pass an output of `lpconv convert`, or compare weights with `lpconv verify PATH --against MODEL`",
     )
 
 
@@ -225,7 +225,7 @@ def check_apart(source: Path, output: Path) -> None:
         if inner.is_relative_to(outer):
             raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
         if outer.is_relative_to(inner):
-            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside of the checkpoint")
+            raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside the checkpoint")
 
 
 def _check_output(output: Path, marker: str, *, force: bool) -> None:
@@ -235,7 +235,7 @@ def _check_output(output: Path, marker: str, *, force: bool) -> None:
         raise OutputExistsError(f"`{output}` exists", hint="choose another --output, or replace it with --force")
     if not _is_ours(output, marker):
         raise OutputExistsError(
-            f"`{output}` is not an output of this command, and --force does not delete it",
+            f"`{output}` was not written by this command, so --force does not delete it",
             hint="choose another --output",
         )
 
@@ -245,7 +245,7 @@ def _check_working_folders(output: Path, marker: str) -> None:
         folder = folder_next_to(output, suffix)
         if os.path.lexists(folder) and not _is_ours(folder, JOURNAL if suffix == ".partial" else marker):
             raise OutputExistsError(
-                f"`{folder}` is in the way, and is not from lpconv", hint="move it, or choose another --output"
+                f"`{folder}` exists and was not written by lpconv", hint="move it, or choose another --output"
             )
 
 

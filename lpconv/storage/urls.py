@@ -24,12 +24,13 @@ def check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
         raise UnsupportedError(
-            f"`{parts.scheme}://` is not read", hint="lpconv reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1])
+            f"lpconv cannot read `{parts.scheme}://` URLs",
+            hint="it reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1]),
         )
     if (parts.username and parts.scheme != "hf") or parts.password or parts.query or parts.fragment:
         raise UsageError(
-            f"a `{parts.scheme}://` URL takes no credentials, query or fragment",
-            hint="credentials belong into the environment variables of the provider",
+            f"a `{parts.scheme}://` URL must not contain credentials, a query or a fragment",
+            hint="pass credentials in the provider's environment variables",
         )
     if importlib.util.find_spec("obstore") is None:
         raise UnsupportedError(

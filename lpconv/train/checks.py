@@ -37,9 +37,9 @@ def check_run(options: FinetuneOptions) -> None:
 def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
     """Why torch.compile would silently ignore a part of the recipe or cannot compile it, or None."""
     if arithmetic.loss_scale == "adaptive":
-        return "its scales are chosen from values that compiled code does not see"
+        return "its scales depend on values that compiled code cannot read"
     if arithmetic.precision == "fp16" and not torch.cuda.is_available():
-        return "a CPU's fp16 products run in a dispatch mode (`lpconv.kernels.matmul`), in which nothing is compiled"
+        return "fp16 products on a CPU run in a dispatch mode (`lpconv.kernels.matmul`), which cannot be compiled"
     return None
 
 
@@ -47,13 +47,13 @@ def _check_shared(options: FinetuneOptions) -> None:
     """Raise UnsupportedError for options that several processes cannot carry out together."""
     if options.lca:
         raise UnsupportedError(
-            f"--lca on {num_processes()} processes: each would measure the same steps on a copy of its own",
-            hint="measure on one process",
+            f"--lca does not support {num_processes()} processes: each would repeat the same measurement",
+            hint="run it with one process",
         )
     if options.batch_size % num_processes():
         raise UsageError(
-            f"--batch-size {options.batch_size} does not divide among {num_processes()} processes",
-            hint="it counts the sequences of a step over all of them",
+            f"--batch-size {options.batch_size} cannot be divided among {num_processes()} processes",
+            hint="it is the number of sequences per step over all processes",
         )
 
 
@@ -61,12 +61,13 @@ def _check_sharded(options: FinetuneOptions) -> None:
     """Raise UnsupportedError for options that do not work with a model in parts."""
     if num_processes() == 1:
         raise UsageError(
-            "--parallel fsdp2 of one process", hint="start it with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`"
+            "--parallel fsdp2 needs more than one process",
+            hint="start with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`",
         )
     if options.compile:
-        raise UnsupportedError("--compile with --parallel fsdp2 has not been tried", hint="leave one of them out")
+        raise UnsupportedError("--compile with --parallel fsdp2 has not been tested", hint="leave one of them out")
     if options.track_every:
         raise UnsupportedError(
-            "--track-every with --parallel fsdp2: no process sees the whole of a tensor",
-            hint="leave --track-every out, or record a run with --parallel ddp",
+            "--track-every with --parallel fsdp2 is not possible: no process has whole tensors",
+            hint="leave --track-every out, or use --parallel ddp",
         )

@@ -32,5 +32,5 @@ def critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dict
     if chosen:
         shown = ", ".join(f"{r.layer} (crest {r.crest:.3g})" for r in chosen)
         share = 100 * sum(r.share for r in chosen)
-        words.append(f"{shown}: {share:.2g} % of the work of products, at up to twice the time of fp8")
+        words.append(f"{shown}: {share:.2g} % of the matmul work, at up to twice the time of fp8")
     return {"16-bit products": "; ".join(words)} if words else {}

@@ -27,7 +27,7 @@ _BUILDERS = {
     ".parquet": "parquet",
 }  # fmt: skip
 _TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
-_OFFLINE_HINT = "offline it must be in the cache; a local file is known by its ending, such as .jsonl"
+_OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
 _QUICK_BYTES = 64 * 2**20  # takes about a second to read
 
 
@@ -50,7 +50,7 @@ def check_data(options: FinetuneOptions) -> None:
     if options.data is None:
         named = {"--text-column": options.text_column, "--label-column": options.label_column}
         if flag := next((flag for flag, column in named.items() if column), None):
-            raise UsageError(f"{flag} names a column of a file, and there is none", hint="pass it to --data")
+            raise UsageError(f"{flag} needs a data file", hint="pass the file to --data")
         _check_labels(options, None)
     for name in filter(None, (options.data, options.eval_data)):
         if not _is_file_name(name):
@@ -58,7 +58,7 @@ def check_data(options: FinetuneOptions) -> None:
             continue
         path = Path(name)
         if not path.is_file():
-            raise InputError(f"there is no file `{name}`", hint="pass a file, or the id of a data set on the hub")
+            raise InputError(f"file `{name}` does not exist", hint="pass a file, or the id of a data set on the hub")
         if path.stat().st_size == 0:
             raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
         if is_text(name):
@@ -81,7 +81,7 @@ def _check_within_reach(name: str) -> None:
         return
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
     if why is not None:
-        raise InputError(f"cannot get the data set `{name}`: it is not in the cache, and {why}", hint=_OFFLINE_HINT)
+        raise InputError(f"cannot load the data set `{name}`: it is not in the cache, and {why}", hint=_OFFLINE_HINT)
 
 
 def _plain(name: str) -> str:
@@ -94,8 +94,8 @@ def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[s
     text = _column(columns, options.text_column, _TEXTS, name)
     if text is None:
         raise UsageError(
-            f"`{name}` has no column of texts that is called {' or '.join(_TEXTS)}",
-            hint=f"--text-column, one of: {', '.join(columns)}",
+            f"`{name}` has no text column called {' or '.join(_TEXTS)}",
+            hint=f"pass --text-column with one of: {', '.join(columns)}",
         )
     label = _column(columns, options.label_column, _LABELS, name)
     _check_labels(options, label)
@@ -104,7 +104,7 @@ def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[s
 
 def _check_labels(options: FinetuneOptions, label: str | None) -> None:
     if options.task == "classification" and label is None:
-        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
+        raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
 
 
 def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], name: str) -> str | None:
@@ -113,7 +113,7 @@ def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], na
     if wanted in columns:
         return wanted
     near = nearest(wanted, columns)
-    hint = f"did you mean `{near}`?" if near else "columns: " + ", ".join(columns)
+    hint = f"did you mean `{near}`?" if near else "its columns are " + ", ".join(columns)
     raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
 
 
@@ -174,7 +174,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
             held_out=parts["heldout"],
             text="text",
             label=None,
-            words="plays that ship with lpconv",
+            words="the sample text",
         )
     train, held_out = _splits(options.data)
     if options.eval_data is not None:
@@ -207,7 +207,7 @@ def _splits(name: str) -> tuple[Any, Any | None]:
         found = _datasets().load_dataset(name)
     except Exception as e:  # datasets raises many kinds, including connection errors
         raise InputError(
-            f"cannot get the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
+            f"cannot load the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
             hint=_OFFLINE_HINT,
         ) from e
     train = found.get("train") or next(iter(found.values()))
@@ -225,7 +225,9 @@ def _read(name: str) -> Any:
     except Exception as e:  # each builder raises its own
         cause = e.__cause__ or e
         why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise InputError(f"`{name}` does not read as {builder}: {why}", hint="is the ending of its name right?") from e
+        raise InputError(
+            f"`{name}` cannot be read as {builder}: {why}", hint="check that its suffix matches its contents"
+        ) from e
     if len(found) == 0:
         raise InputError(f"`{name}` has no rows", hint="pass a file with rows in it")
     return found
@@ -234,17 +236,20 @@ def _read(name: str) -> Any:
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:
     for column in filter(None, (text, label)):
         if column not in rows.column_names:
-            raise UsageError(f"`{name}` has no column `{column}`", hint="columns: " + ", ".join(rows.column_names))
+            raise UsageError(
+                f"`{name}` has no column `{column}`", hint="its columns are " + ", ".join(rows.column_names)
+            )
         try:
             list(rows[column])  # Arrow loads bytes unchecked and decodes on access
         except UnicodeDecodeError as e:
             raise InputError(
-                f"column `{column}` of `{name}` is no UTF-8 text", hint="write it again in UTF-8, or as .parquet"
+                f"column `{column}` of `{name}` is not UTF-8 text", hint="save it as UTF-8 or as .parquet"
             ) from e
     odd = next((i for i, x in enumerate(rows[text]) if x is not None and not isinstance(x, str)), None)
     if odd is not None:
         raise InputError(
-            f"column `{text}` of `{name}` is no text: row {odd} is {rows[text][odd]!r:.60}", hint="--text-column"
+            f"column `{text}` of `{name}` is not text: row {odd} is {rows[text][odd]!r:.60}",
+            hint="pass the text column with --text-column",
         )
     if not any(x and x.strip() for x in rows[text]):
-        raise InputError(f"column `{text}` of `{name}` has no text", hint="--text-column names another")
+        raise InputError(f"column `{text}` of `{name}` is empty", hint="pass another --text-column")

@@ -71,7 +71,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
     """
     assert rows.label is not None
     if rows.held_out is None:
-        raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
+        raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
     names = _class_names(rows, num_trained)
     is_named = any(isinstance(x, str) for x in rows.train[rows.label])
     numbers = {name if is_named else str(i): i for i, name in enumerate(names)}
@@ -102,9 +102,9 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
 def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Examples:
     """Source and target texts, each truncated to `seq_len`."""
     if rows.label is None:
-        raise UsageError("seq2seq needs a column of target texts", hint="--data FILE with --label-column NAME")
+        raise UsageError("seq2seq needs a column with target texts", hint="pass --data FILE and --label-column NAME")
     if rows.held_out is None:
-        raise InputError(f"{rows.words} has one row", hint="pass more rows, or --eval-data")
+        raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
 
     def examples(part: Any) -> list[Example]:
         sources = _ids(tokenizer, rows.texts(part), seq_len, vocab_size)
@@ -206,7 +206,9 @@ def _windows(
 ) -> list[Any]:
     room = seq_len - len(prefix) - len(suffix)
     if room < 2:
-        raise UsageError(f"--seq-len {seq_len} leaves no room beside the special tokens", hint="pass a larger one")
+        raise UsageError(
+            f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
+        )
     eos = special_id(tokenizer, "eos")
     end = [] if eos is None else [eos]
     texts, pieces = [t for t in rows.texts(part) if t], []
@@ -223,7 +225,7 @@ def _windows(
 
 def _too_short(words: str, seq_len: int) -> InputError:
     return InputError(
-        f"{words}: the text does not fill one window of {seq_len} tokens in each part",
+        f"{words}: the text is too short for one window of {seq_len} tokens in each part",
         hint="pass more text or a smaller --seq-len",
     )
 
@@ -242,15 +244,17 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
         out = sorted(x for x in found if not 0 <= x < count)
         if out:
             has = f": the model has {num_trained} classes, 0 to {num_trained - 1}" if num_trained else ""
-            raise InputError(f"label {out[0]} of {rows.words} is out of range{has}", hint="number classes from 0 on")
+            raise InputError(f"label {out[0]} of {rows.words} is out of range{has}", hint="number classes from 0")
         names = tuple(map(str, range(count)))
     else:
         raise InputError(
-            f"column `{rows.label}` of {rows.words} holds neither names nor whole numbers of classes",
-            hint="--label-column names another",
+            f"column `{rows.label}` of {rows.words} contains neither class names nor whole numbers",
+            hint="pass another --label-column",
         )
     if len(names) < 2:
-        raise InputError(f"column `{rows.label}` of {rows.words} has one class", hint="there is nothing to learn")
+        raise InputError(
+            f"column `{rows.label}` of {rows.words} has only one class", hint="training needs at least two classes"
+        )
     return names
 
 
@@ -258,7 +262,7 @@ def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
     found = numbers.get(str(value))
     if value is None or found is None:
         raise InputError(
-            f"row {row} of {rows.words}: the label {value!r:.40} is none of the {len(numbers)} classes in training",
-            hint="every class must occur in the training part",
+            f"row {row} of {rows.words}: label {value!r:.40} is not one of the {len(numbers)} training classes",
+            hint="every class must occur in the training data",
         )
     return found

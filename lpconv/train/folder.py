@@ -51,11 +51,13 @@ def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force:
     if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its start
         return
     if not (output / MARKER).is_file():
-        raise OutputExistsError(f"`{output}` exists and is no run of ours", hint="choose another --output")
+        raise OutputExistsError(
+            f"`{output}` exists and was not written by `lpconv finetune`", hint="choose another --output"
+        )
     if resume:
         check_same_run(output, asked, read_json(output / MARKER))
     elif not force:
-        raise OutputExistsError(f"`{output}` exists", hint="--resume goes on with it, --force starts anew")
+        raise OutputExistsError(f"`{output}` exists", hint="continue it with --resume, or start over with --force")
 
 
 @contextlib.contextmanager
@@ -116,7 +118,7 @@ class Metrics:
             if step:
                 self.rows = [row for row in _read_rows(path) if row["step"] <= step]
                 if [row["step"] for row in self.rows if row["step"]] != list(range(1, step + 1)):
-                    raise InputError(f"`{path}` lacks steps before {step}", hint="--force starts anew")
+                    raise InputError(f"`{path}` lacks the steps before {step}", hint="start over with --force")
             write_small(path, "".join(map(json_line, self.rows)))  # immediately, so that earlier rows cannot be lost
 
     def begin(self, row: Mapping[str, Any]) -> None:

@@ -104,25 +104,25 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     reads = main_input(checkpoint.config)
     if reads != "input_ids":
         raise UnsupportedError(
-            f"`{directory.name}` reads `{reads}`, and only models of text are trained here",
-            hint="in Python, lpconv.scaled and lpconv.optim take any model",
+            f"`{directory.name}` reads `{reads}`, but `finetune` only trains text models",
+            hint="use lpconv.scaled and lpconv.optim in your own training loop",
         )
     tokenizer = read_tokenizer(directory)
     if tokenizer is None:
-        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files beside the weights")
+        raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files next to the weights")
     check_complete(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
     rows = read_rows(options)
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
     if task.name == "classification" and rows.label is None:
-        raise UsageError("classification needs a column of labels", hint="--data FILE with --label-column NAME")
-    config = transformers_config(checkpoint, hint="lpconv trains what this release of transformers opens")
+        raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
+    config = transformers_config(checkpoint, hint="lpconv trains the models that the installed transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
     mask_id = special_id(tokenizer, "mask")
     if task.name == "mlm" and mask_id is None:
-        raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="--task clm")
+        raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="pass --task clm")
     before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
     if task.name == "classification":
         trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
@@ -159,7 +159,7 @@ def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) ->
     drawn = (checkpoint.config.get("architectures") or [""])[0]
     if options.arithmetic.is_native and task_of(drawn) is not task:
         raise UnsupportedError(
-            f"`{drawn}` has no head for {task.name}, and native unit scaling draws whole models",
+            f"`{drawn}` has no head for task {task.name}, and method native cannot add one",
             hint="leave --task out, or choose a recipe such as unit-fp8",
         )
 

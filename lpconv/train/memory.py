@@ -30,7 +30,7 @@ _PARTS = {
     "PARAM": "weights", "BUFFER": "weights", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations",
     "TEMP": "temporary", "OTH": "temporary",
 }  # fmt: skip
-_HINT = "lower --batch-size or --seq-len, or choose an optimizer that keeps less, such as --optimizer collage-light"
+_HINT = "lower --batch-size or --seq-len, or choose a smaller optimizer, such as --optimizer collage-light"
 
 
 def available_bytes(limit: int | None) -> int:
@@ -56,7 +56,7 @@ def parameter_bytes(num_parameters: int, largest: int, arithmetic: Arithmetic, *
     if num_ranks > 1:
         needed["the largest parameter, gathered"] = 4 * largest
         if is_main_process() and not torch.cuda.is_available():
-            needed["the whole model, while it is saved"] = 4 * num_parameters
+            needed["the whole model while it is saved"] = 4 * num_parameters
     return needed
 
 
@@ -65,7 +65,7 @@ def check_room(needed: dict[str, int], limit: int | None) -> None:
     total, available = sum(needed.values()), available_bytes(limit)
     if total > available:
         raise ResourceError(
-            f"a step needs about {size_text(total)} of memory ({_listed(needed)}); {size_text(available)} can be used",
+            f"a step needs about {size_text(total)} of memory ({_listed(needed)}); {size_text(available)} is available",
             hint=_HINT,
             details={"estimate": needed, "available": available},
         )

@@ -139,9 +139,7 @@ def _compiler_errors() -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as e:
-        raise UnsupportedError(
-            f"torch.compile does not compile the model: {first_line(e)}", hint="leave --compile out"
-        ) from e
+        raise UnsupportedError(f"torch.compile fails on the model: {first_line(e)}", hint="leave --compile out") from e
 
 
 def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | None, needed: dict[str, int]) -> None:
@@ -227,7 +225,9 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
     check_room(needed, job.options.max_memory)
     batch = job.collate([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
-    with model_errors("the model does not run", hint="do config.json and tokenizer belong to the weights?"):
+    with model_errors(
+        "the model fails when it runs", hint="check that config.json and the tokenizer belong to the weights"
+    ):
         running = running_copy(model, mesh()) if job.options.is_sharded else model
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, job.options.max_memory)

@@ -60,7 +60,7 @@ class ArithmeticOptions:
     recipe: Annotated[
         str | None,
         _how(
-            "Named combination of the options under Arithmetic, each of which replaces a part (see --list-recipes)",
+            "One name that sets the options under Arithmetic (see --list-recipes)",
             default="unit-fp8",
             choices=RECIPES,
             panel=None,
@@ -68,19 +68,23 @@ class ArithmeticOptions:
     ] = None
     precision: Annotated[
         str | None,
-        _how("Format of matrix products", default="the recipe's", choices=PRECISIONS),
+        _how("Number format of matrix products", default="the recipe's", choices=PRECISIONS),
     ] = None
     method: Annotated[
-        str | None, _how("Method that scales tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
+        str | None, _how("Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
     ] = None
     optimizer: Annotated[
         str | None,
-        _how("AdamW, named by what it keeps between steps", default="the recipe's", choices=TRAINING_OPTIMIZERS),
+        _how(
+            "Variant of AdamW, named after what it stores between steps",
+            default="the recipe's",
+            choices=TRAINING_OPTIMIZERS,
+        ),
     ] = None
     rounding: Annotated[
         str | None,
         _how(
-            "Rounding of bf16 weights as they are written back or, in fp8 without scales, of operands",
+            "How to round bf16 weights after a step or, in fp8 without scales, operands",
             default="the recipe's",
             choices=("nearest", "stochastic"),
         ),
@@ -89,19 +93,19 @@ class ArithmeticOptions:
         str | None,
         _how(
             f"Loss scale: {', '.join(LOSS_SCALES)} or a number",
-            default="what precision and method need",
+            default="by precision and method",
             parse=str,
             given=str | float,
         ),
     ] = None
     loss_scale_floor: Annotated[
         str | None,
-        _how("Smallest loss scale from each step on, such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
+        _how("Smallest loss scale, as STEP:SCALE pairs such as 0:1,40000:8192", default="none", metavar="STEP:SCALE,…"),
     ] = None
     operand_scale: Annotated[
         str | None,
         _how(
-            f"Scale at which scaled fp8 casts operands: {', '.join(OPERAND_SCALES)}; or one by product, such as "
+            f"Scale of fp8 operands: {', '.join(OPERAND_SCALES)}; or one per kind of product, such as "
             "row,grad_weight=carrier",
             default="the recipe's, or static with --calibrate",
             metavar="KIND",
@@ -121,20 +125,20 @@ class FinetuneOptions:
     critical: Annotated[
         tuple[str, ...],
         _how(
-            "Pattern of modules whose products stay in 16 bits under scaled fp8, such as '*.down_proj'; auto for those "
-            "whose measured inputs need it, up to 10 % of the work; or none",
+            "Modules whose products stay in 16 bits under scaled fp8: a pattern such as '*.down_proj'; auto for those "
+            "with large outliers, up to 10 % of the work; or none",
             default="auto",
             metavar="PATTERN",
         ),
     ] = ("auto",)
     calibrate: Annotated[
-        bool, _how("Measure the static scales of method unit on the first batches", default="from theory")
+        bool, _how("Set the static scales of method unit from the first batches", default="by theory")
     ] = False
-    task: Annotated[str, _data("Task that the model is trained for", choices=TASKS)] = "auto"
+    task: Annotated[str, _data("Training task", choices=TASKS)] = "auto"
     data: Annotated[
         str | None,
         _data(
-            "File (txt, jsonl, json, csv, tsv or parquet) or data set on the hub to train on",
+            "Training data: a file (txt, jsonl, json, csv, tsv or parquet) or a data set on the hub",
             default="the sample text",
             panel=None,
             metavar="FILE",
@@ -142,44 +146,55 @@ class FinetuneOptions:
         ),
     ] = None
     eval_data: Annotated[
-        str | None, _data("Held-out data", default="a tenth of the data", metavar="FILE", is_path=True)
+        str | None, _data("Evaluation data", default="a tenth of --data", metavar="FILE", is_path=True)
     ] = None
-    text_column: Annotated[str | None, _data("Column of texts", default="one with a usual name")] = None
-    label_column: Annotated[str | None, _data("Column of classes or targets", default="one with a usual name")] = None
+    text_column: Annotated[str | None, _data("Name of the text column", default="a column with a common name")] = None
+    label_column: Annotated[
+        str | None, _data("Name of the column with classes or target texts", default="a column with a common name")
+    ] = None
     seq_len: Annotated[
-        int | None, Ge(2), _data("Number of tokens in a sequence", default="128, or the model's maximum")
+        int | None, Ge(2), _data("Number of tokens per sequence", default="128, or the model's maximum")
     ] = None
     steps: Annotated[int, Ge(1), _train("Number of optimizer steps", panel=None)] = 100
-    batch_size: Annotated[int, Ge(1), _train("Number of sequences in a step, over all processes")] = 8
+    batch_size: Annotated[int, Ge(1), _train("Number of sequences per step, over all processes")] = 8
     lr: Annotated[
         float | None,
         Gt(0),
         _train(
-            "Highest learning rate",
-            default="5e-5; for native recipes 0.25, a step on unit weights",
+            "Peak learning rate",
+            default="5e-5; 0.25 for native recipes",
             example="5e-5",
         ),
     ] = None
     lr_rule: Annotated[
         str | None,
-        _train("Rule that gives each parameter of a native recipe its rate", default="u-mup", choices=LEARNING_RATES),
+        _train(
+            "Rule for the learning rate of each parameter, for native recipes", default="u-mup", choices=LEARNING_RATES
+        ),
     ] = None
     schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
     warmup: Annotated[float, Ge(0), Lt(1), _train("Warm-up, as a fraction of all steps")] = 0.1
-    weight_decay: Annotated[float, Ge(0), _train("Decoupled weight decay")] = 0.01
-    beta2: Annotated[float, Ge(0), Lt(1), _train("Decay of the second moment", example="0.999")] = 0.999
-    clip: Annotated[float, Ge(0), _train("Norm that gradients are clipped to; 0 for no clipping")] = 1.0
+    weight_decay: Annotated[float, Ge(0), _train("Weight decay of AdamW")] = 0.01
+    beta2: Annotated[
+        float, Ge(0), Lt(1), _train("AdamW's beta2, the decay rate of the second moment", example="0.999")
+    ] = 0.999
+    clip: Annotated[
+        float, Ge(0), _train("Largest gradient norm, to which gradients are clipped; 0 for no clipping")
+    ] = 1.0
     seed: Annotated[int, Ge(0), _train("First seed")] = 0
     save_every: Annotated[
-        int | None, Ge(0), _train("Number of steps between checkpoints; 0 for none", default="ten minutes' worth")
+        int | None, Ge(0), _train("Save a checkpoint every N steps; 0 for none", default="about every ten minutes")
     ] = None
-    save: Annotated[str, _train("Form of the saved model", what="form to save", choices=_SAVES)] = "converted"
-    compile: Annotated[bool, _train("Train through torch.compile")] = False
+    save: Annotated[
+        str,
+        _train("Save the model in its converted form, or as a plain checkpoint", what="form to save", choices=_SAVES),
+    ] = "converted"
+    compile: Annotated[bool, _train("Compile the model with torch.compile")] = False
     max_memory: Annotated[
         int | None,
         size_option(
-            "Largest estimated memory of a run that is begun, such as 8GB",
-            default="what is free",
+            "Refuse to start if the estimated memory exceeds this, such as 8GB",
+            default="the free memory",
             panel=_TRAINING,
             of_run=True,
         ),
@@ -187,7 +202,7 @@ class FinetuneOptions:
     parallel: Annotated[
         str,
         _train(
-            "Sharing of the model among torchrun's processes: a copy each, or a part each",
+            "How torchrun's processes share the model: a copy each (ddp) or a part each (fsdp2)",
             what="kind of parallelism",
             only="command",  # torchrun starts processes, which jobs do not
             choices=PARALLEL,
@@ -195,33 +210,39 @@ class FinetuneOptions:
     ] = "ddp"
     log_to: Annotated[
         tuple[str, ...],
-        _train("Service that Trainer reports to", default="none", what="place to log to", choices=LOGGERS, of_run=True),
+        _train(
+            "Service to log to, as in Trainer's report_to",
+            default="none",
+            what="place to log to",
+            choices=LOGGERS,
+            of_run=True,
+        ),
     ] = ()
-    twin: Annotated[str, _check("Precision of the twin that the run is compared with", choices=_TWINS)] = "fp32"
-    seeds: Annotated[int, Ge(1), _check("Number of seeds; their spread is the noise", panel=None)] = 1
+    twin: Annotated[str, _check("Precision of the twin, a second run to compare with", choices=_TWINS)] = "fp32"
+    seeds: Annotated[int, Ge(1), _check("Number of seeds, whose spread shows the noise", panel=None)] = 1
     eval_every: Annotated[
         int | None,
         Ge(0),
         _check(
-            "Number of steps between evaluations; 0 for the last only",
-            default="a quarter of the steps, at least 10",
+            "Evaluate every N steps; 0 for only after the last step",
+            default="every quarter of the run, at least 10 steps",
         ),
     ] = None
-    eval_batches: Annotated[int, Ge(1), _check("Largest number of batches in an evaluation")] = 16
+    eval_batches: Annotated[int, Ge(1), _check("Largest number of batches per evaluation")] = 16
     track_every: Annotated[
         int | None,
         Ge(0),
         _check(
-            "Number of steps between records of underflow; 0 for none",
-            default="a tenth of the steps, at least 5",
+            "Record underflow every N steps; 0 for never",
+            default="every tenth of the run, at least 5 steps",
         ),
     ] = None
     check_gradients: Annotated[
         bool,
-        _check("Compare the gradients of one sequence with the plain model's, in fp32, before scaled tensors train"),
+        _check("Before training with scaled tensors, compare their gradients in fp32 with the plain model's"),
     ] = True
     lca: Annotated[
-        bool, _check("Allocate the loss change of every step to layers, and show what rounding took of it")
+        bool, _check("Show how much each layer changes the loss at every step, and how much rounding takes away")
     ] = False
     gates: Annotated[
         tuple[str, ...],
@@ -273,8 +294,8 @@ class FinetuneOptions:
 
 _NOTHING_TO_CALIBRATE = {
     "none": "it has no static scales",
-    "scalify": "its scales are reset by data while it trains",
-    "native": "its scales are those of theory",
+    "scalify": "its scales are set from data during training",
+    "native": "its scales are fixed by theory",
 }
 _INTERVALS = {"eval": (4, 10), "track": (10, 5)}  # (part of all steps, minimum number of steps)
 
@@ -289,16 +310,16 @@ def check_options(options: FinetuneOptions) -> None:
         )
     if options.lr_rule is not None and not options.arithmetic.is_native:
         raise UsageError(
-            f"--lr-rule with recipe `{options.arithmetic.name}`: its parameters have one rate",
+            f"--lr-rule with recipe `{options.arithmetic.name}`: all its parameters have the same learning rate",
             hint="leave --lr-rule out, or choose a recipe such as native-fp8",
         )
     if options.critical not in ((), ("auto",)) and not options.arithmetic.is_scaled_fp8:
         raise UsageError(
-            f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products to leave out",
+            f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products",
             hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
     if options.eval_data is not None and options.data is None:
-        raise UsageError("--eval-data without --data", hint="pass both, or neither for the embedded text")
+        raise UsageError("--eval-data needs --data", hint="pass both, or neither to use the sample text")
     if options.data is not None and Path(options.data).is_dir():
         raise UsageError(f"`{options.data}` is a directory", hint="pass one file to --data")
 
@@ -307,7 +328,7 @@ def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a native recipe on a model that `lpconv init` did not draw."""
     if options.arithmetic.is_native and NATIVE_MARK not in config:
         raise UnsupportedError(
-            f"recipe `{options.arithmetic.name}` scales by theory, which holds for weights that `lpconv init` drew, "
+            f"recipe `{options.arithmetic.name}` uses static scales that only hold for weights from `lpconv init`, "
             "not for trained ones",
-            hint="recipes such as unit-fp8 train a model as it is; `lpconv init MODEL --reinit` draws it anew",
+            hint="use a recipe such as unit-fp8, or draw new weights with `lpconv init MODEL --reinit`",
         )

@@ -47,7 +47,7 @@ _REDUCED = 4  # bytes: gradients are summed in fp32
 _LOGIT_BYTES = 4  # losses are computed in fp32
 _PARTS = dict.fromkeys(("gathered", "activations", "gradients", "logits", "temporary"), 0)
 _WORLDS = tuple(2**n for n in range(11))
-_HINT = "lpconv counts the models of language that this release of transformers builds"
+_HINT = "lpconv can plan the language models that the installed transformers builds"
 
 
 def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
@@ -61,8 +61,8 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     check_start(options, settings)
     task = find_task(settings, options.task, has_labels=False)
     if task.name not in ("mlm", "clm"):
-        raise UnsupportedError(f"what {task.name} needs cannot be counted without its data", hint=_HINT)
-    with quiet_transformers(), model_errors("config.json builds no model", hint=_HINT), torch.device("meta"):
+        raise UnsupportedError(f"the memory of task {task.name} cannot be estimated without its data", hint=_HINT)
+    with quiet_transformers(), model_errors("no model can be built from config.json", hint=_HINT), torch.device("meta"):
         config = transformers.AutoConfig.for_model(**settings)
         empty = resolve_auto_class(task.auto, config)(config)
     shape = (1, sequence_length(config, options.seq_len))
@@ -71,7 +71,7 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     arithmetics = {asked.name: asked} | usable
     rows = []
     for arithmetic in arithmetics.values():
-        with quiet_transformers(), model_errors("the model does not run", hint=_HINT):
+        with quiet_transformers(), model_errors("the model fails when it runs", hint=_HINT):
             one = passes_of(empty, arithmetic, shape)
         for ranks in _WORLDS:
             passes = one.times(max(1, options.batch_size // ranks))

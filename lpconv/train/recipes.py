@@ -13,10 +13,10 @@ from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 TRAINING_METHODS = {
-    "none": "no scale but the loss scale",
+    "none": "no scales except the loss scale",
     "unit": "static power-of-two scales (Blake et al. 2023)",
     "scalify": "scales that propagate op by op (Balanca et al. 2024)",
-    "native": "scales by theory, of a model that `lpconv init` drew (Blake et al. 2023)",
+    "native": "static scales by theory, for models from `lpconv init` (Blake et al. 2023)",
 }
 LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
 
@@ -119,23 +119,23 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "fp32": Recipe(arithmetic=Arithmetic(precision="fp32"), purpose="the reference"),
     "amp-bf16": Recipe(
-        arithmetic=Arithmetic(precision="bf16"), purpose="autocast to bf16 over fp32 weights: today's usual choice"
+        arithmetic=Arithmetic(precision="bf16"), purpose="autocast to bf16 with fp32 weights: today's usual choice"
     ),
     "bf16": Recipe(
         arithmetic=Arithmetic(precision="bf16", optimizer="bf16"),
-        purpose="everything bf16, small updates are lost: what Collage and bf16-sr repair",
+        purpose="everything in bf16; small updates are lost, which Collage and bf16-sr avoid",
     ),
     "bf16-sr": Recipe(
         arithmetic=Arithmetic(precision="bf16", optimizer="bf16-sr"),
-        purpose="everything bf16, weights rounded stochastically",
+        purpose="everything in bf16, with stochastic rounding of weights",
     ),
     "collage-bf16": Recipe(
         arithmetic=Arithmetic(precision="bf16", optimizer="collage-plus"),
-        purpose="bf16 with what rounding loses kept in a second bf16 number (Yu et al. 2024)",
+        purpose="bf16, with the rounding residual kept in a second bf16 number (Yu et al. 2024)",
     ),
     "amp-fp16": Recipe(
         arithmetic=Arithmetic(precision="fp16", loss_scale="dynamic"),
-        purpose="autocast to fp16 over fp32 weights with GradScaler's rules (Micikevicius et al. 2018)",
+        purpose="autocast to fp16 with fp32 weights and GradScaler's rules (Micikevicius et al. 2018)",
     ),
     "adaptive-fp16": Recipe(
         arithmetic=Arithmetic(precision="fp16", loss_scale="adaptive"),
@@ -157,7 +157,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "unit-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="unit"),
-        purpose="unit scaling: e4m3fn products, a scale for each row, no loss scale",
+        purpose="unit scaling: e4m3fn products, one scale per row, no loss scale",
     ),
     "scalify-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="scalify", optimizer="fp16-state"),
@@ -165,11 +165,11 @@ RECIPES: dict[str, Recipe] = {
     ),
     "unit-fp8-collage": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="unit", optimizer="collage-plus"),
-        purpose="unit-scaled weights kept as pairs of bf16: fp8 products without fp32 copies",
+        purpose="unit-scaled weights kept as bf16 pairs: fp8 products without fp32 copies",
     ),
     "native": Recipe(
         arithmetic=Arithmetic(precision="fp32", method="native"),
-        purpose="native unit scaling from scratch in fp32: the reference of the next two",
+        purpose="native unit scaling from scratch in fp32: the reference for the next two",
     ),
     "native-fp16": Recipe(
         arithmetic=Arithmetic(precision="fp16", method="native"),
@@ -177,7 +177,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "native-fp8": Recipe(
         arithmetic=Arithmetic(precision="fp8", method="native", operand_scale="static"),
-        purpose="native unit scaling from scratch: operands cast to fp8 as they are, no loss scale",
+        purpose="native unit scaling from scratch: operands cast to fp8 directly, no loss scale",
     ),
 }
 
@@ -222,8 +222,8 @@ def arithmetic(
     if operand_scale is not None and not found.is_scaled_fp8:
         usual = dataclasses.replace(found, operand_scale=Arithmetic.operand_scale)
         raise UsageError(
-            f"`{usual.name}` casts no operands at scales of their own",
-            hint="--operand-scale goes with recipes such as unit-fp8",
+            f"recipe `{usual.name}` does not scale operands",
+            hint="use --operand-scale with a recipe such as unit-fp8",
         )
     return found
 
@@ -251,8 +251,8 @@ def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
         return found
     if not keeps_bf16:
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps more of a weight than bf16 holds: {rounding} rounding has no place",
-            hint="--rounding goes with --optimizer bf16, and with fp8 without scales",
+            f"optimizer `{found.optimizer}` keeps more than bf16 weights, so {rounding} rounding does not apply",
+            hint="use --rounding with --optimizer bf16, or with fp8 without scales",
         )
     return dataclasses.replace(found, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
 
@@ -260,25 +260,27 @@ def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
 def _check_loss_scale(found: Arithmetic) -> None:
     scale = found.loss_scale
     if scale not in LOSS_SCALES and not _is_scale(scale):
-        raise UsageError(f"unknown loss scale `{scale}`", hint=f"{', '.join(LOSS_SCALES)}, or a number such as 1024")
+        raise UsageError(
+            f"unknown loss scale `{scale}`", hint=f"use {', '.join(LOSS_SCALES)}, or a number such as 1024"
+        )
     if found.is_scaled and scale != "none":
         raise UsageError(
-            f"method `{found.method}` starts the backward pass at the scale it needs: a loss scale would be undone",
+            f"method `{found.method}` sets the scale of the backward pass itself, so a loss scale has no effect",
             hint="leave --loss-scale out, or use --method none",
         )
     if scale == "adaptive" and found.precision not in ("fp16", "bf16"):
         raise UsageError(
             f"adaptive loss scaling needs fp16 or bf16 gradients, not {found.precision}",
-            hint="--precision fp16 or bf16",
+            hint="pass --precision fp16 or bf16",
         )
     if scale == "adaptive" and found.variant is not None:
         raise UsageError(
-            f"adaptive loss scaling unscales into fp32 weights; optimizer `{found.optimizer}` keeps bf16 ones",
-            hint="--optimizer adamw",
+            f"adaptive loss scaling needs fp32 weights, but optimizer `{found.optimizer}` keeps bf16 weights",
+            hint="pass --optimizer adamw",
         )
     if found.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
         raise UsageError(
-            f"the loss scale `{scale}` has no floor", hint="--loss-scale-floor goes with dynamic and logmax"
+            f"loss scale `{scale}` does not support a floor", hint="use --loss-scale-floor with dynamic or logmax"
         )
 
 
@@ -286,23 +288,23 @@ def _check_optimizer(found: Arithmetic) -> None:
     chosen = TRAINING_OPTIMIZERS[found.optimizer]
     if chosen.needs_scales and not found.is_scaled:
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps moments at the scale of their parameter; method none has none",
-            hint="--method unit or scalify, or --optimizer adamw",
+            f"optimizer `{found.optimizer}` keeps moments at their parameter's scale, but method none has no scales",
+            hint="pass --method unit or scalify, or --optimizer adamw",
         )
     if found.optimizer == "fp16-weights" and found.is_scaled:
         raise UsageError(
-            f"optimizer `fp16-weights` rounds weights as they are; method {found.method} keeps them at scales",
-            hint="--method none, or --optimizer fp16-state",
+            f"optimizer `fp16-weights` needs unscaled weights, but method {found.method} scales them",
+            hint="pass --method none, or --optimizer fp16-state",
         )
     if chosen.variant is not None and found.is_native:
         raise UsageError(
-            f"native unit scaling steps on unit weights; optimizer `{found.optimizer}` on their values",
-            hint="--optimizer adamw or fp16-state",
+            f"native unit scaling updates unit-scale weights, which optimizer `{found.optimizer}` does not support",
+            hint="pass --optimizer adamw or fp16-state",
         )
     if chosen.variant is not None and found.precision not in ("bf16", "fp8"):
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps bf16 weights; a run in {found.precision} has none",
-            hint="--precision bf16 or fp8, or --optimizer adamw",
+            f"optimizer `{found.optimizer}` needs bf16 weights, but a run in {found.precision} has none",
+            hint="pass --precision bf16 or fp8, or --optimizer adamw",
         )
 
 

@@ -35,7 +35,7 @@ def finetune(
     if is_first_process():  # only the first process writes, and it may have created the folder already
         check_folder(output, asked_for(name_of(model), options), resume=options.resume, force=options.force)
         if options.resume and not os.path.lexists(output):
-            progress.message(f"there is no `{output}` to go on with: the run starts anew")
+            progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
     check_start(options, checkpoint.config)
     seq_len = usual_seq_len(checkpoint.config, options.seq_len)

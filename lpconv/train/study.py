@@ -185,7 +185,7 @@ def _notes(opened: Opened) -> tuple[str, ...]:
     """Notes for the user on how the model was opened."""
     found = {
         "not in the checkpoint, so drawn from the seed": opened.missing,
-        "transformers makes these of others, so each process held them whole for a while": opened.read_whole,
+        "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
     }
     return tuple(f"{what}: {name_list(names)}" for what, names in found.items() if names)
 
@@ -194,11 +194,11 @@ def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str])
     found = [*job.examples.notes, *notes]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
-        found.append(f"the data were seen {rounds:.3g} times")
+        found.append(f"the data were repeated {rounds:.3g} times")
     counted: dict[str, int] = {}
     for run in runs:
         for name, count in run.fallbacks.items():
             counted[name] = counted.get(name, 0) + count
-    cure = "; no operand saturates with --operand-scale tensor" if any("saturated in" in n for n in counted) else ""
-    found += [f"{name}: {count} times in all runs{cure}" for name, count in sorted(counted.items())]
+    cure = "; use --operand-scale tensor to avoid this" if any("saturated in" in n for n in counted) else ""
+    found += [f"{name}: {count} times over all runs{cure}" for name, count in sorted(counted.items())]
     return tuple(found)

@@ -71,8 +71,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             kind = self.accelerator.distributed_type.value.lower()
             raise UnsupportedError(
-                f"accelerate's {kind} knows no scaled tensors, and widens 16-bit weights",
-                hint="start with torchrun, no accelerate config, and --parallel fsdp2 or ddp; or choose a recipe that "
+                f"accelerate's {kind} does not support scaled tensors, and widens 16-bit weights",
+                hint="use torchrun with --parallel fsdp2 or ddp, and no accelerate config; or choose a recipe that "
                 "keeps fp32 weights",
             )
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -138,7 +138,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             self.model.zero_grad()
         if self.num_skipped_in_a_row >= MAX_SKIPPED:
             raise self._diverged(
-                f"gradients are not finite at {MAX_SKIPPED} steps in a row, whatever the scale",
+                f"gradients were not finite for {MAX_SKIPPED} steps in a row at any loss scale",
                 self.state.global_step + 2 - MAX_SKIPPED,
             )
         return norm
@@ -151,13 +151,13 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if self.guard is not None:
             found = not self.agree(gradients_are_finite(parameters))
             if found:
-                self._note_nonfinite("the step was left out")
+                self._note_nonfinite("the step was skipped")
             self.guard.update(found)
             return found
         loss_scale = self.prepared.loss_scale
         found = unscale_(parameters, loss_scale.scale)
         if found:
-            self._note_nonfinite("the step was left out")
+            self._note_nonfinite("the step was skipped")
         largest = largest_gradient(parameters) if loss_scale.name == "logmax" and not found else None
         loss_scale.update(found, max_gradient=largest)
         return found
@@ -190,7 +190,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         first = self.first_nonfinite
         assert first is not None
         error = DivergedError(
-            f"{what}; the first value that is not finite: `{first.layer}`, {first.direction}, step {first.step}",
+            f"{what}; the first non-finite value: `{first.layer}`, {first.direction}, step {first.step}",
             hint="lower --lr, or choose a recipe with more range",
             details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
         )

@@ -39,7 +39,8 @@ def prepare_verification(
     recorded = from_json(SourceRecord, provenance["source"])
     if against is None and is_url(recorded.name):
         raise InputError(
-            f"the source is `{recorded.name}`, by {MARKER}", hint="if you trust that, name it by --against"
+            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
+            hint="if you trust it, pass it to --against",
         )
     options = dataclasses.replace(
         from_json(ConvertOptions, provenance["options"]),
@@ -55,7 +56,7 @@ def prepare_verification(
     try:
         options = fill_options(options)
     except UsageError as e:
-        raise InputError(f"the options in {MARKER}: {e.message}", hint="fetch the output again") from e
+        raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
     return prepare(open_readable(against or recorded.name, revision=options.revision), directory, options)
 
 
@@ -95,7 +96,7 @@ def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
         raise InputError(
             f"the {'source' if name in recorded else 'output'} has no tensor `{name}`: it is not the checkpoint that "
             "was converted",
-            hint="name the right one with --against",
+            hint="pass the right checkpoint to --against",
         )
 
 
@@ -118,7 +119,7 @@ def _check_weights(
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
         names = {c.name for t in planned.values() for c in t.root}
-        stray = [f"tensor `{n}` is not the source's" for n in sorted(output.entries.keys() - names)]
+        stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
         files = {n: e.file for n, e in output.entries.items()}
         index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
     ties = {t.name: t.tied_to for t in job.plan.tensors}
@@ -142,7 +143,7 @@ def _compare_records(
             reference=t.info.dtype,
             sqnr_db=math.inf if (noise := records[name].sqnr_db) is None else noise,
             max_rel_error=records[name].max_rel_error or 0.0,
-            problem="not what the source says" if name in wrong else None,
+            problem="differs from the source" if name in wrong else None,
         )
         for name, t in planned.items()
     ]
@@ -160,7 +161,9 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
             fmt = find("format", record.format, FORMATS, error=InputError)
             refused = plan.form.refusal(t.info.shape, fmt, settings)
             if refused is not None:
-                raise InputError(f"tensor `{t.name}` is not stored as {MARKER} says: {refused}", hint="fetch it again")
+                raise InputError(
+                    f"tensor `{t.name}` is not stored as {MARKER} describes: {refused}", hint="download it again"
+                )
             form = plan.form.of(t.name, t.info.shape, fmt, settings)
         tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
     return dataclasses.replace(plan, tensors=tuple(tensors))
@@ -171,7 +174,9 @@ def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
     absmax = from_json(CalibrationRecord, provenance.get("calibration")).absmax
     missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in absmax]
     if missing:
-        raise InputError(f"{MARKER} has no largest input of `{missing[0]}`", hint="fetch the output again")
+        raise InputError(
+            f"{MARKER} does not record the largest input of `{missing[0]}`", hint="download the output again"
+        )
     return plan.with_inputs(absmax)
 
 
@@ -181,11 +186,11 @@ def _document_problems(
     """Differences of config.json, the index and lpconv.json from the source and the conversion."""
     wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
-    problems = [f"config.json: `{k}` is not what the source and the conversion make it" for k in keys]
+    problems = [f"config.json: `{k}` does not match the source and the conversion" for k in keys]
     if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
-        problems.append(f"{INDEX} is not the index of these files")
+        problems.append(f"{INDEX} does not match these files")
     if provenance["source_config"] != replaced_config(job.plain, plan):
-        problems.append(f"{MARKER}: `source_config` is not what the conversion replaced")
+        problems.append(f"{MARKER}: `source_config` differs from the source's config")
     options = plan.options
     own = {"method": options.method, "format": options.format, "residual": options.residual}
-    return problems + [f"{MARKER}: `{k}` is not that of the options" for k, v in own.items() if provenance.get(k) != v]
+    return problems + [f"{MARKER}: `{k}` does not match the options" for k, v in own.items() if provenance.get(k) != v]

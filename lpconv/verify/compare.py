@@ -107,10 +107,10 @@ def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iter
     tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
-        yield f"{code_list(absent)}: {who} does not have that"
+        yield f"{code_list(absent)}: missing in {who}"
     reshaped = [n for n, form in one.forms.items() if n in other.forms and other.forms[n].shape != form.shape]
     if reshaped and who != "it":  # report it once
-        yield f"{code_list(reshaped)}: {who} has it in another shape"
+        yield f"{code_list(reshaped)}: different shape in {who}"
 
 
 def _compare(a: Source, b: Source, name: str) -> _WeightSums:
@@ -175,12 +175,14 @@ def _problem(sums: _WeightSums, noise: float, bits: int, *, has_codes: bool) -> 
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     problems = []
     if sums.lost:
-        return f"{sums.lost} numbers are NaN or Inf, and the reference's are not"
+        return f"{sums.lost} elements are NaN or Inf, unlike the reference"
     if noise < least:
-        why = "wrong packing, zero points or scales" if has_codes else "neither has codes; these are other numbers"
-        problems.append(f"{noise:.1f} dB, where {bits} bits leave {least:g} at least: {why}")
+        why = "wrong packing, zero points or scales" if has_codes else "both are unquantised, but their values differ"
+        problems.append(f"{noise:.1f} dB, but {bits} bits should give at least {least:g}: {why}")
     if has_codes and sums.one_sided > _ONE_SIDED and bits <= _WIDEST and sums.num >= _FEW:
-        problems.append(f"{sums.one_sided:.0%} of the noise is one shift of all: zero points are off")
+        problems.append(f"{sums.one_sided:.0%} of the noise is a constant shift, so zero points are wrong")
     if sums.off and bits >= _NARROWEST:
-        problems.append(f"{sums.off} of {sums.groups} groups of {_GROUP} are off by a factor that no rounding makes")
+        problems.append(
+            f"{sums.off} of {sums.groups} groups of {_GROUP} are off by a factor that rounding cannot explain"
+        )
     return "; ".join(problems) or None

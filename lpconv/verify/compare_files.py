@@ -36,7 +36,7 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
     if config and GGUF in {c.kind for c in pair}:
-        return FilesCheck(not_compared=("config and tokenizer, which GGUF files hold in another form",))
+        return FilesCheck(not_compared=("config and tokenizer, which GGUF files store differently",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
     check = _FileComparison()
@@ -82,7 +82,7 @@ class _FileComparison:
                 effects = differences
             if not effects and name != "config.json":  # a config keeps every key when opened; a tokenizer may drop some
                 self.not_compared += [
-                    f"{name}: {d[0]} (only in one, and opens the same)" for d in differences if d not in shown
+                    f"{name}: {d[0]} (only in one of them, without effect)" for d in differences if d not in shown
                 ]
             shown += [d for d in effects if d[0] not in {key for key, *_ in shown}]
         self.not_compared += [f"{name}: {key}" for key, *_ in shown if _BOOKKEEPING.fullmatch(key)]
@@ -104,7 +104,7 @@ def _differences(ours: Any, theirs: Any, place: str = "") -> Iterator[tuple[str,
 
 def _difference_text(key: str, ours: Any, theirs: Any) -> str:
     a, b = ("absent" if v is _ABSENT else f"{v!r:.{_WIDTH}}" for v in (ours, theirs))
-    return f"`{key}` is {a}, and {b} in the reference"
+    return f"`{key}` is {a}, but {b} in the reference"
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Any:

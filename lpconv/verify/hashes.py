@@ -39,7 +39,8 @@ def _listed_files(directory: Path) -> dict[str, str]:
         digest, separator, name = line.partition("  ")
         if not separator or not is_plain(name):
             raise InputError(
-                f"`{path}` has the line {line[:80]!r}, not a hash and a name in the folder", hint="fetch the file again"
+                f"`{path}` has the line {line[:80]!r}, which is not a hash and a file name",
+                hint="download the file again",
             )
         digests[name] = digest
     return digests

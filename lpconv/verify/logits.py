@@ -24,7 +24,7 @@ from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint
 
 _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
-_UNLIKE, _REPORT = "the source opens and the output does not", "report this, or use another --layout"
+_UNLIKE, _REPORT = "the source can be opened but the output cannot", "please report this, or use another --layout"
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 
 
@@ -79,7 +79,7 @@ def _check_whole(missing: Sequence[str]) -> None:
     """Raise UnsupportedError if weights are missing, because outputs of random weights cannot be compared."""
     if missing:
         raise UnsupportedError(
-            f"the source lacks {code_list(missing)} of its model: its outputs would be those of random numbers",
+            f"the source lacks the weights {code_list(missing)}, so its outputs would be random",
             hint="use --verify weights",
         )
 

@@ -42,7 +42,7 @@ def read_provenance(directory: Path) -> dict[str, Any]:
         raise InputError(f"`{directory}` has format_version {document.get('format_version')}", hint="update lpconv")
     wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
     if wrong:
-        raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="fetch the output again")
+        raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="download the output again")
     return document
 
 
@@ -61,8 +61,8 @@ class OutputReader(StoredTensors):
             return
         self.close()
         if wrong.scale is not None and wrong.name + SCALE_SUFFIX not in self.entries:
-            raise InputError(f"the codes of `{wrong.name}` have no scale", hint=FETCH_AGAIN)
-        raise InputError(f"tensor `{wrong.name}` is not stored as {MARKER} says", hint=FETCH_AGAIN)
+            raise InputError(f"there is no scale for the codes of `{wrong.name}`", hint=FETCH_AGAIN)
+        raise InputError(f"tensor `{wrong.name}` is not stored as {MARKER} describes", hint=FETCH_AGAIN)
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:

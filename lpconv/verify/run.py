@@ -44,8 +44,8 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         return _with_text(checked, directory, _open_reference(against), options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
-            f"the weights of `{directory}` were trained, not converted: no other checkpoint has them",
-            hint="--level values with --against MODEL says how far it is from another one",
+            f"the weights of `{directory}` were trained after conversion, so no source has the same weights",
+            hint="measure the difference from another checkpoint with --level values --against MODEL",
         )
     if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
         assert against is not None
@@ -57,7 +57,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
-    files = FilesCheck(not_compared=("weights, config and other files, at --level hash",)) if against else None
+    files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
     asked = level == "logits" or needs_logits(parsed)
     automatic = level is None and not asked and against is not None

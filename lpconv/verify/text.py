@@ -33,7 +33,7 @@ from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.summed import Summed, joined
 
-_HINT = "verify by weights: leave --data out"
+_HINT = "leave --data out to compare weights only"
 AT_ONCE = 1024  # most tokens per forward pass of a body
 _HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose logits are compared in fp64 at a time
 _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
@@ -79,7 +79,7 @@ def compare_on_text(
     at_once = _windows_per_pass(config, length)
     progress.start("running both models on the text", 3 * tokens.windows.numel())
     with (
-        model_errors("the model does not run on the text", hint=_HINT),
+        model_errors("the model fails on the text", hint=_HINT),
         _open_model(ours) as converted,
         _open_model(theirs) as source,
         torch.no_grad(),
@@ -125,7 +125,7 @@ def windows_of(
     tokenizer = next(tokenizers, None)
     if tokenizer is None:
         who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
-        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files beside the weights")
+        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
     with quiet_transformers():
         tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
     windows = tokens.windows[: max(max_tokens // length, 1)]
@@ -136,8 +136,8 @@ def windows_of(
 def _open_model(checkpoint: Checkpoint) -> Iterator[Any]:
     with open_in_files(checkpoint) as (model, missing):
         if missing or model.base_model is model:
-            what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` is a bare model"
-            raise UnsupportedError(f"{what}: there are no outputs over tokens to compare", hint=_HINT)
+            what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` has no head"
+            raise UnsupportedError(f"{what}, so there are no per-token outputs to compare", hint=_HINT)
         yield model
 
 
@@ -156,7 +156,7 @@ def _windows_per_pass(config: Any, length: int) -> int:
     free = available_memory() - _FIXED_BYTES - 3 * _HEAD_BYTES
     if needed > free:
         raise ResourceError(
-            f"a window of {length} tokens needs {needed / 1e6:.0f} MB, {max(free, 0) / 1e6:.0f} MB are free",
+            f"a window of {length} tokens needs {needed / 1e6:.0f} MB, but {max(free, 0) / 1e6:.0f} MB are free",
             hint="free some memory, or pass a smaller --seq-len",
             details={"needed_bytes": needed, "available_bytes": max(free, 0)},
         )

@@ -17,7 +17,7 @@ from lpconv.storage.residual import find_residual
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.weights import check_weights, whole_tensors
 
-_WITHOUT = "use --verify weights, with --resume to keep what is written"
+_WITHOUT = "run again with --verify weights, and with --resume to keep the files already written"
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
 
 
@@ -71,7 +71,7 @@ def check_stored(
 
 def weights_problems(weights: WeightsCheck) -> tuple[str, ...]:
     """Descriptions of wrong weights."""
-    return tuple(f"tensor `{n}` is not what the source says" for n in weights.mismatched)
+    return tuple(f"tensor `{n}` differs from the source" for n in weights.mismatched)
 
 
 def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
@@ -79,9 +79,9 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
     if logits.skipped or logits.max_abs_diff is None:
         return ()
     if not math.isfinite(logits.max_abs_diff):
-        return ("outputs are NaN or infinite where the source's are finite",)
+        return ("outputs are NaN or infinite, unlike the source's",)
     if logits.bit_equal is False and all(t.max_rel_error == 0 for t in tensors if t.action == "convert"):
-        return (f"the weights are exact, yet outputs differ by {logits.max_abs_diff:g}",)
+        return (f"the weights are exact, but outputs differ by {logits.max_abs_diff:g}",)
     return ()
 
 

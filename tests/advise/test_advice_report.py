@@ -35,7 +35,7 @@ def test_without_a_candidate_the_nearest_is_named() -> None:
 def test_what_is_not_known_is_said() -> None:
     result = an_advice(a_row(), a_row("later", status="unmeasured", gap=None), interrupted=True)
     said = " ".join(unknowns(result))
-    for words in ("measured peaks here", "computed in fp32", "want of time: later", "stopped"):
+    for words in ("measured peaks", "computed in fp32", "want of time: later", "stopped"):
         assert words in said
 
 
@@ -52,7 +52,7 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
         ("unit e4m3fn, rows", "8 windows"), ("unit fp16", "failed: the loss is inf"),
     ]  # fmt: skip
     (folded,) = document.all_of(Folded)
-    assert folded.title == "1 more cannot be better than these, and why"
+    assert folded.title == "1 more that cannot be better than these, with reasons"
     assert folded.table.rows[0][0] == "unit e5m2"
 
 

@@ -62,7 +62,7 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     assert rows["unit e5m2"].status == "pruned"
     assert rows["unit e4m3fn"].meets
     assert (rows["unit fp16"].status, rows["unit fp16"].why) == (
-        "pruned", "larger than unit e4m3fn, which keeps the quality",
+        "pruned", "larger than unit e4m3fn, which is good enough",
     )  # fmt: skip
     mixed = next(r for r in result.rows if "rules" in r.settings)
     assert mixed.status == "measured"
@@ -101,7 +101,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     assert rows["unit e4m3fn"].meets is False
     assert rows["unit fp16"].meets
     for name in ("multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits"):
-        assert rows[name].why.startswith("noisier than unit e4m3fn, which does not keep the quality")
+        assert rows[name].why.startswith("noisier than unit e4m3fn, which is not good enough")
     assert result.recommendations[0].row == "unit fp16"
 
 
@@ -114,7 +114,7 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     monkeypatch.setattr(infer, "measure", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
-    assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("far noisier than unit e4m3fn")
+    assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("much noisier than unit e4m3fn")
 
 
 def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_first_recipe_that_keeps_the_quality_ends_the_search(
     assert (rows["bf16-sr"].status, rows["bf16-sr"].meets) == ("measured", True)
     for name in ("collage-bf16", "amp-bf16"):
         assert rows[name].status == "pruned"
-        assert rows[name].why == "keeps no less memory than bf16-sr, which keeps the quality"
+        assert rows[name].why == "uses at least as much memory as bf16-sr, which is good enough"
         assert rows[name].memory_bytes
 
 
@@ -208,7 +208,7 @@ def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path)
     shutil.copytree(demo_checkpoint(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     done = CliRunner().invoke(app, ["advise", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--quiet"])
     assert done.exit_code == 3
-    assert "has no tokenizer, and random ids say nothing about its quality" in done.stderr
+    assert "has no tokenizer" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -219,7 +219,7 @@ def test_a_failed_part_fails_its_job_once(folder: Path) -> None:
 def test_what_no_machine_has_is_refused_before_anything_starts(folder: Path) -> None:
     for needs in ({"cpus": 9}, {"gpus": 2}, {"memory": "20GB"}, {"cpus": 8, "gpus": 1}):
         executor = Executor(done)
-        with pytest.raises(UnsupportedError, match=r"big needs .*, which no machine has"):
+        with pytest.raises(UnsupportedError, match=r"big needs .*, but no machine has that much"):
             run_batch(manifest(folder, {"id": "a"}, {"id": "big", **needs}), RUNNERS, executor=executor)
         assert executor.log == []
         assert executor.is_closed
@@ -268,7 +268,7 @@ def test_an_interruption_before_any_failure_says_one_document(folder: Path, monk
 
 
 def test_only_conversions_are_split(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"jobs\[0\]\.split: a probe job is not shared out"):
+    with pytest.raises(UsageError, match=r"jobs\[0\]\.split: a probe job cannot be split"):
         manifest(folder, {"id": "a", "kind": "probe", "split": 2})
 
 

@@ -299,7 +299,7 @@ class TestResume:
 
     def test_other_settings_are_refused_and_named(self, tmp_path: Path) -> None:
         self.run(tmp_path)
-        with pytest.raises(OutputExistsError, match='format is "bf16" and was "fp16"'):
+        with pytest.raises(OutputExistsError, match='format is "bf16" but was "fp16"'):
             self.run(tmp_path, format="bf16")
 
     def test_a_new_gate_is_not_skipped(self, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ class TestResume:
             ("local/model.safetensors", "retrained", "source file model.safetensors was changed"),
             ("local/model.safetensors", "WEIGHTS", "source file model.safetensors was changed"),
             ("out/b/model.safetensors", "cut", "model.safetensors was changed"),
-            ("out/b/SHA256SUMS", "other", "SHA256SUMS is not the one in the lock"),
+            ("out/b/SHA256SUMS", "other", "SHA256SUMS differs from the one in the lock"),
         ],
     )
     def test_changed_files_are_noticed(self, tmp_path: Path, path: str, text: str, says: str) -> None:
@@ -417,7 +417,7 @@ class TestKinds:
         run_batch(write_mixed(tmp_path), bench.runners(Engine()))
         result = run_batch(write_mixed(tmp_path), bench.runners(Engine()), BatchOptions(resume=True))
         assert statuses(result) == ["up to date"] * 2
-        with pytest.raises(OutputExistsError, match="seed is 1 and was 0"):
+        with pytest.raises(OutputExistsError, match="seed is 1 but was 0"):
             run_batch(write_mixed(tmp_path, seed=1), bench.runners(Engine()), BatchOptions(resume=True))
         forced = run_batch(
             write_mixed(tmp_path, seed=1, force=True), bench.runners(Engine()), BatchOptions(resume=True)
@@ -433,7 +433,7 @@ class TestKinds:
         (tmp_path / "out").rename(tmp_path / "kept")
         other = run_batch(manifest, Bench(speedup=1.5).runners(Engine()), BatchOptions(locked=True))
         assert statuses(other) == ["converted", "measured"]
-        with pytest.raises(VerificationError, match="speed: seed is 1 and was 0"):
+        with pytest.raises(VerificationError, match="speed: seed is 1 but was 0"):
             run_batch(write_mixed(tmp_path, seed=1), Bench().runners(Engine()), BatchOptions(locked=True))
 
     def test_a_job_is_not_run_where_one_that_it_needs_failed(self, tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ class TestKinds:
 
     def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
         manifest = write_mixed(tmp_path)
-        with pytest.raises(InputError, match="speed needs a, and `"):
+        with pytest.raises(InputError, match="speed needs the output of a, but `"):
             run_batch(manifest, Bench().runners(Engine()), BatchOptions(only=("speed",)))
         planned_batch = run_batch(manifest, Bench().runners(Engine()), BatchOptions(dry_run=True))
         assert statuses(planned_batch) == ["planned", "planned"]
@@ -521,7 +521,7 @@ class TestLocked:
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
-        with pytest.raises(VerificationError, match="a: files differ from the lock: model") as caught:
+        with pytest.raises(VerificationError, match="a: files differ from the lock file: model") as caught:
             run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert caught.value.exit_code == 5
         assert "torch 1 → 2" in str(caught.value.hint)
@@ -530,7 +530,7 @@ class TestLocked:
 
     def test_changed_settings_fail_before_any_work(self, manifest: Manifest) -> None:
         engine, changed = Engine(), write_manifest(manifest.folder, format="bf16")
-        with pytest.raises(VerificationError, match='a: format is "bf16" and was "fp16"; b: format'):
+        with pytest.raises(VerificationError, match='a: format is "bf16" but was "fp16"; b: format'):
             run_batch(changed, engine.runners, BatchOptions(locked=True))
         assert engine.ran == []
 
@@ -549,7 +549,7 @@ class TestLocked:
 
     def test_no_lock_file(self, tmp_path: Path) -> None:
         engine = Engine()
-        with pytest.raises(InputError, match=r"no lock file `.*jobs\.lock\.json`"):
+        with pytest.raises(InputError, match=r"lock file `.*jobs\.lock\.json`"):
             run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(locked=True))
 
 

@@ -69,7 +69,7 @@ def test_a_counter_that_stands_still_is_no_measurement() -> None:
     found = measure_energy(Monitor(clock, watts=0), spin, tokens_per_step=1, clock=clock)
 
     assert found.joules_per_step is None
-    assert "did not move" in (found.unavailable or "")
+    assert "did not change" in (found.unavailable or "")
 
 
 class NotSupported(Exception):

@@ -74,11 +74,11 @@ def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> 
 
 
 def test_scaled_tensors_train_together_by_parts_only() -> None:
-    with pytest.raises(UnsupportedError, match="averages plain gradients"):
+    with pytest.raises(UnsupportedError, match="average the gradients of scaled tensors"):
         check_parallel(case(format="fp8", method="scalify", parallel="ddp"))
-    with pytest.raises(UnsupportedError, match="fp16 holds them at a scale only"):
+    with pytest.raises(UnsupportedError, match="fp16 cannot hold them"):
         check_parallel(case(format="fp16", method="scalify", parallel="fsdp2"))
-    with pytest.raises(UnsupportedError, match="not been tried compiled"):
+    with pytest.raises(UnsupportedError, match="not been tested"):
         check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="default"))
     check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="off"))
     check_parallel(case(format="fp8", method="scalify", mode="infer"))

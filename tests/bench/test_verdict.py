@@ -58,7 +58,7 @@ def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
     assert "fp8 static is faster than bf16" in text
     assert "fp8 row is slower than bf16" in text
     assert "14336 x 4096" in text
-    assert "will be slower for the 1 Linear of 64 x 4096" in text
+    assert "to be slower in 1 Linear layer of 64 x 4096" in text
     assert "Amdahl); measured 1.30" in text
     assert "emulated" not in text
 
@@ -67,7 +67,7 @@ def test_on_a_cpu_it_says_that_fp8_is_emulated_and_promises_nothing() -> None:
     found = roofline_verdict([row("plain"), row("static", emulated=True)], GEMMS, CPU_PEAKS)
 
     assert found is not None
-    assert "emulated here" in found.sentences[0]
+    assert "emulates fp8" in found.sentences[0]
     assert not any("gain from fp8" in s for s in found.sentences)
     assert all(g.gain is None for g in found.gemms)
 

@@ -78,7 +78,7 @@ def test_what_is_missing_may_be_allowed_and_is_not_compared(tmp_path: Path) -> N
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert found["verify"]["level"] == "weights"
-    assert "random numbers" in found["verify"]["logits"]["skipped"]
+    assert "random" in found["verify"]["logits"]["skipped"]
     assert "the source lacks 1 weight of its model" in " ".join(found["warnings"])
     assert lpconv_(*words, "--verify", "logits", "--force").exit_code == 4
     assert lpconv_("verify", tmp_path / "out", "--against", model, "-q").exit_code == 0
@@ -108,7 +108,7 @@ def test_a_plain_weight_that_is_nan_is_a_problem(tmp_path: Path) -> None:
     model = planted(tmp_path / "model", lambda state: state | {DOWN: torch.full_like(state[DOWN], torch.nan)})
     done = lpconv_("inspect", model, "--stats", "-q")
     assert done.exit_code == 5
-    assert f"`{DOWN}`: numbers that are NaN" in done.stderr
+    assert f"`{DOWN}`: contains NaN" in done.stderr
 
 
 @pytest.mark.parametrize("tool", TOOLS)

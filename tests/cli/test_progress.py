@@ -51,7 +51,7 @@ def test_a_phase_of_unknown_length_has_no_end_to_measure_against(monkeypatch: py
 
 
 def test_a_pipe_gets_a_line_for_long_phases_and_messages(shown: Callable[[io.StringIO, bool], str]) -> None:
-    lines = ["run (fp32), seed 0: 8 steps, going on after 2", "saving the model"]
+    lines = ["run (fp32), seed 0: 8 steps, resuming after 2", "saving the model"]
     assert shown(io.StringIO(), False).splitlines() == lines
     assert shown(io.StringIO(), True) == ""
 

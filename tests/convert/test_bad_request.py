@@ -44,7 +44,7 @@ class TestRequest:
             ({"rules": (FormatRule(pattern="*", format="fp17"),)}, "did you mean"),
             ({"rules": (FormatRule(pattern="*", format="tf32"),)}, "it writes"),
             ({"method": "collage", "rules": (FormatRule(pattern="*", format="fp16"),)}, "=keep"),
-            ({"resume": True, "force": True}, "anew"),
+            ({"resume": True, "force": True}, "start"),
             ({"revision": "main"}, "leave --revision out"),
         ],
         ids=str,

@@ -208,7 +208,7 @@ def test_plain_transformers_opens_every_preset(presets: dict[str, Path]) -> None
         with torch.inference_mode():
             wanted = ours(input_ids=torch.arange(3, 35).view(2, 16)).logits
         assert torch.isfinite(logits).all()
-        assert torch.equal(logits, wanted) == name.endswith("A16"), "inputs stay as they are"
+        assert torch.equal(logits, wanted) == name.endswith("A16"), "keep inputs"
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -251,7 +251,7 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
 def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     """GPT-2's matrices belong to `Conv1D`: codes in them would be read as numbers."""
     options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
-    with pytest.raises(UnsupportedError, match="no tensor would be converted: no Linear weight"):
+    with pytest.raises(UnsupportedError, match="no tensor would be converted: not a Linear weight"):
         plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
 
 

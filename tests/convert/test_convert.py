@@ -140,7 +140,7 @@ def test_a_model_that_does_not_run_here_is_refused_before_anything_is_written(tm
     source = tiny("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     own = {"architectures": ["MyLM"], "model_type": "my", "auto_map": {"AutoModelForCausalLM": "my.MyLM"}}
-    for changes, words in ((own, "Python code of the checkpoint's own"), ({"head_dim": "x"}, "head_dim': .*expected")):
+    for changes, words in ((own, "Python code that comes with"), ({"head_dim": "x"}, "head_dim': .*expected")):
         (source / "config.json").write_text(json.dumps(config | changes))
         for asked in ({"verify": "logits"}, {"gates": ("top1>=0.5",)}):
             with pytest.raises(UnsupportedError, match=words):

@@ -117,7 +117,7 @@ def test_the_reader_of_others_decodes_the_same(method: str, outputs: dict[str, P
                 assert torch.equal(got.view(form.shape), stored.tensor(name))
     found = inspect(outputs[method])
     assert not found.problems
-    assert all("not stored alike" in w or "larger than" in w for w in found.warnings), found.warnings
+    assert all("in different ways" in w or "larger than" in w for w in found.warnings), found.warnings
 
 
 def modules_of(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -193,19 +193,19 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
     made = Converted(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
     assert FineGrained.configured(made)
     for ignored in ("up", "model"):
-        with pytest.raises(UnsupportedError, match=f"`model.up` out with `{ignored}`"):
+        with pytest.raises(UnsupportedError, match=f"`model.up` along with `{ignored}`"):
             FineGrained.configured(replace(made, ignored=[ignored]))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--format", "e4m3fn"), "does not hold unit in e4m3fn"),
+        (("--format", "e4m3fn"), "cannot store method unit in e4m3fn"),
         (("--format", "e4m3fn", "--granularity", "row"), "with a scale per row"),
-        (("--format", "e2m1", "--granularity", "mx"), "does not hold unit in e2m1"),
-        (("--format", "int4", "--granularity", "group:32"), "does not hold unit in int4"),
-        (("--method", "collage"), "does not hold collage"),
-        (("--format", "e4m3fn", "--granularity", "mx", "--rule", "*mlp*=e2m1"), "does not hold that"),
+        (("--format", "e2m1", "--granularity", "mx"), "cannot store method unit in e2m1"),
+        (("--format", "int4", "--granularity", "group:32"), "cannot store method unit in int4"),
+        (("--method", "collage"), "cannot store method collage"),
+        (("--format", "e4m3fn", "--granularity", "mx", "--rule", "*mlp*=e2m1"), "cannot store that"),
     ],
 )
 def test_what_the_layout_cannot_hold_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -81,8 +81,18 @@ def test_two_runs_write_the_same_bytes_whatever_the_workers(
 @pytest.mark.parametrize(
     ("fmt", "residual", "says", "hint"),
     [
-        (None, "fp16", "residual `fp16` needs format fp16; the format is bf16", "--format fp16, or --residual bf16 or"),
-        ("fp16", "int8", "residual `int8` needs format bf16; the format is fp16", "--format bf16, or --residual fp16"),
+        (
+            None,
+            "fp16",
+            "residual `fp16` needs format fp16, but the format is bf16",
+            "--format fp16, or --residual bf16 or",
+        ),
+        (
+            "fp16",
+            "int8",
+            "residual `int8` needs format bf16, but the format is fp16",
+            "--format bf16, or --residual fp16",
+        ),
         ("fp16", "bf17", "unknown residual `bf17`", "bf16"),
     ],
 )

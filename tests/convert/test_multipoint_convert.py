@@ -235,7 +235,7 @@ def test_rows_that_are_too_short_are_kept_and_say_so(tmp_path: Path) -> None:
     source = tiny("llama", tmp_path / "source")
     result = run(source, tmp_path / "out", verify="weights")
     reasons = {t.reason for t in result.tensors if len(t.shape) == 2 and t.shape[1] == 32 and "proj" in t.name}
-    assert reasons == {"no point fits rows of 32 in 4.5 bits"}
+    assert reasons == {"4.5 bits are too few for rows of 32 elements"}
 
 
 def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> None:
@@ -252,13 +252,13 @@ def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> Non
         ({"budget_bits": 4.0}, "is too small for int4"),
         ({"budget_bits": math.nan}, "is too small for int4"),
         ({"format": "int8", "budget_bits": 4.5}, "is too small for int8"),
-        ({"points_max": 0}, "0 points"),
-        ({"points_max": 9}, "9 points"),
+        ({"points_max": 0}, "--points-max 0 "),
+        ({"points_max": 9}, "--points-max 9 "),
         ({"format": "fp16"}, "does not write format `fp16`"),
-        ({"residual": "bf16"}, "no residual"),
-        ({"rules": (FormatRule(pattern="*", format="int8"),)}, "has one format, int4"),
-        ({"method": "unit", "budget_bits": 9.0}, "has no bit budget"),
-        ({"method": "collage", "points_max": 2}, "has no bit budget"),
+        ({"residual": "bf16"}, "does not store a residual"),
+        ({"rules": (FormatRule(pattern="*", format="int8"),)}, "only one format, here int4"),
+        ({"method": "unit", "budget_bits": 9.0}, "bit budget"),
+        ({"method": "collage", "points_max": 2}, "bit budget"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:

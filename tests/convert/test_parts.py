@@ -115,7 +115,7 @@ def test_the_rest_of_a_part_is_written_by_the_next_worker(
     monkeypatch.setattr(Engine, "write_shard", until_the_third)
     with pytest.raises(KeyboardInterrupt):
         convert_part(str(source), output, UNIT, part)
-    with pytest.raises(InputError, match=r"lacks part 1/2; begun, not finished: 1/2"):
+    with pytest.raises(InputError, match=r"lacks part 1/2; started but not finished: 1/2"):
         finish(str(source), output, UNIT)
     with pytest.raises(OutputExistsError, match="interrupted"):
         convert_part(str(source), output, UNIT, part)

@@ -225,7 +225,7 @@ def test_a_changed_scale_of_inputs_is_no_output_of_the_source(
     save_file(state, tmp_path / "out/model.safetensors", metadata={"format": "pt", "lpconv": "0", "method": "unit"})
     done = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--against", str(plain), "--level", "weights"])
     assert done.exit_code == 5
-    assert "`model.layers.0.mlp.down_proj.weight` is not what the source says" in done.stdout + done.stderr
+    assert "`model.layers.0.mlp.down_proj.weight` differs from the source" in done.stdout + done.stderr
 
 
 def test_two_runs_write_the_same_bytes(plain: Path, tmp_path: Path) -> None:
@@ -272,8 +272,8 @@ def convert_demo(out: Path, *words: object) -> Result:
         (["--format", "e2m1", "--granularity", "mx"], 2, "--granularity nvfp4"),
         (["--format", "int4", "--granularity", "group:32"], 2, "--granularity nvfp4"),
         (["--format", "e4m3fn", "--layout", "lpconv"], 2, "--layout compressed-tensors"),
-        (["--format", "e4m3fn", "--shard", "1/2"], 2, "by one process"),
-        (["--format", "e4m3fn", "--finish"], 2, "by one process"),
+        (["--format", "e4m3fn", "--shard", "1/2"], 2, "one process"),
+        (["--format", "e4m3fn", "--finish"], 2, "one process"),
         (["--format", "e4m3fn", "--calibrate", "nothing.txt"], 3, "pass a text file"),
     ],
 )
@@ -295,7 +295,7 @@ def test_a_text_that_says_nothing_publishes_nothing(what: str, plain: Path, tmp_
         said = "pass a longer text"
     elif what == "no text":
         data.write_bytes(b"\xff\xfe\x00")
-        said = "no UTF-8 text"
+        said = "not UTF-8 text"
     elif what == "no tokenizer":
         model, said = tiny("llama", tmp_path / "bare"), "has no tokenizer"
     elif what == "no model of text":
@@ -336,7 +336,7 @@ def test_a_source_with_such_a_name_is_refused(plain: Path, tmp_path: Path) -> No
     save_file(state, tmp_path / "taken/model.safetensors", metadata={"format": "pt"})
     done = convert_demo(tmp_path / "out", tmp_path / "taken", "--format", "e4m3fn", "--calibrate", "demo")
     assert done.exit_code == 4
-    assert "already has scales, first `model.layers.0.mlp.up_proj.input_scale`" in " ".join(done.stderr.split())
+    assert "already has scales: the first is `model.layers.0.mlp.up_proj.input_scale`" in " ".join(done.stderr.split())
 
 
 def test_the_plays_that_ship_are_a_text(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_memory_that_is_too_little_is_refused_before_the_work(
     assert convert_demo(tmp_path / "out", plain, *asked).exit_code == 0
     done = convert_demo(tmp_path / "calibrated", plain, *asked, "--calibrate", text(tmp_path))
     assert done.exit_code == 7
-    assert "scales of its inputs" in " ".join(done.stderr.split())
+    assert "its inputs" in " ".join(done.stderr.split())
     assert not (tmp_path / "calibrated.partial").exists()
 
 

@@ -13,7 +13,7 @@ from lpconv.kernels.matmul import _scaled_mm as on_tensor_cores, matmul, scaled_
 from lpconv.kernels.operands import OperandCast
 
 FP8 = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 def codes(shape: tuple[int, int], name: str, seed: int, device: str = "cpu") -> Tensor:

@@ -125,7 +125,7 @@ def test_the_table_names_the_worst_and_the_scale() -> None:
     lines = text.splitlines()
     assert lines[1].startswith("bad")
     assert "output gradient" in lines[1]
-    assert lines[2] == "and 1 more, none of them worse"
+    assert lines[2] == "and 1 more with smaller losses"
     assert lines[3].startswith("loss scale for fp16: 2^")
     assert "loss scale" not in table(result(probed("a", "weight", LARGE)), "fp16")
 

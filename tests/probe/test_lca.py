@@ -210,5 +210,5 @@ def test_only_steps_in_a_row_have_a_sum() -> None:
             optimizer.step()
     assert summarise(lca.steps[:2]).closure_error < 1e-4
     for wrong in ([], lca.steps):
-        with pytest.raises(UsageError, match="in a row"):
+        with pytest.raises(UsageError, match="not consecutive"):
             summarise(wrong)

@@ -92,11 +92,11 @@ def test_the_worst_come_first_and_in_words(probed: tuple[Path, Result]) -> None:
     assert "underflow in fp16 at loss scale 1; 2^" in " ".join(text.split())
     order = [text.index(s) for s in ("Worst in fp16", "Worst in e4m3fn", "Recommended loss scale", "format holds")]
     assert order == sorted(order)
-    assert text.splitlines()[0].startswith("model: of 176 tensors, held with a scale for each: ")
+    assert text.splitlines()[0].startswith("model: Of 176 tensors, held with a scale per tensor: ")
     assert str(out.parent / "model") in text.replace("\n", "")
-    assert "%, of the time of the steps" in text
-    assert "held-out plays" in text
-    tables, message = text.split("\nThe page with plots is ")  # paths are as long as they are
+    assert "%, of step time" in text
+    assert "held-out sample text" in text
+    tables, message = text.split("\nReport with plots: ")  # paths are as long as they are
     assert max(map(len, tables.splitlines())) <= 80
     assert str(out) in message
     assert sorted(p.name for p in out.iterdir()) == ["probe.json", "report.html"]
@@ -124,7 +124,7 @@ def test_another_format_later(probed: tuple[Path, Result]) -> None:
     assert max(map(len, text.splitlines())) <= 80
     page = out.parent / "page.html"
     assert run("report", out / "probe.json", "--html", page).exit_code == 0
-    assert "What is lost, by layer and class" in page.read_text()
+    assert "lost, by layer and class" in page.read_text()
 
 
 def test_unknown_formats_and_mixed_runs_are_refused(probed: tuple[Path, Result], tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_a_converted_output_is_probed_as_the_model_it_is(tmp_path: Path) -> None
 def test_without_a_tokenizer_ids_are_random_and_the_output_says_so(tmp_path: Path) -> None:
     model = bert(tmp_path / "model")
     facts = probe_small(model).options["facts"]
-    assert facts["Text"].startswith("random ids")
+    assert facts["Text"].startswith("random token ids")
     first = run("probe", model, *SMALL, "-o", tmp_path / "first", "-q").stdout.splitlines()[0]
-    assert first.startswith("model: measured on random ids, because the checkpoint has no tokenizer: of ")
+    assert first.startswith("model: Measured on random token ids, because the checkpoint has no tokenizer.")
     assert "15 % masked" in facts["Steps"]
     assert probe_small(model, seed=1).losses != probe_small(model, seed=2).losses
     assert "tokenizer" in refused(2, "probe", model, "--data", __file__, "-o", tmp_path / "out")
@@ -228,7 +228,7 @@ def test_every_other_step_is_recorded() -> None:
 
 def test_a_bare_encoder_gets_a_loss_whose_gradient_reaches_every_layer(tmp_path: Path) -> None:
     result = probe_small(bert(tmp_path / "model", "BertModel"))
-    assert result.options["facts"]["Loss"].startswith("mean square distance")
+    assert result.options["facts"]["Loss"].startswith("mean squared error")
     gradients = {t.layer: t for t in result.tensors if t.role == "weight_grad"}
     top = max(gradients["encoder.layer.1.output.dense"].exponents.exponents)
     assert top > -14  # not the 2^-24 of rounding that the mean square behind a layer norm gives

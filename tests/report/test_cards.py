@@ -68,7 +68,7 @@ def test_collage_opens_anywhere_and_keeps_its_residual() -> None:
 @pytest.mark.parametrize("layout", ["compressed-tensors", "transformers"])
 def test_other_layouts_need_no_lpconv(layout: str) -> None:
     document = card(options={"layout": layout})
-    assert "needs no lpconv" in prose(document)
+    assert "lpconv is not needed" in prose(document)
     assert "import lpconv" not in programs(document)
 
 
@@ -85,7 +85,7 @@ def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
     document = card()
     figures, done, worst = document.all_of(Table)
     rows = dict(texts_of(figures))  # type: ignore[arg-type]  # rows of two
-    assert (rows["size before"], rows["outputs max diff."], rows["same first choice"]) == (
+    assert (rows["size before"], rows["outputs max diff."], rows["same top prediction"]) == (
         "90.9 MB",
         "2.6e-04",
         "100.00 %",

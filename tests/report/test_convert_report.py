@@ -43,8 +43,10 @@ def test_the_first_questions_are_answered() -> None:
     document = described()
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
-    assert document.verdict.text.startswith("verified: outputs are within a relative error of 1.9e-04 of the source's")
-    assert "40 of 104 tensors became fp16 codes with one scale each, 64 kept their bits" in document.summary
+    assert document.verdict.text.startswith("Verified: outputs are within a relative error of 1.9e-04 of the source's")
+    assert (
+        "40 of 104 tensors became fp16 codes with one scale per tensor, 64 kept their original bits" in document.summary
+    )
     tiles = {tile.label: (tile.figure, tile.detail) for tile in document.tiles}
     assert tiles["Weights"] == ("45.5 MB", "from 90.9 MB: 2.00x smaller, 50.1 % of the source")
     assert tiles["Lowest SQNR of a tensor"] == ("72.2 dB", "encoder.layer.0.attention.self.key.weight")
@@ -85,7 +87,7 @@ def test_columns_without_a_value_are_left_out() -> None:
 def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() -> None:
     document = convert_document(calibrated_result())
     assert "calibrated on 4,096 tokens of plays.txt" in document.summary
-    assert "what rounding them costs comes on top" in document.summary
+    assert "costs extra" in document.summary
     assert document.tiles[3].detail.endswith("inputs not rounded")
     (provenance,) = document.all_of(Facts)
     assert provenance.values["Calibrated on"].startswith("plays.txt, 4,096 tokens in windows of 128, SHA-256 ab")
@@ -122,14 +124,14 @@ def test_a_failure_is_the_verdict_with_its_reasons(passed: bool) -> None:
 def test_exact_and_flat_ratios_are_words() -> None:
     exact = tuple(replace(t, sqnr_db=math.inf, max_rel_error=0.0) for t in bert_result("fp32").tensors)
     document = described(tensors=exact)
-    assert "Every measured tensor holds its source exactly." in document.summary
+    assert "Every measured tensor equals its source exactly." in document.summary
     chart = document.charts["Signal-to-noise ratio of every converted tensor"]
     assert [t.label for t in chart.y.ticks] == ["exact"]
     assert {row[6] for row in texts_of(table_of(document.section("By layer")))} == {"exact"}
     flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
     assert "Signal-to-noise ratio of every converted tensor" not in flat.charts
     assert flat.section("Signal-to-noise ratios").blocks == (
-        "Signal-to-noise ratios lie close together: 31.5 dB in 40 tensors of fp16.",
+        "Signal-to-noise ratios are close together: 31.5 dB in 40 tensors of fp16.",
     )
 
 
@@ -215,7 +217,7 @@ def test_missing_fields_and_no_tensors(verify: VerifyResult) -> None:
 
 def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
     document = plan_document(plan_of(bert_result("e4m3fn")))
-    assert document.summary.endswith("Nothing has been written.")
+    assert document.summary.endswith("Nothing was written.")
     assert document.facts["Disk"] == "34.7 MB needed, 512 GB free"
     assert document.facts["Memory"] == "260 MB with 2 workers"
     assert document.facts["Copied as is"] == "3 files: config.json, tokenizer.json, vocab.txt"

@@ -43,7 +43,7 @@ def run(role: str, losses: tuple[float, ...] = (2.0, 1.5, 1.25)) -> RunRecord:
             TrackedRecord(step=1, layer="a.c", role="weight", format="e4m3fn", underflow=0.0, overflow=0.5),
         ),
         updates=(UpdateQuality(step=2, edq=0.75, edq_weights=0.5, lost=0.125),),
-        first_nonfinite=NonfiniteRecord(step=2, layer="a.c", direction="backward", outcome="the step was left out"),
+        first_nonfinite=NonfiniteRecord(step=2, layer="a.c", direction="backward", outcome="the step was skipped"),
     )
 
 
@@ -72,7 +72,7 @@ def test_the_verdict_follows_the_interval(half_width: float | None, words: str) 
 
 
 def test_without_a_twin_nothing_is_claimed() -> None:
-    assert "nothing says what precision cost" in verdict(result(gaps=(), twin=None, runs=(run("run"),)))
+    assert "unknown" in verdict(result(gaps=(), twin=None, runs=(run("run"),)))
 
 
 def test_perplexity_is_that_of_the_losses() -> None:
@@ -83,9 +83,9 @@ def test_perplexity_is_that_of_the_losses() -> None:
 def test_curves_losses_and_layers_are_described() -> None:
     document = finetune_document(result())
     assert {"Held-out loss", "Training loss", "The gap", "Loss scale, log2"} <= document.charts.keys()
-    assert "What reached memory of the updates" in document.charts
+    assert "Fraction of updates that reached memory" in document.charts
     assert document.tiles[0].figure == "+0.25 ± 0.1"
-    assert "first value that was not finite: a.c, backward, step 2" in str(document.section("On the way"))
+    assert "first non-finite value: a.c, backward, step 2" in str(document.section("During training"))
     (heat,) = document.all_of(HeatMap)
     assert (heat.blocks, heat.columns) == (("weight", "output gradient"), ("1",))
     assert heat.description == "At worst weight of a.c: 0 % underflow, 50 % overflow in e4m3fn (step 1)."
@@ -109,7 +109,7 @@ def test_a_guess_far_off_is_told_instead_of_drawn() -> None:
     )
     assert [m.title for m in near.charts["Held-out loss"].legend][-1].startswith("guess")
     assert near.charts["Held-out loss"].marks[0].shape == "area"
-    assert "is far off: 60" in far.charts["Held-out loss"].description
+    assert "is outside the chart: 60" in far.charts["Held-out loss"].description
 
 
 def held_out(role: str, metric: str, before: float, after: float, error: float = 0.01) -> HeldOutRecord:
@@ -123,9 +123,9 @@ def held_out(role: str, metric: str, before: float, after: float, error: float =
     ("run_after", "twin_after", "words"),
     [
         (0.8, 0.8, "After 3 steps the held-out accuracy"),
-        (0.6, 0.6, "the gap does not say what precision costs"),
-        (0.6, 0.8, "unit-fp8 learned nothing where fp32 did"),
-        (0.8, 0.61, "the gap does not say what precision costs"),
+        (0.6, 0.6, "the gap does not show"),
+        (0.6, 0.8, "unit-fp8 learned nothing, while fp32 did"),
+        (0.8, 0.61, "the gap does not show"),
     ],
 )
 def test_a_gap_is_no_verdict_where_nothing_was_learned(run_after: float, twin_after: float, words: str) -> None:
@@ -208,10 +208,11 @@ def test_the_gaps_in_fp32_have_rows_and_sentences() -> None:
         "held-out loss of the published model",
     ]  # fmt: skip
     assert verdict(every).startswith(verdict(result()))
-    assert verdict(every).endswith(
-        "Its trained weights, computed with in fp32, have one of +0.01. "
-        "The published model (unit e4m3fn), which gates judge, has one of +0.03."
-    )
+    in_fp32, of_published = verdict(every).removeprefix(verdict(result())).strip().split(". ")
+    assert "fp32" in in_fp32
+    assert "+0.01" in in_fp32
+    assert "unit e4m3fn" in of_published
+    assert "+0.03" in of_published
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,10 @@ def test_headers_ties_and_problems_are_shown() -> None:
 
 
 def test_the_verdict_names_the_worst_there_is() -> None:
-    assert verdict(InspectResult(path="x")) == ("passed", "no problem found")
-    assert verdict(InspectResult(path="x", warnings=("odd",))) == ("not run", "no problem, 1 warning")
+    assert verdict(InspectResult(path="x")) == ("passed", "No problem found")
+    assert verdict(InspectResult(path="x", warnings=("odd",))) == ("not run", "No problem, 1 warning")
     unread = InspectResult(path="x", not_judged="nobody reads it", warnings=("odd",))
-    assert verdict(unread) == ("not run", "not judged, nobody reads it")
+    assert verdict(unread) == ("not run", "Not judged: nobody reads it")
     assert verdict(InspectResult(path="x", problems=("a", "b"), warnings=("odd",)))[0] == "failed"
 
 
@@ -63,5 +63,5 @@ def test_little_is_shown_unless_all_is_asked_for() -> None:
         assert isinstance(all_, Bullets)
         assert few.lines[-1] == "and 995 more (--all)"
         assert (len(few.lines), len(all_.lines)) == (6, 1000)
-    assert brief.section("Tensors").blocks == ("1,000 tensors; --all lists them",)
+    assert brief.section("Tensors").blocks == ("1,000 tensors; list them with --all",)
     assert len(next(whole.all_of(Table)).rows) == 1000

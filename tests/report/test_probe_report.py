@@ -50,7 +50,7 @@ def report() -> ProbeReport:
                             worst_underflow_after=0.25),
         ),
         findings={"fp16": ("output gradient of lm_head: 60 % underflow in fp16 at loss scale 1",), "e4m3fn": ()},
-        warnings=("not in the checkpoint, so random here: pooler.weight",),
+        warnings=("not in the checkpoint, so filled with random numbers: pooler.weight",),
     )  # fmt: skip
 
 
@@ -68,11 +68,11 @@ def test_the_verdict_counts_what_each_format_holds() -> None:
     assert document.verdict is not None
     assert (document.verdict.outcome, document.verdict.text) == (
         "passed",
-        "of 8 tensors, held with a scale for each: 8 by fp16, 8 by e4m3fn",
+        "Of 8 tensors, held with a scale per tensor: 8 by fp16, 8 by e4m3fn",
     )
-    drawn = described(facts={"Text": "random ids, seed 0"}).verdict
+    drawn = described(facts={"Text": "random token ids, seed 0"}).verdict
     assert drawn is not None
-    assert drawn.text.startswith("measured on random ids, seed 0: ")
+    assert drawn.text.startswith("Measured on random token ids, seed 0. ")
     none = tuple(replace(t, scaled=tuple(replace(r, fits_own_scale=False) for r in t.scaled)) for t in report().tensors)
     failed = described(tensors=none).verdict
     assert failed is not None
@@ -87,7 +87,9 @@ def test_losses_scales_and_fits_are_told() -> None:
     assert "corpus.txt" in document.subtitle
     scales = document.section("Recommended loss scale, for the worst gradient of the model")
     assert only_table(scales).rows[0] == ("fp16", "2^7", "2^12", "60 %", "0.05 %")
-    assert scales.blocks[-1] == "No loss scale brings every gradient to 0.1 % in e4m3fn: larger ones would overflow."
+    assert (
+        scales.blocks[-1] == "In e4m3fn, no loss scale gets every gradient below 0.1 %: larger scales would overflow."
+    )
     fits = only_table(document.section("Tensors that each format holds"))
     assert fits.rows[0] == ("weight", "3 (4) of 4", "3 (4) of 4")  # a scale of its own saves what is beyond the range
     assert fits.rows[1] == ("output gradient", "4 of 4", "4 of 4")  # at the recommended scale
@@ -111,7 +113,7 @@ def test_a_record_without_gradients_losses_or_tensors() -> None:
     bare = {"classes": ("weight",), "tensors": report().tensors[:3], "loss_scales": (), "losses": (), "findings": {}}
     document = described(**bare)
     assert document.sections[2].blocks == ("No gradient was recorded.",)
-    assert "What is lost, by layer and class" not in [s.title for s in document.sections]  # nothing is
+    assert "lost, by layer and class" not in [s.title for s in document.sections]  # nothing is
     empty = described(**bare | {"tensors": (), "classes": ()})
     assert html(empty)
     assert terminal(empty)
@@ -161,4 +163,4 @@ def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
     (chart,) = exponent_charts(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()))
     assert chart.x.low == -12
     assert len([b for b in chart.boxes if b.kind == "bar"]) == 1
-    assert "0.01 % lie below the axis" in chart.description
+    assert "0.01 % are below the axis" in chart.description

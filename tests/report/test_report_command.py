@@ -58,13 +58,13 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for arguments, words in {
         ("finetune", "demo", "--dry-run"): "is what `finetune --dry-run` estimated, not a run",
         ("convert", "demo", "--dry-run"): "is what `convert --dry-run` estimated, not a run",
-        ("inspect", "demo"): "is what `inspect` saw, not a run",
+        ("inspect", "demo"): "`inspect`, not a run",
         ("convert", "demo", "--method", "none"): "the error of a command: unknown method",
     }.items():
         path.write_text(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
         assert words in report(path, code=3)
     path.write_text('{"kind": "convert"}')
-    assert "is no record of a run" in report(path, code=3)
+    assert "not the record of a run" in report(path, code=3)
     written = {f.default for r in vars(results).values() for f in getattr(r, "__dataclass_fields__", {}).values()
                if f.name == "kind" and isinstance(f.default, str)}  # fmt: skip
     assert written - {"convert", "finetune", "bench", "verify", "advice"} <= _NO_RUNS.keys()
@@ -111,8 +111,8 @@ def test_a_bench_saved_under_any_name_is_shown(folder: Path) -> None:
 
 def test_runs_of_two_kinds_are_refused(folder: Path) -> None:
     assert "conversions and fine-tunings cannot be compared" in report(folder / "unit", folder / "tuned-a", code=2)
-    assert "is no record of a run" in report(folder / "unit", folder / "notes.json", code=3)
-    assert "no directory" in report(folder / "unit", folder / "nowhere", code=3)
+    assert "not the record of a run" in report(folder / "unit", folder / "notes.json", code=3)
+    assert "directory" in report(folder / "unit", folder / "nowhere", code=3)
 
 
 def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
@@ -136,4 +136,4 @@ def test_a_folder_gets_an_index_with_a_way_to_every_page(folder: Path) -> None:
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
-    assert "no run lies below it" in report(tmp_path, code=3)
+    assert "contain a run" in report(tmp_path, code=3)

@@ -62,8 +62,8 @@ def test_no_verification_is_not_a_pass() -> None:
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "verified: outputs are bit-equal to the source's"),
-        (LogitsCheck(skipped="no config"), "verified by its weights: 40 tensors, all equal"),
+        (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "Verified: outputs are bit-equal to the source's"),
+        (LogitsCheck(skipped="no config"), "Verified by its weights: 40 tensors, all equal"),
         (LogitsCheck(rel_error=0.25), "outputs are within a relative error of 0.25 of the source's"),
     ],
 )

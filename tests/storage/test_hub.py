@@ -98,7 +98,7 @@ class TestRight:
         data = bytearray(blob(cache, WEIGHTS).read_bytes())
         data[-1] ^= 1
         blob(cache, WEIGHTS).write_bytes(data)
-        with pytest.raises(InputError, match="not the file that the hub promised"):
+        with pytest.raises(InputError, match="does not match the hash"):
             Checkpoint.open(REPO).check_promised()
         assert Checkpoint.open(REPO).origin == resolve(REPO)  # which headers are enough for
 
@@ -136,14 +136,14 @@ class TestRefused:
             ("weights", "private", "refused"),
             ("weights", "missing", "refused"),
             ("weights", "cut", "downloading"),
-            ("weights", "corrupt-header", "not the file that the hub promised"),
-            ("weights", "corrupt-body", "not the file that the hub promised"),
-            ("weights", "longer", "not the file that the hub promised"),
+            ("weights", "corrupt-header", "does not match the hash"),
+            ("weights", "corrupt-body", "does not match the hash"),
+            ("weights", "longer", "does not match the hash"),
             ("weights", "500", "downloading"),
             ("weights", "stall", "downloading"),
             ("weights", "redirect-loop", "downloading"),
             ("weights", "no-etag", "downloading"),
-            ("config", "corrupt-body", "not the file that the hub promised"),
+            ("config", "corrupt-body", "does not match the hash"),
             ("config", "missing", "refused"),
             ("config", "cut", "downloading"),
         ],
@@ -192,7 +192,7 @@ class TestNoNetwork:
     def test_a_name_is_refused_within_three_seconds(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
         started = time.monotonic()
-        with pytest.raises(InputError, match="not complete in the cache") as caught:
+        with pytest.raises(InputError, match="incomplete in the cache") as caught:
             resolve(REPO)
         assert time.monotonic() - started < 3
         assert "local directory" in str(caught.value.hint)

@@ -108,7 +108,7 @@ class TestLocal:
         "name", ["", "./llama", "/no/where", "a/b/c", "~/nothing-here", "~nobody/x", "owner/", "./" + "x" * 300]
     )
     def test_a_path_that_does_not_exist(self, cache: Path, name: str) -> None:
-        with pytest.raises(InputError, match="no directory"):
+        with pytest.raises(InputError, match="directory"):
             resolve(name)
 
 
@@ -173,7 +173,7 @@ class TestCache:
     )
     def test_a_partial_snapshot_is_not_used(self, cache: Path, files: dict[str, bytes]) -> None:
         add_snapshot(cache, "me/model", files)
-        with pytest.raises(InputError, match="not complete in the cache"):
+        with pytest.raises(InputError, match="incomplete in the cache"):
             resolve("me/model")
 
     def test_a_snapshot_whose_blob_was_deleted_is_partial(self, cache: Path) -> None:
@@ -230,14 +230,14 @@ class TestDownload:
         ("error", "kind", "says", "hint"),
         [
             (refusal(errors.GatedRepoError, 403), InputError, "gated", "https://huggingface.co/me/model"),
-            (refusal(errors.RepositoryNotFoundError, 401), InputError, "no hub model", "hf auth login"),
+            (refusal(errors.RepositoryNotFoundError, 401), InputError, "hub model", "hf auth login"),
             (refusal(errors.RevisionNotFoundError, 404), InputError, "no revision", "/commits"),
-            (refusal(errors.HfHubHTTPError, 503), InputError, "refused `me/model`: refused$", "later"),
-            (errors.HFValidationError("too long"), InputError, "no hub id", "OWNER/NAME"),
+            (refusal(errors.HfHubHTTPError, 503), InputError, "refused to send `me/model`: refused$", "later"),
+            (errors.HFValidationError("too long"), InputError, "not a valid hub id", "OWNER/NAME"),
             (ConnectError("down"), InputError, "cannot be reached", "hf download me/model"),
-            (OSError(28, "No space left on device"), ResourceError, "disk full", "HF_HOME"),
+            (OSError(28, "No space left on device"), ResourceError, "disk is full", "HF_HOME"),
         ],
-        ids=["gated", "not found", "revision", "server error", "validation", "no network", "disk full"],
+        ids=["gated", "not found", "revision", "server error", "validation", "no network", "disk is full"],
     )
     def test_what_the_hub_says_is_explained(
         self,

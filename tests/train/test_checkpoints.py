@@ -80,5 +80,5 @@ def test_two_are_kept_whatever_the_clock_says(tmp_path: Path) -> None:
 def test_rows_that_are_lost_are_not_passed_over(tmp_path: Path, lost: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(lost + '{"step": 2, "loss": 1.0, "time_s": 1}\n')
-    with pytest.raises(InputError, match="lacks steps before 2"):
+    with pytest.raises(InputError, match="lacks the steps before 2"):
         Metrics(path, step=2)

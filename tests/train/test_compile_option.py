@@ -53,7 +53,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_and_is_watched_too(model:
     assert {t.role for t in watched.tracked} == {"weight", "input", "grad_output"}
 
 
-@pytest.mark.parametrize(("recipe", "why"), [("amp-fp16", "dispatch mode"), ("adaptive-fp16", "chosen from values")])
+@pytest.mark.parametrize(("recipe", "why"), [("amp-fp16", "dispatch mode"), ("adaptive-fp16", "depend on values")])
 def test_what_cannot_be_compiled_is_refused(recipe: str, why: str, model: str, tmp_path: Path) -> None:
     if recipe == "amp-fp16" and torch.cuda.is_available():
         pytest.skip("a GPU compiles fp16")

@@ -106,6 +106,6 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(tmp_path: Path, monk
     with pytest.raises(UnsupportedError, match="data of scaled weights"):
         finetune("demo", tmp_path / "run", options("unit-fp8-collage"))
     monkeypatch.setattr("lpconv.train.checks.num_processes", lambda: 2)
-    with pytest.raises(UnsupportedError, match="--lca on 2 processes"):
+    with pytest.raises(UnsupportedError, match="2 processes"):
         finetune("demo", tmp_path / "run", options("fp32"))
     assert not (tmp_path / "run").exists()

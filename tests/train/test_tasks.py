@@ -97,7 +97,7 @@ def test_run_and_twin_drop_the_same_units(tmp_path: Path) -> None:
     assert run_.losses.values == pytest.approx(twin.losses.values, abs=0.02)
     # Three steps at the default rate teach nothing, and equal figures must not be read as "precision cost nothing".
     assert any(w.startswith("unit-fp8 learned nothing") for w in result.warnings)
-    assert "so the gap does not say what precision costs" in verdict(result)
+    assert "so the gap does not show" in verdict(result)
 
 
 @pytest.mark.parametrize("recipe", ["amp-fp16", "scalify-fp8"])
@@ -117,16 +117,16 @@ def test_an_encoder_with_a_decoder_learns_targets(recipe: str, tmp_path: Path) -
 def test_what_reads_no_text_is_refused_by_what_it_reads(tmp_path: Path) -> None:
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     write_checkpoint(tmp_path / "vit", config=config)
-    with pytest.raises(UnsupportedError, match="reads `pixel_values`, and only models of text are trained here"):
+    with pytest.raises(UnsupportedError, match="reads `pixel_values`"):
         run(tmp_path / "vit", "fp32", tmp_path / "run")
     assert main_input({"architectures": ["CLIPModel"]}) == "input_ids, pixel_values"
     own = {"architectures": ["MyLM"], "auto_map": {"AutoModel": "my.MyLM"}}
-    with pytest.raises(UnsupportedError, match="Python code of the checkpoint's own"):
+    with pytest.raises(UnsupportedError, match="Python code that comes with"):
         find_task(own, "auto", has_labels=False)
 
 
 def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not say what it is trained for"):
+    with pytest.raises(UsageError, match="is trained for"):
         run(write_model(tmp_path / "bert", "bert"), "fp32", tmp_path / "run")
     with pytest.raises(UsageError, match="64 positions"):
         run(tmp_path / "bert", "fp32", tmp_path / "run", task="mlm", seq_len=65)

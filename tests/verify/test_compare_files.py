@@ -92,7 +92,7 @@ def test_a_setting_that_opening_drops_is_reported(tmp_path: Path) -> None:
     shutil.copytree(demo_checkpoint(), tmp_path / "out")
     _changed(tmp_path / "out" / "tokenizer_config.json", add_bos_token=True)
     found = compare_files(tmp_path / "out", demo_checkpoint())
-    said = "tokenizer: tokenizer_config.json.add_bos_token (only in one, and opens the same)"
+    said = "tokenizer: tokenizer_config.json.add_bos_token (only in one of them, without effect)"
     assert (found.different, found.not_compared[0]) == ((), said)
 
 

@@ -161,19 +161,19 @@ HALVED = both(times(K + "weight_scale", 2.0), times(K + "weight", 0.5))
 _PLANTED = {
     "ct FP8": [
         ("unequal scales of q, k, v", "unequal scales, by a factor of up to 2", HALVED),
-        ("a scale that is NaN", "no number", put(Q + "weight_scale", torch.nan)),
+        ("a scale that is NaN", "not finite", put(Q + "weight_scale", torch.nan)),
         ("a negative scale", "negative", times(Q + "weight_scale", -1.0)),
         ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
-        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
-        ("a scale of inputs of zero", "scales of inputs that are zero", put(Q + "input_scale", 0.0)),
-        ("a scale of inputs that is NaN", "scales of inputs that are zero", put(Q + "input_scale", torch.nan)),
-        ("a scale of inputs that was dropped", "is not there", drop(Q + "input_scale")),
+        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale")),
+        ("a scale of inputs of zero", "input scales are zero", put(Q + "input_scale", 0.0)),
+        ("a scale of inputs that is NaN", "input scales are zero", put(Q + "input_scale", torch.nan)),
+        ("a scale of inputs that was dropped", "is missing", drop(Q + "input_scale")),
         ("a weight without rows", Q + "weight", change(Q + "weight", lambda x: x[:0])),
         ("codes that are NaN", "NaN or Inf", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
     ],
     "ct FP8_DYNAMIC": [
         ("one row's scale doubled", "off by a factor", lambda t, c: t[Q + "weight_scale"][5].mul_(2)),
-        ("infinite scale", "no number", put(Q + "weight_scale", torch.inf)),
+        ("infinite scale", "not finite", put(Q + "weight_scale", torch.inf)),
         ("one row's scale 1000 times too small", "1 of 128 scales are over 256 times", put_times(Q + "weight_scale")),
         (
             "scales that grow from row to row",
@@ -183,14 +183,14 @@ _PLANTED = {
         ("a zero scale", "scales are zero", put(Q + "weight_scale", 0.0, 7)),
         (
             "a module that is not quantised",
-            "not stored alike",
+            "in different ways",
             both(drop(Q + "weight_scale"), change(Q + "weight", Tensor.float)),
         ),
         ("a module that config.json ignores", "says that it is not", config(ignore=["lm_head", Q[:-1]])),
     ],
     "ct FP8_BLOCK": [
         ("one block's scale doubled", "off by a factor", lambda t, c: t[GATE + "weight_scale"][1].mul_(2)),
-        ("a transposed grid of scales", "no whole weight", change(GATE + "weight_scale", lambda x: x.t())),
+        ("a transposed grid of scales", "incomplete weight", change(GATE + "weight_scale", lambda x: x.t())),
         ("another block in config.json", "blocks of 64", lambda t, c: scheme(c).update(block_structure=[64, 64])),
     ],
     "ct W8A8": [
@@ -199,7 +199,7 @@ _PLANTED = {
     ],
     "ct MXFP8": [
         ("exponents off by one", "off by a factor", change(Q + "weight_scale", lambda x: x + 1)),
-        ("an exponent of 255", "no number", put(Q + "weight_scale", 255)),
+        ("an exponent of 255", "not finite", put(Q + "weight_scale", 255)),
     ],
     "ct MXFP4": [
         ("swapped nibbles", "wrong packing", change(Q + "weight_packed", swap_halves)),
@@ -214,33 +214,33 @@ _PLANTED = {
             "by a factor of up to 4",
             both(times(K + "weight_global_scale", 0.25), times(K + "weight_scale", 0.25)),
         ),
-        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_global_scale")),
-        ("a second scale of zero", "no number", put(Q + "weight_global_scale", 0.0)),
-        ("a second scale 1000 times too small", "is a scale lost", times(Q + "weight_global_scale", 1e-3)),
-        ("a second scale 1000 times too large", "is a scale lost", times(Q + "weight_global_scale", 1e3)),
-        ("all second scales 1000 times too small", "no trained model", all_times("weight_global_scale", 1e-3)),
-        ("all second scales 1000 times too large", "no trained model", all_times("weight_global_scale", 1e3)),
+        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_global_scale")),
+        ("a second scale of zero", "not finite", put(Q + "weight_global_scale", 0.0)),
+        ("a second scale 1000 times too small", "a scale may be lost", times(Q + "weight_global_scale", 1e-3)),
+        ("a second scale 1000 times too large", "a scale may be lost", times(Q + "weight_global_scale", 1e3)),
+        ("all second scales 1000 times too small", "trained model", all_times("weight_global_scale", 1e-3)),
+        ("all second scales 1000 times too large", "trained model", all_times("weight_global_scale", 1e3)),
         ("swapped nibbles", "wrong packing", change(GATE + "weight_packed", swap_halves)),
         (
             "one group's scale doubled",
             "off by a factor",
             lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8),
         ),
-        ("a scale that is NaN", "no number", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
-        ("an infinite second scale", "is zero, negative or no number", put(Q + "weight_global_scale", torch.inf)),
-        ("scales cut at their dtype's end", "1024 of 1024 scales are the largest", cut_at(448.0, Q + "weight_scale")),
+        ("a scale that is NaN", "not finite", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
+        ("an infinite second scale", "is zero, negative or not finite", put(Q + "weight_global_scale", torch.inf)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales have the largest", cut_at(448.0, Q + "weight_scale")),
         ("one scale 1000 times too small", "1 of 1024 scales are over 256 times", put_times(Q + "weight_scale")),
         ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
     ],
     "ct NVFP4, inputs": [
         (
-            "unequal scales of inputs",
-            "unequal scales of inputs, by a factor of up to 3",
+            "unequal input scales",
+            "unequal input scales, by a factor of up to 3",
             times(K + "input_global_scale", 3.0),
         ),
-        ("a negative scale of inputs", "negative or no number", times(GATE + "input_global_scale", -1.0)),
-        ("an infinite scale of inputs", "negative or no number", put(Q + "input_global_scale", torch.inf)),
-        ("a scale of inputs that was dropped", "is not there", drop(GATE + "input_global_scale")),
+        ("a negative scale of inputs", "negative or not finite", times(GATE + "input_global_scale", -1.0)),
+        ("an infinite scale of inputs", "negative or not finite", put(Q + "input_global_scale", torch.inf)),
+        ("a scale of inputs that was dropped", "is missing", drop(GATE + "input_global_scale")),
     ],
     "ct W4A16": [
         ("nibbles from the other end", "wrong packing", change(Q + "weight_packed", reverse_words)),
@@ -249,19 +249,19 @@ _PLANTED = {
             "wrong packing",
             change(Q + "weight_packed", lambda x: x ^ 0x08080808 ^ -0x7F7F7F80),
         ),
-        ("another shape", "says (127, 128)", put(Q + "weight_shape", 127)),
-        ("another group in config.json", "no whole weight", lambda t, c: scheme(c).update(group_size=64)),
+        ("different shape", "says (127, 128)", put(Q + "weight_shape", 127)),
+        ("another group in config.json", "incomplete weight", lambda t, c: scheme(c).update(group_size=64)),
     ],
     "ct W4A16_ASYM": [
         ("zero points that were dropped", "no zero points", drop(Q + "weight_zero_point")),
-        ("zero points off by one", "zero points are off", change(Q + "weight_zero_point", plus_one)),
+        ("zero points off by one", "zero points are wrong", change(Q + "weight_zero_point", plus_one)),
     ],
     "ct W8A16": [
         ("bytes of words from the other end", "dB", change(Q + "weight_packed", reverse_bytes)),
     ],
     "fp8": [
         ("an inverted scale", "inverted", change(Q + "weight_scale_inv", lambda x: 1 / x)),
-        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale_inv")),
+        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale_inv")),
         ("another block in config.json", "blocks of 64", config(weight_block_size=[64, 64])),
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
@@ -282,30 +282,30 @@ _PLANTED = {
             "by a factor of up to 2",
             both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
         ),
-        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
-        ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
-        ("scales cut at their dtype's end", "1024 of 1024 scales are the largest", cut_at(448.0, Q + "weight_scale")),
-        ("a second scale 1000 times too small", "is a scale lost", times(Q + "weight_scale_2", 1e-3)),
-        ("a second scale 1000 times too large", "is a scale lost", times(Q + "weight_scale_2", 1e3)),
+        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "is zero, negative or not finite", put(Q + "weight_scale_2", 0.0)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales have the largest", cut_at(448.0, Q + "weight_scale")),
+        ("a second scale 1000 times too small", "a scale may be lost", times(Q + "weight_scale_2", 1e-3)),
+        ("a second scale 1000 times too large", "a scale may be lost", times(Q + "weight_scale_2", 1e3)),
         ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
     ],
     "modelopt W4A16_AWQ": [
         ("swapped rows", "wrong packing", change(GATE + "weight", swap_halves)),
         ("factors of half of the columns doubled", "off by a factor", change(DOWN + "pre_quant_scale", doubled_half)),
         ("factors of columns that were dropped", "off by a factor", drop(DOWN + "pre_quant_scale")),
-        ("a factor of a column of zero", "is zero, negative or no number", put(DOWN + "pre_quant_scale", 0.0)),
-        ("a factor 1000 times too small", "factors of columns over 256", put_times(DOWN + "pre_quant_scale")),
-        ("a factor that is NaN", "is zero, negative or no number", put(DOWN + "pre_quant_scale", torch.nan)),
-        ("factors of other columns", "no whole weight", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
-        ("a scale that was dropped", "no whole weight", drop(Q + "weight_scale")),
+        ("a factor of a column of zero", "is zero, negative or not finite", put(DOWN + "pre_quant_scale", 0.0)),
+        ("a factor 1000 times too small", "column factors are over 256", put_times(DOWN + "pre_quant_scale")),
+        ("a factor that is NaN", "is zero, negative or not finite", put(DOWN + "pre_quant_scale", torch.nan)),
+        ("factors of other columns", "incomplete weight", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
+        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale")),
         ("another group in config.json", "groups of 64", config(group_size=64)),
         ("the other algorithm in config.json", "`NVFP4_AWQ`", config(quant_algo="NVFP4_AWQ")),
     ],
     "modelopt W4A8_AWQ": [
-        ("a second scale that was dropped", "no whole weight", drop(Q + "weight_scale_2")),
-        ("a second scale of zero", "is zero, negative or no number", put(Q + "weight_scale_2", 0.0)),
-        ("a second scale 1000 times too large", "larger than e4m3fn asks for", times(Q + "weight_scale_2", 1e3)),
-        ("unequal scales of inputs", "unequal scales of inputs", times(K + "input_scale", 3.0)),
+        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "is zero, negative or not finite", put(Q + "weight_scale_2", 0.0)),
+        ("a second scale 1000 times too large", "larger than e4m3fn needs", times(Q + "weight_scale_2", 1e3)),
+        ("unequal input scales", "unequal input scales", times(K + "input_scale", 3.0)),
         (
             "unequal second scales",
             "`weight_scale_2`, by a factor of up to 2 in `model.layers.0.self_attn`: TensorRT-LLM",
@@ -316,12 +316,12 @@ _PLANTED = {
         ("factors of columns that were dropped", "off by a factor", drop(Q + "pre_quant_scale")),
     ],
     "gptq": [
-        ("zero points of the other version", "zero points are off", config(checkpoint_format="gptq_v2")),
+        ("zero points of the other version", "zero points are wrong", config(checkpoint_format="gptq_v2")),
         ("codes in AWQ's order", "dB", change(Q + "qweight", repack(AWQ_ORDER, 0))),
         ("one group for all", "dB", put(Q + "g_idx", 0, None)),
-        ("a group that is not there", "no scale", put(Q + "g_idx", 99)),
-        ("scales that were dropped", "no whole weight", drop(Q + "scales")),
-        ("other bits in config.json", "no whole weight", config(bits=8)),
+        ("a group that is not there", "without a scale", put(Q + "g_idx", 99)),
+        ("scales that were dropped", "incomplete weight", drop(Q + "scales")),
+        ("other bits in config.json", "incomplete weight", config(bits=8)),
     ],
     "gptq desc_act": [
         ("groups of the wrong order", "dB", change(Q + "g_idx", lambda x: x.sort().values)),
@@ -375,7 +375,7 @@ def said_of(path: Path, plain: Path) -> str:
 def test_a_healthy_checkpoint_is_silent(folder: Path, layout: str) -> None:
     path = made(folder, layout)
     assert said_of(path, folder / "plain") == ""
-    wide = [w for w in inspect(path).warnings if "k_proj.weight`: 64 rows, no multiple of its blocks of 128" in w]
+    wide = [w for w in inspect(path).warnings if "k_proj.weight`: 64 rows are not a multiple of its blocks of 128" in w]
     assert bool(wide) == (layout in WITH_BLOCKS)
 
 
@@ -404,7 +404,7 @@ def test_plain_tensors_that_differ_are_not_said_to_have_codes(folder: Path, tmp_
     found = compare(tmp_path, folder / "plain", gates=(), progress=Silent())
     said = {t.name: t.problem for t in found.tensors if t.problem}
     assert said.keys() == {norm, Q + "weight"}
-    assert "neither has codes" in said[norm]
+    assert "unquantised" in said[norm]
     assert "wrong packing" not in said[norm]
     assert "wrong packing" in said[Q + "weight"]
 
@@ -428,7 +428,7 @@ def test_two_parts_and_ggufs_floats_are_no_codes(
     directory = directory_of(tmp_path / "out" if kind == "collage" else tmp_path / "out" / "model.gguf")
     (said,) = compare(directory, folder / "plain", gates=(), progress=Silent()).failures
     assert norm in said
-    assert "neither has codes" in said
+    assert "unquantised" in said
     assert "wrong packing" not in said
 
 
@@ -449,7 +449,7 @@ def test_statistics_of_a_scale_of_zero_are_a_verdict(folder: Path, tmp_path: Pat
     tensors[Q + "weight_scale_2"].zero_()
     save_file(tensors, tmp_path / "zero" / "model.safetensors", metadata={"format": "pt"})
     (problem,) = inspect_with_statistics(tmp_path / "zero", Silent()).problems
-    assert f"`{Q}weight_scale_2` is zero, negative or no number" in problem
+    assert f"`{Q}weight_scale_2` is zero, negative or not finite" in problem
 
 
 @pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])
@@ -470,7 +470,7 @@ def test_scales_that_are_too_small_show_in_the_codes(folder: Path, tmp_path: Pat
     save_file(tensors, target / "model.safetensors")
     (warning,) = inspect_with_statistics(target, Silent()).warnings
     assert Q + "weight" in warning
-    assert "the largest that there are" in warning
+    assert "the largest value" in warning
 
 
 @pytest.mark.parametrize(

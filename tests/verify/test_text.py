@@ -148,7 +148,7 @@ def speechless(folder: Path) -> Path:
     return reference
 
 
-@pytest.mark.parametrize(("make", "code", "said"), [(bare, 4, "bare model"), (speechless, 3, "tokenizer")])
+@pytest.mark.parametrize(("make", "code", "said"), [(bare, 4, "no head"), (speechless, 3, "tokenizer")])
 def test_what_is_refused(tmp_path: Path, make: Any, code: int, said: str) -> None:
     model = make(tmp_path)
     with pytest.raises(LpconvError, match=said) as caught:

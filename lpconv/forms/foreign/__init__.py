@@ -78,7 +78,7 @@ def unread(headers: Headers) -> str | None:
         tool = f"ModelOpt's {modelopt.SVD} (a part of each weight is the product of two thin matrices)"
     odd = {*_integer_bits(method, headers.quantization)} & {1, 3, 5, 6, 7}
     if odd:
-        return f"the weights are integers of {odd.pop()} bits, which lpconv does not read in the layout `{method}`"
+        return f"the weights are {odd.pop()}-bit integers, which lpconv does not read in layout `{method}`"
     return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
 
 
@@ -92,5 +92,5 @@ def check_readable(headers: Headers) -> None:
     """Raise UnsupportedError for a checkpoint in a layout that lpconv does not read."""
     why = unread(headers)
     if why is not None:
-        hint = "it reads " + ", ".join(sorted(READ)) + "; else start from the unquantised checkpoint"
+        hint = "lpconv reads " + ", ".join(sorted(READ)) + "; otherwise start from the unquantised checkpoint"
         raise UnsupportedError(why, hint=hint)

@@ -50,8 +50,8 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
         return NotImplemented
     if isinstance(x.scale, float) and x.scale > LARGEST_SCORE:
         raise UnsupportedError(
-            f"no native rule for {call.op} over scores of size {x.scale:.3g}: it would start one-hot",
-            hint="train this architecture with method unit; its attention leaves out the factor 1/√d",
+            f"method native has no rule for {call.op} over scores of size {x.scale:.3g}: it would start one-hot",
+            hint="train this architecture with method unit: its attention lacks the factor 1/√d",
         )
     out = call.op(value(x), dim, *args)
     num_keys = out.shape[dim]
