@@ -56,7 +56,7 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
     if name == DEMO:
         return _demo(revision)
     if is_url(name):
-        return _from_url(check_url(name), revision, whole=whole)
+        return _from_url(name, revision, whole=whole)
     # os.path functions never raise: the name may be too long, or name a user that does not exist.
     path = Path(os.path.expanduser(name))
     if os.path.isfile(path) and path.suffix != ".gguf":
@@ -102,7 +102,8 @@ def directory_of(path: str | Path) -> Path:
     return resolve(path).directory if isinstance(path, str) and is_url(path) else Path(path)
 
 
-def _from_url(url: str, revision: str | None, *, whole: bool) -> Resolved:
+def _from_url(name: str, revision: str | None, *, whole: bool) -> Resolved:
+    url = check_url(name)
     if not url.startswith("hf://"):
         if revision is not None:
             raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
