@@ -17,7 +17,7 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 from lpconv.models.known import known_shapes
-from lpconv.plan.options import NEAREST, ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
@@ -143,12 +143,14 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 
 def _rounding(plan: Plan) -> int:
-    """Memory of `--rounding gptq`: states of the text and of one pass, and rounding the largest weight."""
-    weights = [t.info for t in plan.tensors if t.action == "convert" and len(t.info.shape) == 2]
-    cols = max((i.shape[1] for i in weights), default=0)
-    states = 4 * (plan.options.calibration_tokens or 0) * min((i.shape[1] for i in weights), default=0)
-    factors = 20 * cols**2  # the moment in fp32, its factor and the inverse in fp64
-    return CALIBRATING_BYTES + 2 * states + factors + 24 * max((i.num_elements for i in weights), default=0)
+    """Memory of `--rounding gptq`: states of the text and of the windows that run together, second moments, and copies of the largest weight."""
+    narrow = [t for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
+    weights = [t.info for t in narrow if len(t.info.shape) == 2]
+    cols = [i.shape[1] for i in weights] or [0]
+    states = 4 * (plan.options.calibration_tokens or 0) * min(cols)
+    factors = 20 * max(cols) ** 2  # the moment in fp32, its factor and the inverse in fp64
+    experts = MOMENTS_BYTES if any(".experts." in i.name for i in weights) else 0
+    return CALIBRATING_BYTES + 2 * states + factors + experts + 24 * max((i.num_elements for i in weights), default=0)
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
