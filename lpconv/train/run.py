@@ -50,6 +50,6 @@ def finetune(
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     """Memory of a step of `model` on each rank, for every possible recipe; raises as `memory_plan` does."""
     check_options(options)
-    from lpconv.train.plan import memory_plan  # imports torch and transformers (seconds)
+    from lpconv.train.memory_plan import memory_plan  # imports torch and transformers (seconds)
 
     return memory_plan(model, options)
