@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.batch.document import read_document
 from lpconv.batch.kinds import (
     COMMON_FIELDS,
     DEFAULT_KIND,
@@ -17,6 +16,7 @@ from lpconv.batch.kinds import (
     SHARED_FIELDS,
     BatchJob,
 )
+from lpconv.batch.parsing import read_document
 from lpconv.batch.reading import read_mapping, read_setting
 from lpconv.convert.shares import check_shareable
 from lpconv.errors import UsageError

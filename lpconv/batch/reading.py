@@ -1,6 +1,6 @@
 """Parse the settings of a manifest to option values with pydantic, with lpconv's error messages, and its JSON Schema.
 
-Numbers and booleans may also be text, because YAML scalars arrive as text (see `document`).
+Numbers and booleans may also be text, because YAML scalars arrive as text (see `parsing`).
 """
 
 import dataclasses
