@@ -51,7 +51,7 @@ from lpconv.results import AdviceResult, GapEstimate, RunRecord, from_json, to_j
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.outcome import gaps
+from lpconv.train.outcome import gap_records
 from lpconv.train.recipes import RECIPES, arithmetic
 from lpconv.train.run import finetune
 
@@ -174,7 +174,7 @@ def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[s
                 row["failed"] = e.message
                 break
             twin = dataclasses.replace(twins[seed], role="twin")
-            row["gaps"].append(next(g.gap for g in gaps([run, twin]) if g.metric == "eval_loss"))
+            row["gaps"].append(next(g.gap for g in gap_records([run, twin]) if g.metric == "eval_loss"))
             row["memory_bytes"] = run.memory.measured_bytes if run.memory else None
         print(f"  {recipe}: {row}", flush=True)
         found.append(row)

@@ -38,7 +38,7 @@ from lpconv.report.finetune_words import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.exact import IN_FP32, rename_to_fp32
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.outcome import gaps
+from lpconv.train.outcome import gap_records
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 
@@ -194,7 +194,7 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
 
 
 def records(runs: Runs, recipe: str, role: str) -> list[RunRecord]:
-    """The finished runs of a recipe, in a role that `gaps` pairs by seed."""
+    """The finished runs of a recipe, in a role that `gap_records` pairs by seed."""
     names = sorted(n for n in runs if n.rpartition("-seed")[0] == recipe)
     found = [from_json(RunRecord, runs[n]["record"] | {"role": role}) for n in names]
     if recipe == "fp32":  # its weights in fp32 are what it computes with; older records leave that out
@@ -231,7 +231,7 @@ def _rows(task: Runs, recipe: str, twins: list[RunRecord], metrics: list[str]) -
     runs = records(task, recipe, "run")
     if not runs:
         return
-    found = {g.metric: g for g in gaps([*runs, *twins])}
+    found = {g.metric: g for g in gap_records([*runs, *twins])}
     cells = []
     for metric in metrics:
         g = found[metric]

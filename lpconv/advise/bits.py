@@ -69,14 +69,14 @@ def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progr
     model, records = open_converted(subject, base.settings, progress)
     parts = parts_of(subject, model, records, deadline, progress)
     sizes = {r.name: r.bytes_out for r in records}
-    chosen = _chosen(parts, sizes, base)
+    chosen = _choose(parts, sizes, base)
     rules = [f"{p.tensor}={base.raised}" for p in chosen]
     to = "as they are" if base.raised == "keep" else f"in {base.raised}"
     name = f"{describe_conversion(base.settings)}; {len(chosen)} of {len(parts)} {to}"
     return name, base.settings | {"rules": rules}
 
 
-def _chosen(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:
+def _choose(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> list[LayerPart]:
     """Choose tensors greedily, by divergence saved per byte."""
 
     def extra(part: LayerPart) -> float:

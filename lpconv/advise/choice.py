@@ -21,7 +21,7 @@ def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimat
     return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
 
 
-def judged(row: AdviceRow, budget: Budget) -> AdviceRow:
+def judge_row(row: AdviceRow, budget: Budget) -> AdviceRow:
     """The row with `meets` set: whether it is within the budget."""
     if row.status != "measured" or row.gap is None:
         return replace(row, meets=None)
@@ -38,10 +38,10 @@ def _place(row: AdviceRow) -> tuple[object, ...]:
     status = _ORDER.index(row.status)
     gap = row.gap.high if row.gap is not None else math.inf
     value = abs(row.gap.value) if row.gap is not None else math.inf
-    return row.purpose != "infer", status, not row.meets, _taken(row) if row.meets or status else 0.0, gap, value
+    return row.purpose != "infer", status, not row.meets, _ranking_cost(row) if row.meets or status else 0.0, gap, value
 
 
-def _taken(row: AdviceRow) -> float:
+def _ranking_cost(row: AdviceRow) -> float:
     """Cost used for ranking: bytes on disk, or bytes of memory in a step.
 
     It is rounded to two digits, so that noise does not decide.

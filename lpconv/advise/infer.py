@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lpconv.advise.candidates import Settings, conversions
-from lpconv.advise.choice import estimate_mean, judged
+from lpconv.advise.choice import estimate_mean, judge_row
 from lpconv.advise.forecast import opened_in
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
@@ -51,7 +51,7 @@ class Trial:
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
     """Yield all conversions, then updated rows. At least one is measured, and more as time allows."""
-    rows = _screened(trial)
+    rows = _screen(trial)
     yield rows
     quality = trial.budget.quality
     front = [row for row in rows if row.status == "unmeasured"]
@@ -79,7 +79,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
 
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
     """Measure one conversion, however long it takes."""
-    row = _sampled(trial, name, settings)
+    row = _sample_row(trial, name, settings)
     return row if row.status == "failed" else measure(trial, row, deadline)
 
 
@@ -90,17 +90,17 @@ def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
     return pruned
 
 
-def _screened(trial: Trial) -> list[AdviceRow]:
+def _screen(trial: Trial) -> list[AdviceRow]:
     """Every conversion with its size and sampled noise, smallest first, with dominated ones pruned."""
     candidates, found = conversions(), []
     trial.progress.start("sampling weights", len(candidates), unit="steps")
     for name, settings in candidates.items():
-        found.append(_sampled(trial, name, settings))
+        found.append(_sample_row(trial, name, settings))
         trial.progress.advance(1)
     return sorted(prune_rows(found), key=lambda row: row.size_bytes or math.inf)
 
 
-def _sampled(trial: Trial, name: str, settings: Settings) -> AdviceRow:
+def _sample_row(trial: Trial, name: str, settings: Settings) -> AdviceRow:
     """A conversion with its size, sampled noise, and a forecast of its memory and time."""
     why = "there was no time left to try it"
     row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
@@ -127,7 +127,7 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     if not math.isfinite(gap.value):
         return replace(row, status="failed", why="the model's outputs are not finite")
     sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
-    return judged(replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures), trial.budget)
+    return judge_row(replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures), trial.budget)
 
 
 def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> GapEstimate:

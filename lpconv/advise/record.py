@@ -40,7 +40,7 @@ def _write_advice(directory: Path, result: AdviceResult, options: AdviseOptions)
 
 
 @contextmanager
-def kept(
+def save_results(
     directory: Path, options: AdviseOptions, show_partial: Callable[[AdviceResult], None]
 ) -> Iterator[Callable[[AdviceResult], None]]:
     """Context manager that yields a function to save each intermediate result; publishes the folder at the end.

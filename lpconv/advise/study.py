@@ -50,7 +50,7 @@ def study(
     forecasts = {kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")}
     trial = Trial(subject=subject, budget=options.budget, forecasts=forecasts, progress=progress)
     base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
-    result = _begun(subject, output, options, command, _probed(subject, options, progress))
+    result = _initial_result(subject, output, options, command, _probe_findings(subject, options, progress))
     for purpose in options.purposes:
         if purpose == "infer":
             share = _INFER_SHARE if "train" in options.purposes else 1.0
@@ -60,16 +60,16 @@ def study(
         try:
             for result in stage:
                 if any(row.status in _KNOWN for row in result.rows):
-                    keep(_concluded(result, options, deadline, interrupted=True))
+                    keep(_conclude(result, options, deadline, interrupted=True))
         except LpconvError as e:
             if options.purpose == purpose or isinstance(e, UnreadError):
                 raise
             warning = f"{missed}: {e.message}" + (f" ({e.hint})" if e.hint else "")
             result = replace(result, warnings=(*result.warnings, warning))
-    return _concluded(result, options, deadline, interrupted=False)
+    return _conclude(result, options, deadline, interrupted=False)
 
 
-def _begun(
+def _initial_result(
     subject: Subject, output: Path, options: AdviseOptions, command: str | None, found: tuple[str, ...]
 ) -> AdviceResult:
     """The result before any measurement."""
@@ -92,7 +92,7 @@ def _begun(
     )
 
 
-def _probed(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
+def _probe_findings(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
     """Findings of one forward and backward step: gradients matter for training, the other tensors for formats."""
     progress.start("one step forward and backward", 0)
     with quiet_transformers(), eagerly():
@@ -108,11 +108,11 @@ def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Dead
     with job_of(subject, {}):
         pass  # raises an error for a model that cannot be converted
     for rows in measure_conversions(trial, deadline.part(1 - _PARTS_SHARE)):
-        result = _with(result, rows)
+        result = _merge_rows(result, rows)
         yield result
     if base is not None:
         name, settings = raise_costly_tensors(subject, base, deadline.part(_PARTS_SHARE), progress)
-        result = _with(result, [measure_conversion(trial, name, settings, deadline)])
+        result = _merge_rows(result, [measure_conversion(trial, name, settings, deadline)])
         yield result
     chosen = best(result.rows, "infer")
     if chosen is not None and deadline.left_s > 0:
@@ -128,22 +128,22 @@ def _train(
     """Yield the result with recipes tried."""
     runs = Runs(subject.prepared.checkpoint, options, progress)
     rows = recipe_rows(subject.model, options.budget)
-    result = _with(replace(result, facts=result.facts | {"Training": runs.words}), rows)
+    result = _merge_rows(replace(result, facts=result.facts | {"Training": runs.words}), rows)
     yield result
     steps = runs.longest(deadline)
     result = replace(result, steps_tried=steps)
     for row in measure_recipes(runs, rows, steps, deadline):
-        result = _with(result, [row])
+        result = _merge_rows(result, [row])
         yield result
 
 
-def _with(result: AdviceResult, rows: Iterable[AdviceRow]) -> AdviceResult:
+def _merge_rows(result: AdviceResult, rows: Iterable[AdviceRow]) -> AdviceResult:
     """The result with new or updated rows."""
     known = {(row.purpose, row.name): row for row in result.rows} | {(row.purpose, row.name): row for row in rows}
     return replace(result, rows=tuple(known.values()))
 
 
-def _concluded(result: AdviceResult, options: AdviseOptions, deadline: Deadline, *, interrupted: bool) -> AdviceResult:
+def _conclude(result: AdviceResult, options: AdviseOptions, deadline: Deadline, *, interrupted: bool) -> AdviceResult:
     """The result with ranked rows, recommendations, and what it does not know."""
     rows = rank_rows(result.rows)
     result = replace(result, rows=rows, seconds=deadline.spent_s, interrupted=interrupted)

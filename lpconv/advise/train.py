@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lpconv.advise.choice import estimate_mean, judged
+from lpconv.advise.choice import estimate_mean, judge_row
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
@@ -147,11 +147,11 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
                 twin = runs.twin(seed, steps).record
                 run = runs.run(row.name, seed, steps).record
             except LpconvError as e:
-                row = judged(replace(row, status="failed", why=problem_text(e), gap=None), o.budget)
+                row = judge_row(replace(row, status="failed", why=problem_text(e), gap=None), o.budget)
             else:
                 costs_s.append(time.perf_counter() - started)
                 ends.append(Ends.of(run, twin))
-                row = judged(_measured(row, run, outlook(ends, steps=steps, horizon=o.steps)), o.budget)
+                row = judge_row(_measured_row(row, run, outlook(ends, steps=steps, horizon=o.steps)), o.budget)
             yield row
         if row.meets:
             why = f"uses at least as much memory as {row.name}, which is good enough"
@@ -164,7 +164,7 @@ def _kept_bytes(recipe: str) -> float:
     return TRAINING_OPTIMIZERS[RECIPES[recipe].arithmetic.optimizer].bytes_per_parameter
 
 
-def _measured(row: AdviceRow, run: RunRecord, gap: GapEstimate) -> AdviceRow:
+def _measured_row(row: AdviceRow, run: RunRecord, gap: GapEstimate) -> AdviceRow:
     """The row with the gap over all its runs, and memory and time of the last one."""
     row = replace(row, status="measured", why="", gap=gap, step_time_s=run.step_time_s, time_from="measured here")
     if run.memory is None:
@@ -205,17 +205,17 @@ def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
     """Forecast of a recipe's gap after `horizon` steps, from runs of `steps`; with one run the interval is infinite."""
     known = estimate_mean([e.last for e in found])
     seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # half width for one new run instead of the mean
-    drift, behind = _later(found, math.log2(horizon / steps))
+    drift, behind = _later_change(found, math.log2(horizon / steps))
     return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
 
 
 def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
     """Upper end of a recipe's gap after `horizon` steps if all seeds agreed."""
-    drift, behind = _later(found, math.log2(horizon / steps))
+    drift, behind = _later_change(found, math.log2(horizon / steps))
     return statistics.fmean(e.last for e in found) + drift + behind
 
 
-def _later(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
+def _later_change(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
     """(change of the gap in either direction, its possible growth) over the remaining steps."""
     drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
     lost = 1 - statistics.fmean(e.kept for e in found)

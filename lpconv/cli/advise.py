@@ -21,13 +21,13 @@ def advise(
 
       lpconv advise ./bert --for train --data reviews.jsonl --budget memory=40GB,minutes=30
     """
-    from lpconv.advise.record import MANIFEST, PAGE, kept
+    from lpconv.advise.record import MANIFEST, PAGE, save_results
     from lpconv.advise.run import advise as measure
     from lpconv.cli.progress import progress_for
     from lpconv.report.advise import advice_document
 
     target = output_of(output, model, "advice")
-    with kept(
+    with save_results(
         target, options, lambda partial: None if json else print_result(partial, advice_document, json=False)
     ) as keep:
         with progress_for(quiet=quiet) as progress:

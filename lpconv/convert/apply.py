@@ -69,13 +69,13 @@ class Engine:
 
     def write_shard(self, shard: PlannedShard, create: Create) -> tuple[list[FileRecord], list[TensorRecord]]:
         """Write the files of one shard through `create`. Returns the finished files and the record of each tensor."""
-        measured = {t.name: self._measured(t) for t in shard.tensors if t.form.needs_first_pass}
+        measured = {t.name: self._measure(t) for t in shard.tensors if t.form.needs_first_pass}
         while True:
-            written = self._written(shard, create, measured)
+            written = self._try_shard(shard, create, measured)
             if written is not None:
                 return written
 
-    def _written(
+    def _try_shard(
         self, shard: PlannedShard, create: Create, measured: dict[str, Measured]
     ) -> tuple[list[FileRecord], list[TensorRecord]] | None:
         """Like `write_shard`, but None if a prediction was wrong. `measured` then holds the correct statistics."""
@@ -96,23 +96,25 @@ class Engine:
                 f.part.abandon()
             raise
 
-    def _measured(self, t: PlannedTensor) -> Measured:
+    def _measure(self, t: PlannedTensor) -> Measured:
         """Statistics of the first pass over a tensor, or a prediction of them."""
         if t.form.late:
-            return t.form.begin(max(map(self._largest, (t, *t.fused))) if t.form.shares else 0.0)
+            return t.form.begin(max(map(self._largest_magnitude, (t, *t.fused))) if t.form.shares else 0.0)
         guess = self._workers.guess(t) if self._guesses else None
         if guess is None:
-            return t.form.measure(self._over(t), [*map(self._over, t.fused)])
+            return t.form.measure(self._block_reader(t), [*map(self._block_reader, t.fused)])
         self._progress.advance(t.info.num_bytes)
         return guess
 
-    def _largest(self, t: PlannedTensor) -> float:
+    def _largest_magnitude(self, t: PlannedTensor) -> float:
         """The largest magnitude of a tensor. It is read only once, even if several tensors share its scale."""
         if t.name not in self._magnitudes:
-            self._magnitudes[t.name] = max(self._over(t)(lambda x, _, work: finite_absmax(x, work)), default=0.0)
+            self._magnitudes[t.name] = max(
+                self._block_reader(t)(lambda x, _, work: finite_absmax(x, work)), default=0.0
+            )
         return self._magnitudes[t.name]
 
-    def _over(self, t: PlannedTensor) -> Over:
+    def _block_reader(self, t: PlannedTensor) -> Over:
         """A function that maps a form's job over the blocks of a tensor. Only the first pass counts as progress."""
         readings = itertools.count()
 

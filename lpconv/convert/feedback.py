@@ -77,12 +77,12 @@ class _Layer:
 
 
 @contextmanager
-def rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
+def round_weights(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
     """The job with the codes chosen by error feedback, computed now or in the run that this one resumes.
 
     Raises InputError for inputs that are not finite, UnsupportedError for a model whose layers cannot run one by one.
     """
-    layers = _finished(staging)
+    layers = _finished_layers(staging)
     if not layers or len(layers) < layers[0].count:
         layers = _round_layers(job, staging, layers, progress)
     records = {name: record for layer in layers for name, record in layer.records.items()}
@@ -105,7 +105,7 @@ def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedT
     return Rounded.around(t.form, lambda c, start, stop: read_range(chosen, c.name, start, stop), held, records[t.name])
 
 
-def _finished(staging: Staging) -> list[_Layer]:
+def _finished_layers(staging: Staging) -> list[_Layer]:
     """The leading layers that the journal lists without a gap."""
     found = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
     count = next((i for i in range(len(found)) if i not in found), len(found))

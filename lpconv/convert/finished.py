@@ -34,7 +34,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
         job = dataclasses.replace(job, output=view_of(job.url, whole=False))
     if not (job.output / MARKER).is_file():
         return None
-    changed = _changed(job, read_marker(job.output))
+    changed = _changed_facts(job, read_marker(job.output))
     if changed:
         raise OutputExistsError(
             f"`{job.url or job.output}` was made with other {', '.join(changed)}",
@@ -52,7 +52,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     return from_json(ConvertResult, read_json(job.output / "report.json"))
 
 
-def _changed(job: Job, record: dict[str, Any]) -> list[str]:
+def _changed_facts(job: Job, record: dict[str, Any]) -> list[str]:
     """Facts in which the output's record differs from the job, like `identity` for an unfinished run."""
     wanted = {
         "options": shaping_options(job.plan.options),

@@ -53,7 +53,7 @@ def convert_part(
 
     try:
         if options.resume and (folder / MARKER).is_file():
-            done = _checked(job, part, folder, progress)
+            done = _read_part(job, part, folder, progress)
             progress.message(f"part {part} of `{output}` is complete: there is nothing to resume")
             return done
         shards = share_of(job.plan, part)
@@ -123,10 +123,10 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
             details={"missing": [str(p) for p in missing]},
         )
     progress.start("checking parts", job.plan.bytes_out)
-    return tuple(_checked(job, part, there[part], progress) for part in parts)
+    return tuple(_read_part(job, part, there[part], progress) for part in parts)
 
 
-def _checked(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
+def _read_part(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
     """The record of a finished part, checked to belong to this job and to be unchanged."""
     anew = f"write it again with --shard {part} --force"
     record = read_marker(folder)

@@ -43,7 +43,7 @@ _CALIBRATION = "calibration"  # marks a journal line among the lines of weight f
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Request:
     """Arguments of a call besides the options.
 
     `command` is the command to name in reports, `names_source` whether they name the source, and `finishing` whether
@@ -96,8 +96,8 @@ def convert(
     `model` is a directory, a URL, an alias, a hub id or ``demo``. With `names_source` the local reports contain the
     source's path. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
     """
-    asked = _Asked(progress=progress or Silent(), command=command, names_source=names_source)
-    return _published(model, output, options, asked)
+    asked = _Request(progress=progress or Silent(), command=command, names_source=names_source)
+    return _publish(model, output, options, asked)
 
 
 def finish(
@@ -113,10 +113,10 @@ def finish(
     Arguments and errors are those of `convert`. Every part is checked before anything is written; parts are deleted
     once the output is published, and are kept if a gate fails.
     """
-    return _published(model, output, options, _Asked(progress=progress or Silent(), command=command, finishing=True))
+    return _publish(model, output, options, _Request(progress=progress or Silent(), command=command, finishing=True))
 
 
-def _published(model: Openable, output: Path | str, options: ConvertOptions, asked: _Asked) -> ConvertResult:
+def _publish(model: Openable, output: Path | str, options: ConvertOptions, asked: _Request) -> ConvertResult:
     if asked.finishing:
         check_shareable(options)
         output = folder_for_parts(output)
@@ -132,7 +132,7 @@ def _published(model: Openable, output: Path | str, options: ConvertOptions, ask
         if result is not None:
             asked.progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:
-            result = _staged(job, asked)
+            result = _write_and_publish(job, asked)
         if asked.finishing:
             remove_parts(job.output)
         return result
@@ -148,7 +148,7 @@ def _check_place(output: Path | str, options: ConvertOptions) -> None:
         check_free(Path(output), resume=options.resume, force=options.force)
 
 
-def _staged(job: Job, asked: _Asked) -> ConvertResult:
+def _write_and_publish(job: Job, asked: _Request) -> ConvertResult:
     """Write, verify and publish. When parts are combined, none of their files is written again."""
     _check_can_run(job)
     if job.plan.options.calibrate is not None:
@@ -163,7 +163,7 @@ def _staged(job: Job, asked: _Asked) -> ConvertResult:
         calibration = _calibration(job, staging, asked.progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        with _rounded(job, staging, asked.progress) as job:
+        with _with_error_feedback(job, staging, asked.progress) as job:
             result = _carry_out(job, staging, asked, calibration)
         job.watch.check()
         if not result.verify.passed:
@@ -197,14 +197,14 @@ def _working_folder(job: Job) -> Staging:
 
 
 @contextlib.contextmanager
-def _rounded(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
+def _with_error_feedback(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
     """The job itself when rounding to nearest, else with codes from error feedback, whose files are then deleted."""
     if job.plan.options.rounding == NEAREST:
         yield job
         return
-    from lpconv.convert.feedback import remove_rounded, rounded  # imports torch (seconds)
+    from lpconv.convert.feedback import remove_rounded, round_weights  # imports torch (seconds)
 
-    with rounded(job, staging, progress) as chosen:
+    with round_weights(job, staging, progress) as chosen:
         yield chosen
     remove_rounded(staging)
 
@@ -224,7 +224,7 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
     return found
 
 
-def _carry_out(job: Job, staging: Staging, asked: _Asked, calibration: CalibrationRecord | None) -> ConvertResult:
+def _carry_out(job: Job, staging: Staging, asked: _Request, calibration: CalibrationRecord | None) -> ConvertResult:
     from lpconv.report.cards import model_card
     from lpconv.report.convert import convert_document
     from lpconv.report.html import html

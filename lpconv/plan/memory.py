@@ -143,7 +143,7 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 
 def _rounding(plan: Plan) -> int:
-    """Memory of `--rounding gptq`: states of the text and of the windows that run together, second moments, and copies of the largest weight."""
+    """Memory of `--rounding gptq`: states of the text and of one pass, moments, copies of the largest weight."""
     narrow = [t for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
     weights = [t.info for t in narrow if len(t.info.shape) == 2]
     cols = [i.shape[1] for i in weights] or [0]

@@ -83,8 +83,8 @@ def _inputs_sentence(result: ConvertResult) -> str:
     if not has_input_scales(result):
         return ""
     return (
-        f"Input scales are stored in the file, calibrated on {_text_words(result)}. Comparisons here do not quantise inputs, "
-        "which costs extra accuracy."
+        f"Input scales are stored in the file, calibrated on {_text_words(result)}. Comparisons here do not quantise "
+        "inputs, which costs extra accuracy."
     )
 
 

@@ -110,24 +110,24 @@ def _decode(kind: Any, data: Any) -> Any:
             raise ValueError(f"{data!r:.80} is not one of {', '.join(choices)}")
         return _decode(args[0], data)
     if origin is tuple:
-        return tuple(_decode(args[0], v) for v in _checked(list, data))
+        return tuple(_decode(args[0], v) for v in _check_type(list, data))
     if dataclasses.is_dataclass(kind):
         return _decode_record(typing.cast(type, kind), data)
     if kind is float:
         return float(data)
     if origin is dict:
-        return {name: _decode(args[1], value) for name, value in _checked(dict, data).items()}
-    return _checked(kind, data)
+        return {name: _decode(args[1], value) for name, value in _check_type(dict, data).items()}
+    return _check_type(kind, data)
 
 
-def _checked(kind: Any, data: Any) -> Any:
+def _check_type(kind: Any, data: Any) -> Any:
     if kind is not Any and type(data) is not kind:  # not isinstance, because True is not a number here
         raise TypeError(f"{data!r:.80} is not a {kind.__name__}")
     return data
 
 
 def _decode_record(cls: type, data: dict[str, Any]) -> Any:
-    version = _checked(dict, data).get("schema_version", SCHEMA_VERSION)
+    version = _check_type(dict, data).get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise ValueError(f"it has schema_version {version}, but this lpconv reads {SCHEMA_VERSION}")
     return cls(**{n: _decode(kind, data[n]) for n, kind in _kinds(cls) if n in data})

@@ -46,7 +46,7 @@ class GradientAverage:
         self._silent = set[int]()
         self._reset()
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._there)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     @property
     def num_begun(self) -> int:
@@ -77,11 +77,11 @@ class GradientAverage:
     def _reset(self) -> None:
         self._begun = 0
         self._found, self._sent = set[int](), set[int]()
-        self._agreeing: _UnderWay | None = None
-        self._adding = deque[_UnderWay]()
+        self._agreeing: _PendingSum | None = None
+        self._adding = deque[_PendingSum]()
 
     @torch.no_grad()
-    def _there(self, parameter: Any) -> None:
+    def _on_gradient(self, parameter: Any) -> None:
         """Hook: the gradient of a parameter is complete."""
         if not self._is_running:
             return
@@ -95,7 +95,7 @@ class GradientAverage:
 
     def _send(self, bucket: Sequence[Any]) -> None:
         """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
-        found = _UnderWay(bucket)
+        found = _PendingSum(bucket)
         self._sent.update(id(p) for p in found.holders)
         if self._agreeing is not None:
             self._agreeing.add_up()
@@ -105,7 +105,7 @@ class GradientAverage:
             self._adding.popleft().write_back()
 
 
-class _UnderWay:
+class _PendingSum:
     """Gradients of some parameters that are being averaged."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:

@@ -18,21 +18,21 @@ def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> di
 
     `num_targets` is the number of classes or tokens.
     """
-    counts = np.bincount(_joined(train), minlength=num_targets)
+    counts = np.bincount(_concatenate(train), minlength=num_targets)
     labels = [held_out[i]["labels"] for i in range(len(held_out))]
     # A causal model predicts the next token, so the first token is not a target.
-    targets = _joined(x[1:] if held_out.causal else x for x in labels)
+    targets = _concatenate(x[1:] if held_out.causal else x for x in labels)
     targets = targets[targets != IGNORED]
-    found = {"eval_loss": float(-np.log(_shares(counts))[targets].mean())}
+    found = {"eval_loss": float(-np.log(_probabilities(counts))[targets].mean())}
     is_class = isinstance(labels[0], int)
     return found | ({"eval_accuracy": float((targets == counts.argmax()).mean())} if is_class else {})
 
 
-def _joined(parts: Iterable[Any]) -> NDArray[np.int64]:
+def _concatenate(parts: Iterable[Any]) -> NDArray[np.int64]:
     return np.concatenate([np.atleast_1d(np.asarray(x, dtype=np.int64)) for x in parts])
 
 
-def _shares(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+def _probabilities(counts: NDArray[np.int64]) -> NDArray[np.float64]:
     """The probability of each target; none is zero."""
     total = counts.sum()
     unseen = max(int((counts == 1).sum()), 1) / (total + 1)

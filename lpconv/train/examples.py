@@ -166,13 +166,13 @@ def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
     ids = [x["input_ids"] for x in examples]
     labels = [x["labels"] for x in examples]
     length = _padded_length(ids)
-    batch = {"input_ids": _stacked(ids, length, pad_id)}
+    batch = {"input_ids": _stack(ids, length, pad_id)}
     if any(len(x) != length for x in ids):
-        batch["attention_mask"] = _stacked([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
+        batch["attention_mask"] = _stack([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
     if isinstance(labels[0], int):
         batch["labels"] = torch.tensor(labels)
     else:
-        batch["labels"] = _stacked(labels, _padded_length(labels), IGNORED)
+        batch["labels"] = _stack(labels, _padded_length(labels), IGNORED)
     return batch
 
 
@@ -181,7 +181,7 @@ def _padded_length(sequences: Sequence[Any]) -> int:
     return lengths.pop() if len(lengths) == 1 else -(-max(lengths) // 8) * 8
 
 
-def _stacked(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
+def _stack(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
     out = torch.full((len(sequences), length), padding, dtype=torch.long)
     for row, x in zip(out, sequences, strict=True):
         row[: len(x)] = torch.as_tensor(np.asarray(x), dtype=torch.long)

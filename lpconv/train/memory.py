@@ -65,7 +65,8 @@ def check_room(needed: dict[str, int], limit: int | None) -> None:
     total, available = sum(needed.values()), available_bytes(limit)
     if total > available:
         raise ResourceError(
-            f"a step needs about {size_text(total)} of memory ({_listed(needed)}); {size_text(available)} is available",
+            f"a step needs about {size_text(total)} of memory ({_by_part(needed)}); "
+            f"{size_text(available)} is available",
             hint=_HINT,
             details={"estimate": needed, "available": available},
         )
@@ -85,11 +86,11 @@ def explain_oom(needed: dict[str, int]) -> Iterator[None]:
 def _ran_out(error: BaseException, needed: dict[str, int]) -> ResourceError:
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ResourceError(
-        f"out of memory: {first:.120} (estimated: {_listed(needed)})", hint=_HINT, details={"estimate": needed}
+        f"out of memory: {first:.120} (estimated: {_by_part(needed)})", hint=_HINT, details={"estimate": needed}
     )
 
 
-def _listed(needed: dict[str, int]) -> str:
+def _by_part(needed: dict[str, int]) -> str:
     return ", ".join(f"{part} {size_text(size)}" for part, size in needed.items())
 
 

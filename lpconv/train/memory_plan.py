@@ -143,7 +143,7 @@ def _sizes(empty: Any) -> _ModelSizes:
 def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, passes: Passes) -> RecipeMemory:
     """The parts of a step's peak memory for an arithmetic on rank 0, which has most rows, in bytes."""
     if num_ranks == 1:
-        return _alone(empty, arithmetic, passes)
+        return _single_process_memory(empty, arithmetic, passes)
     weight, crossing = _weight_bytes(arithmetic), _crossing_bytes(arithmetic)
     rows = _own_elements(empty.parameters(), num_ranks)
     kept = {"weights": weight * rows, "optimizer": _state_bytes(arithmetic) * rows}
@@ -179,10 +179,10 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
     }
     end = _PARTS | {"gradients": rows_of_blocks + (crossing + _REDUCED) * rest + _REDUCED * math.ceil(rest / num_ranks)}
     moments = (loss, inside | last, inside | next_to_last, inside | first, summed, tables, end)
-    return RecipeMemory(recipe=arithmetic.name, num_ranks=num_ranks, parts=kept | _most(moments))
+    return RecipeMemory(recipe=arithmetic.name, num_ranks=num_ranks, parts=kept | _peak_moment(moments))
 
 
-def _alone(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMemory:
+def _single_process_memory(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMemory:
     """The parts of the peak for a process that trains alone."""
     count = sum(p.numel() for p in empty.parameters())
     weight = _crossing_bytes(arithmetic)
@@ -196,10 +196,10 @@ def _alone(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMe
     )
     state = TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter - 2 * weight
     kept = {"weights": weight * count, "optimizer": state * count}
-    return RecipeMemory(recipe=arithmetic.name, num_ranks=1, parts=kept | _most(moments))
+    return RecipeMemory(recipe=arithmetic.name, num_ranks=1, parts=kept | _peak_moment(moments))
 
 
-def _most(moments: Iterable[dict[str, int]]) -> dict[str, int]:
+def _peak_moment(moments: Iterable[dict[str, int]]) -> dict[str, int]:
     return max(moments, key=lambda parts: sum(parts.values()))
 
 

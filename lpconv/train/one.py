@@ -59,7 +59,7 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
         checkpoint = _start_of(work.folder)
         done = step_of(checkpoint) if checkpoint else 0
         arguments = _arguments(job.options, work, is_resumed=checkpoint is not None)
-        opened, prepared, needed = _prepared(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
+        opened, prepared, needed = _prepare(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         watch = _watch(job, work, prepared.model)
         loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
@@ -80,7 +80,7 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
     return Finished(record=record, prepared=prepared, optimizer=optimizer, opened=opened)
 
 
-def _prepared(
+def _prepare(
     job: TrainingJob, work: TrainingRun, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """(opened model, setup for training on a device, estimated memory of a step by part)."""

@@ -44,7 +44,7 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
     )
 
 
-def gaps(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
+def gap_records(runs: Sequence[RunRecord]) -> tuple[GapRecord, ...]:
     """One record per held-out metric, from the last evaluation of every run with a twin of the same seed."""
     twins = {r.seed: r for r in runs if r.role == "twin"}
     pairs = [(r, twins[r.seed]) for r in runs if r.role == "run" and r.seed in twins]
@@ -98,7 +98,7 @@ def held_out_records(
     found = []
     for role in dict.fromkeys(r.role for r in runs):
         evaluated = [r.held_out for r in runs if r.role == role]
-        if not all(len(e) == 2 for e in evaluated) or not _alike(x for e in evaluated for x in e):
+        if not all(len(e) == 2 for e in evaluated) or not _have_equal_sizes(x for e in evaluated for x in e):
             continue
         sizes = evaluated[0][1].sizes
         for metric, figures in _FIGURES.items():
@@ -127,13 +127,13 @@ def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> floa
         return None
     figures = _FIGURES[metric]
     ends = [(run.held_out[-1], twin.held_out[-1]) for run, twin in pairs]
-    if not _alike(end for both in ends for end in both):
+    if not _have_equal_sizes(end for both in ends for end in both):
         return None
     gaps = [tuple(a - b for a, b in zip(figures(run), figures(twin), strict=True)) for run, twin in ends]
     return batch_error(_over_seeds(gaps), ends[0][0].sizes)
 
 
-def _alike(evaluations: Iterable[EvaluationRecord]) -> bool:
+def _have_equal_sizes(evaluations: Iterable[EvaluationRecord]) -> bool:
     """Whether all evaluations have batches of the same sizes."""
     return len({e.sizes for e in evaluations}) == 1
 

@@ -112,7 +112,7 @@ class TrainingSetup:
         elif isinstance(optimizer, LowPrecisionAdamW):
             kept = fp32_values(optimizer, self.model)
         else:
-            kept = {name: _kept(x, optimizer) for name, x in state.items()}
+            kept = {name: _full_precision(x, optimizer) for name, x in state.items()}
         values = {id(x): x.detach() for x in state.values()} | {id(state[n]): x.detach() for n, x in kept.items()}
         return {name: values[id(x)] for name, x in state.items()}
 
@@ -232,7 +232,7 @@ def _loss_scale(arithmetic: Arithmetic) -> LossScale:
     return make_loss_scale("constant", scale=float(arithmetic.loss_scale))
 
 
-def _kept(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+def _full_precision(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """A parameter or buffer in full precision: for a scaled one, the optimizer's copy if there is one."""
     own = local(x)
     if not isinstance(own, ScaledTensor):

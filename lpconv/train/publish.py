@@ -66,7 +66,7 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
     start = job.checkpoint
     model.config.use_cache = start.config.get("use_cache", True)  # training turns it off
     with quiet_transformers():
-        model.save_pretrained(trained, state_dict=_rounded(values) if is_bf16 else values)
+        model.save_pretrained(trained, state_dict=_round_to_bf16(values) if is_bf16 else values)
         # save_pretrained stored the dtype of training, not that of `values`.
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
@@ -80,7 +80,7 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
     shutil.rmtree(trained)
 
 
-def _rounded(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _round_to_bf16(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values in bf16; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for x in values.values():

@@ -216,7 +216,7 @@ def arithmetic(
     find("optimizer", found.optimizer, TRAINING_OPTIMIZERS)
     if recipe is None and loss_scale is None and not found.is_scaled and found.precision in ("fp16", "fp8"):
         found = dataclasses.replace(found, loss_scale="dynamic")
-    found = _rounded(found, rounding)
+    found = _with_rounding(found, rounding)
     _check_loss_scale(found)
     _check_optimizer(found)
     if operand_scale is not None and not found.is_scaled_fp8:
@@ -239,7 +239,7 @@ def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
     return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
 
 
-def _rounded(found: Arithmetic, rounding: str | None) -> Arithmetic:
+def _with_rounding(found: Arithmetic, rounding: str | None) -> Arithmetic:
     """Apply `--rounding`: how bf16 weights without a wider copy are written back, or how plain fp8 casts operands."""
     if rounding is None:
         return found

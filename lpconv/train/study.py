@@ -39,7 +39,7 @@ from lpconv.train.folder import (
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, training_job
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.outcome import gaps, held_out_records
+from lpconv.train.outcome import gap_records, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import in_place, publish_model
 from lpconv.train.recipes import Arithmetic
@@ -78,7 +78,7 @@ def study(
             task=job.task.name,
             facts=_facts(job) | critical_facts(job.options.critical, chosen),
             runs=runs,
-            gaps=gaps(runs),
+            gaps=gap_records(runs),
             seconds=time.perf_counter() - started,
             spent=clock.seconds,
             saved_as=" ".join(options.saved_form),
@@ -114,7 +114,7 @@ def _train_all(
     notes: tuple[str, ...] = ()
     for seed in range(options.seed, options.seed + options.seeds):
         done: list[RunRecord] = []  # finished runs of this seed
-        for work in _works(job, output, seed, done):
+        for work in _runs_of_seed(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
                 finished = train_one(job, work, told)
@@ -136,7 +136,7 @@ def _train_all(
     return tuple(records), notes
 
 
-def _works(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
+def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
     """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
     options, arithmetic = job.options, job.options.arithmetic
     every = options.every("track")

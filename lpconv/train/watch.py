@@ -150,7 +150,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     if broken is not None:
         return broken, "weights"
     handles = [
-        module.register_forward_hook(_checked(name or type(model).__name__, found))
+        module.register_forward_hook(_output_hook(name or type(model).__name__, found))
         for name, module in model.named_modules()
     ]
     try:
@@ -165,7 +165,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     return found[0] if found else None
 
 
-def _checked(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
+def _output_hook(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
     """A hook that notes the first non-finite output, and watches its gradient."""
 
     def see_gradient(grad: Tensor) -> None:

@@ -14,7 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
-from lpconv.advise.choice import judged
+from lpconv.advise.choice import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
@@ -90,7 +90,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judged(
+        return judge_row(
             replace(row, status="measured", gap=gap(0.0, 5e-5) if row.name == "unit fp16" else gap(0.002, 0.001)),
             trial.budget,
         )
@@ -109,7 +109,7 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judged(replace(row, status="measured", gap=gap(0.009, 0.0005)), trial.budget)
+        return judge_row(replace(row, status="measured", gap=gap(0.009, 0.0005)), trial.budget)
 
     monkeypatch.setattr(infer, "measure", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
@@ -121,7 +121,7 @@ def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeyp
     widths = {"unit e4m3fn": 0.0005, "multipoint int4, 4.5 bits": 0.0005}  # others may or may not keep 0.01
 
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
-        return judged(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
+        return judge_row(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
 
     monkeypatch.setattr(infer, "measure", measured)
     monkeypatch.setattr(infer, "_DOUBT", 100.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from advice_examples import a_row, gap
 
-from lpconv.advise.choice import best, estimate_mean, judged, rank_rows
+from lpconv.advise.choice import best, estimate_mean, judge_row, rank_rows
 from lpconv.advise.infer import least_gap, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
@@ -74,7 +74,7 @@ def test_a_longer_training_widens_by_drift_and_by_updates_that_were_lost() -> No
 def test_the_smallest_within_the_budget_is_best() -> None:
     small, large = a_row("small", size_bytes=10, gap=gap(0.02, 0.01)), a_row("large", size_bytes=30, gap=gap(0, 0.001))
     middle = a_row("middle", size_bytes=20, gap=gap(0.005, 0.004))
-    rows = rank_rows(judged(r, Budget(quality=0.01)) for r in (large, small, middle))
+    rows = rank_rows(judge_row(r, Budget(quality=0.01)) for r in (large, small, middle))
     assert [r.name for r in rows] == ["middle", "large", "small"]
     chosen = best(rows, "infer")
     assert chosen is not None
@@ -83,8 +83,8 @@ def test_the_smallest_within_the_budget_is_best() -> None:
 
 
 def test_what_does_not_fit_the_memory_is_not_advised() -> None:
-    assert judged(a_row(memory_bytes=100), Budget(memory_bytes=99)).meets is False
-    assert judged(a_row(memory_bytes=100), Budget()).meets is True
+    assert judge_row(a_row(memory_bytes=100), Budget(memory_bytes=99)).meets is False
+    assert judge_row(a_row(memory_bytes=100), Budget()).meets is True
 
 
 def test_gates_are_the_figures_with_room_for_another_machine() -> None:

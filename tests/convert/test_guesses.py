@@ -28,13 +28,13 @@ def run(source: Path, output: Path, **options: Any) -> ConvertResult:
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What was guessed, each time that a shard was begun."""
     begun: list[list[str]] = []
-    write = Engine._written
+    write = Engine._try_shard
 
     def counted(self: Engine, shard: Any, create: Any, measured: dict[str, Measured]) -> Any:
         begun.append([n for n, m in measured.items() if m.is_guess])
         return write(self, shard, create, measured)
 
-    monkeypatch.setattr(Engine, "_written", counted)
+    monkeypatch.setattr(Engine, "_try_shard", counted)
     return begun
 
 

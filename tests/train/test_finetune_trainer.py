@@ -16,7 +16,7 @@ from lpconv.scaled import AdamW
 from lpconv.train.folder import Metrics, median_step_time
 from lpconv.train.memory import check_room, explain_oom
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.outcome import gaps
+from lpconv.train.outcome import gap_records
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.trainer import seed_step
@@ -117,13 +117,13 @@ def test_an_interval_needs_seeds_and_pairs_them() -> None:
 
     pairs = [(1.1, 1.0), (3.1, 3.0), (2.1, 2.0)]
     runs = [run(role, s, x) for s, pair in enumerate(pairs) for role, x in zip(("run", "twin"), pair, strict=True)]
-    (gap,) = gaps(runs)
+    (gap,) = gap_records(runs)
     assert gap.gap == pytest.approx(0.1)
     assert gap.noise == pytest.approx(1.0)
     assert gap.exceeds_noise  # the seeds differ by 1, the pairs always by 0.1
-    (alone,) = gaps(runs[:2])
+    (alone,) = gap_records(runs[:2])
     assert alone.exceeds_noise is None
-    assert gaps(runs[:1]) == ()
+    assert gap_records(runs[:1]) == ()
 
 
 def test_running_out_of_memory_names_the_estimate() -> None:
