@@ -82,12 +82,12 @@ def _choose(parts: Sequence[LayerPart], sizes: dict[str, int], base: Base) -> li
     def extra(part: LayerPart) -> float:
         return sizes[part.tensor] * (base.raised_bits / part.bits - 1)
 
-    left, found = base.spare_bytes, []
+    left, chosen = base.spare_bytes, []
     for part in sorted(parts, key=lambda p: -p.divergence / max(extra(p), 1.0)):
         if 0 < extra(part) <= left:
-            found.append(part)
+            chosen.append(part)
             left -= extra(part)
-    return found
+    return chosen
 
 
 def parts_of(
@@ -102,28 +102,28 @@ def parts_of(
     windows = subject.windows[:_WINDOWS]
     with torch.inference_mode():
         wanted = [outputs_of(subject.model, w) for w in windows]
-    found: list[LayerPart] = []
+    parts: list[LayerPart] = []
     progress.start("layer by layer", len(changed), unit="steps")
     for name in changed:
         if deadline.left_s <= 0:
             break
         record = _record_of(name, records)
         if record is not None:
-            found.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
+            parts.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
         progress.advance(1)
-    return tuple(sorted(found, key=lambda p: -p.divergence))
+    return tuple(sorted(parts, key=lambda p: -p.divergence))
 
 
 def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], wanted: Sequence[Tensor]) -> float:
     """Divergence of the outputs when one parameter has the other model's values."""
-    kept, own.data = own.data, other.data
+    own_values, own.data = own.data, other.data
     try:
         with torch.inference_mode():
             checks = [
                 compare_outputs(a, outputs_of(subject.model, w), "", "") for a, w in zip(wanted, windows, strict=True)
             ]
     finally:
-        own.data = kept
+        own.data = own_values
     values = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
     return max(0.0, sum(v or 0.0 for v in values) / len(values))
 

@@ -23,14 +23,14 @@ def convert_options(settings: Settings, **further: Any) -> ConvertOptions:
 
 def conversions() -> dict[str, Settings]:
     """The conversions to try, by name: one per method, format, granularity and residual that stores different bytes."""
-    found: dict[tuple[Any, ...], Settings] = {}
+    candidates: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
         for settings in _settings(method):
             kind = FORMS[method.forms[LPCONV]]
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
-            found.setdefault(same_bytes, settings)
-    named = {describe_conversion(settings): settings for settings in found.values()}
-    assert len(named) == len(found)
+            candidates.setdefault(same_bytes, settings)
+    named = {describe_conversion(settings): settings for settings in candidates.values()}
+    assert len(named) == len(candidates)
     return named
 
 

@@ -92,12 +92,12 @@ def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
 
 def _screen(trial: Trial) -> list[AdviceRow]:
     """Every conversion with its size and sampled noise, smallest first, with dominated ones pruned."""
-    candidates, found = conversions(), []
+    candidates, rows = conversions(), []
     trial.progress.start("sampling weights", len(candidates), unit="steps")
     for name, settings in candidates.items():
-        found.append(_sample_row(trial, name, settings))
+        rows.append(_sample_row(trial, name, settings))
         trial.progress.advance(1)
-    return sorted(prune_rows(found), key=lambda row: row.size_bytes or math.inf)
+    return sorted(prune_rows(rows), key=lambda row: row.size_bytes or math.inf)
 
 
 def _sample_row(trial: Trial, name: str, settings: Settings) -> AdviceRow:
@@ -137,10 +137,10 @@ def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> Ga
         first, count = len(gaps), min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
         gaps += subject.gaps(subject.own_figures(count)[first:], subject.figures(model, subject.windows[first:count]))
         is_last = count == len(subject.windows)
-        found = estimate_mean(gaps, _LAST if is_last else _EARLY)
-        is_known = found.high <= quality or found.low > quality or not math.isfinite(found.value)
+        gap = estimate_mean(gaps, _LAST if is_last else _EARLY)
+        is_known = gap.high <= quality or gap.low > quality or not math.isfinite(gap.value)
         if is_last or is_known or deadline.left_s <= 0:
-            return found
+            return gap
 
 
 def _figures(subject: Subject, model: Any) -> dict[str, float]:
@@ -166,13 +166,13 @@ def least_gap(row: AdviceRow, measured: AdviceRow, metric: str) -> float:
 
 def prune_rows(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
     """The rows, with those pruned that another one beats in size and noise, or equals and precedes."""
-    found: list[AdviceRow] = []
+    pruned: list[AdviceRow] = []
     for row in rows:
         better = next((r.name for r in rows if _no_worse(r, row) and not _no_worse(row, r)), None)
-        alike = next((r.name for r in found if r.status != "pruned" and _no_worse(r, row)), None)
+        alike = next((r.name for r in pruned if r.status != "pruned" and _no_worse(r, row)), None)
         why = f"beaten by {better}" if better else f"no better than {alike}" if alike else ""
-        found.append(replace(row, status="pruned", why=f"{why} in size and weights") if why else row)
-    return found
+        pruned.append(replace(row, status="pruned", why=f"{why} in size and weights") if why else row)
+    return pruned
 
 
 def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:

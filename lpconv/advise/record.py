@@ -81,10 +81,10 @@ def gates_of(row: AdviceRow) -> list[str]:
     """Gates that hold for the measured row."""
     if row.purpose == "train":
         return [] if row.gap is None else [f"loss_gap_own<={_rounded_up(row.gap.high)}"]
-    found = [f"{metric}<={_rounded_up(max(value, 1e-9) * _MARGIN)}" for metric, value in row.figures.items()]
+    gates = [f"{metric}<={_rounded_up(max(value, 1e-9) * _MARGIN)}" for metric, value in row.figures.items()]
     if row.sqnr_db is not None and math.isfinite(row.sqnr_db):
-        found.insert(0, f"sqnr>={row.sqnr_db - _SQNR_DB:.1f}")
-    return found
+        gates.insert(0, f"sqnr>={row.sqnr_db - _SQNR_DB:.1f}")
+    return gates
 
 
 def _rounded_up(value: float) -> str:

@@ -70,7 +70,7 @@ def study(
 
 
 def _initial_result(
-    subject: Subject, output: Path, options: AdviseOptions, command: str | None, found: tuple[str, ...]
+    subject: Subject, output: Path, options: AdviseOptions, command: str | None, findings: tuple[str, ...]
 ) -> AdviceResult:
     """The result before any measurement."""
     prepared, checkpoint = subject.prepared, subject.prepared.checkpoint
@@ -84,7 +84,7 @@ def _initial_result(
         metric=subject.metric,
         source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
         rows=(),
-        findings=found,
+        findings=findings,
         warnings=tuple(prepared.batches.tokens.doubts),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
@@ -96,10 +96,10 @@ def _probe_findings(subject: Subject, options: AdviseOptions, progress: Progress
     """Findings of one forward and backward step: gradients matter for training, the other tensors for formats."""
     progress.start("one step forward and backward", 0)
     with quiet_transformers(), eagerly():
-        found = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
+        result = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
     if "train" not in options.purposes:
-        found = replace(found, tensors=tuple(t for t in found.tensors if t.role not in GRADIENT_ROLES))
-    return findings_of(findings(found), loss_scales(found).values())
+        result = replace(result, tensors=tuple(t for t in result.tensors if t.role not in GRADIENT_ROLES))
+    return findings_of(findings(result), loss_scales(result).values())
 
 
 def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Deadline) -> Iterator[AdviceResult]:

@@ -201,22 +201,22 @@ def _losses(run: RunRecord) -> tuple[float, ...]:
     return next(s.values for s in run.evaluations if s.name == _METRIC)
 
 
-def outlook(found: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
+def outlook(ends: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:
     """Forecast of a recipe's gap after `horizon` steps, from runs of `steps`; with one run the interval is infinite."""
-    known = estimate_mean([e.last for e in found])
+    known = estimate_mean([e.last for e in ends])
     seeds = (known.high - known.value) * math.sqrt(known.count + 1)  # half width for one new run instead of the mean
-    drift, behind = _later_change(found, math.log2(horizon / steps))
+    drift, behind = _later_change(ends, math.log2(horizon / steps))
     return replace(known, low=known.value - seeds - drift, high=known.value + seeds + drift + behind)
 
 
-def least_high(found: Sequence[Ends], *, steps: int, horizon: int) -> float:
+def least_high(ends: Sequence[Ends], *, steps: int, horizon: int) -> float:
     """Upper end of a recipe's gap after `horizon` steps if all seeds agreed."""
-    drift, behind = _later_change(found, math.log2(horizon / steps))
-    return statistics.fmean(e.last for e in found) + drift + behind
+    drift, behind = _later_change(ends, math.log2(horizon / steps))
+    return statistics.fmean(e.last for e in ends) + drift + behind
 
 
-def _later_change(found: Sequence[Ends], doublings: float) -> tuple[float, float]:
+def _later_change(ends: Sequence[Ends], doublings: float) -> tuple[float, float]:
     """(change of the gap in either direction, its possible growth) over the remaining steps."""
-    drift = abs(statistics.fmean(e.last - e.half for e in found)) * doublings
-    lost = 1 - statistics.fmean(e.kept for e in found)
-    return drift, lost * max(0.0, statistics.fmean(e.learnt for e in found)) * doublings
+    drift = abs(statistics.fmean(e.last - e.half for e in ends)) * doublings
+    lost = 1 - statistics.fmean(e.kept for e in ends)
+    return drift, lost * max(0.0, statistics.fmean(e.learnt for e in ends)) * doublings

@@ -120,10 +120,10 @@ class Engine:
 
         def over(job: Callable[[Tensor, int, Workspace], T], /) -> Iterator[T]:
             is_first = next(readings) == 0
-            for block, found in self._workers.apply(t, job):
+            for block, result in self._workers.apply(t, job):
                 if is_first:
                     self._progress.advance(block.source_bytes)
-                yield found
+                yield result
 
         return over
 
@@ -150,11 +150,11 @@ class Engine:
         sums = {t.name: _Sums(stats=measured[t.name].stats if t.name in measured else None) for t in tensors}
         encode = functools.partial(self._encode_block, files=files, measured=measured)
         with closing(self._workers.in_order(tensor_blocks(tensors), encode)) as results:
-            for block, (work, seen, encoded) in results:
+            for block, (work, statistics, encoded) in results:
                 for file, data in zip(files, encoded.data, strict=False):
                     file.part.digest(_bytes(data))
                 self._workers.give(work)
-                sums[block.tensor.name].add(seen, encoded)
+                sums[block.tensor.name].add(statistics, encoded)
                 self._progress.advance(block.source_bytes)
         return [self._record(t, sums[t.name], measured) for t in tensors]
 
@@ -164,16 +164,16 @@ class Engine:
         """Read, encode and write a block. The workspace holds the encoded data, and the hashing thread returns it."""
         work, form = self._workers.take(), block.tensor.form
         try:
-            found, seen = measured.get(form.name, Measured()), None
+            assumed, statistics = measured.get(form.name, Measured()), None
             x = self._workers.read(block, work)
-            if found.is_guess:
-                seen, encoded = form.look_and_encode(x, block.start, found, work)
+            if assumed.is_guess:
+                statistics, encoded = form.look_and_encode(x, block.start, assumed, work)
             else:
-                encoded = form.encode(x, block.start, found, work)
-            first, _ = form.place(block.start, block.stop, found.side)
+                encoded = form.encode(x, block.start, assumed, work)
+            first, _ = form.place(block.start, block.stop, assumed.side)
             for file, part, data in zip(files, form.data, encoded.data, strict=False):  # pairs also have a residual
                 file.write(part.name, first, data)
-            return work, seen, encoded
+            return work, statistics, encoded
         except BaseException:
             self._workers.give(work)
             raise
@@ -183,8 +183,8 @@ class Engine:
         if sums.looked:
             measured[t.name] = self._workers.conclude(t, sums.looked)
             sums.stats = measured[t.name].stats
-        found = measured.get(t.name, Measured())
-        return tensor_record(t, t.form.scale(found.side), sums.stats, sums.error, found)
+        statistics = measured.get(t.name, Measured())
+        return tensor_record(t, t.form.scale(statistics.side), sums.stats, sums.error, statistics)
 
 
 @dataclass(kw_only=True)
@@ -195,24 +195,24 @@ class _Sums:
     error: BlockError | None = None
     looked: list[Looked] = field(default_factory=list)
 
-    def add(self, seen: Looked | None, encoded: Encoded) -> None:
+    def add(self, statistics: Looked | None, encoded: Encoded) -> None:
         """Add one block."""
         if encoded.error is not None:
             self.error = (self.error or BlockError()) + encoded.error
         if encoded.stats is not None:
             self.stats = (self.stats or BlockStats()) + encoded.stats
-        if seen is not None:
-            self.looked.append(seen)
+        if statistics is not None:
+            self.looked.append(statistics)
 
 
-def _is_confirmed(assumed: Measured, found: Measured) -> bool:
+def _is_confirmed(assumed: Measured, measured: Measured) -> bool:
     """Whether the file written with a prediction equals the one written without."""
     if not assumed.is_guess:
         return True
     return (
-        found.stats.is_finite
-        and not found.is_other
-        and all(data is found.side[n] or torch.equal(data, found.side[n]) for n, data in assumed.side.items())
+        measured.stats.is_finite
+        and not measured.is_other
+        and all(data is measured.side[n] or torch.equal(data, measured.side[n]) for n, data in assumed.side.items())
     )
 
 

@@ -47,8 +47,8 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     config, tokens, length = calibration_windows(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
     progress.start("calibrating", tokens.windows.numel())
-    found = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress) if modules else {}
-    missed = [n for n in modules if n not in found]
+    largest = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress) if modules else {}
+    missed = [n for n in modules if n not in largest]
     if missed:
         raise UnsupportedError(
             f"the text never reaches {code_list(missed)}, so their input scales cannot be measured",
@@ -56,7 +56,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
         )
     path = text_at(str(job.plan.options.calibrate))
     return CalibrationRecord(
-        text=path.name, sha256=sha256_of(path), num_tokens=tokens.windows.numel(), seq_len=length, absmax=found
+        text=path.name, sha256=sha256_of(path), num_tokens=tokens.windows.numel(), seq_len=length, absmax=largest
     )
 
 
@@ -88,7 +88,7 @@ def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
 def _largest_inputs(
     checkpoint: Checkpoint, modules: Sequence[str], config: Any, windows_NL: Tensor, progress: Progress
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    magnitudes: dict[str, float] = {}
     with (
         model_errors("the model fails on the text", hint=_HINT),
         open_in_files(checkpoint) as (model, missing),
@@ -98,7 +98,7 @@ def _largest_inputs(
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
         watched = {name: model.get_submodule(name) for name in modules}
         for name, module in watched.items():
-            module.register_forward_pre_hook(partial(_note, found, name), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_note, magnitudes, name), with_kwargs=True)
         inner = set(model.base_model.modules())
         has_head = any(module not in inner for module in watched.values())
         num_outputs = vocabulary_size(config) if has_head else 0
@@ -106,10 +106,12 @@ def _largest_inputs(
         for ids_NL in torch.split(windows_NL, at_once):
             (model if has_head else model.base_model)(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
             progress.advance(ids_NL.numel())
-    return {name: found[name] for name in modules if name in found}
+    return {name: magnitudes[name] for name in modules if name in magnitudes}
 
 
-def _note(found: dict[str, float], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note(
+    magnitudes: dict[str, float], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     x = args[0] if args else kwargs["input"]
     if not x.numel():
         return
@@ -119,4 +121,4 @@ def _note(found: dict[str, float], name: str, module: nn.Module, args: tuple[Any
             f"inputs of `{name}` are NaN or infinite on this text, so they have no scale",
             hint="check with `lpconv inspect --stats` whether the weights are finite",
         )
-    found[name] = max(found.get(name, 0.0), largest)
+    magnitudes[name] = max(magnitudes.get(name, 0.0), largest)

@@ -78,8 +78,8 @@ def decode_checkpoint(
 
 def _dtype_of(config: dict[str, object]) -> str:
     """The format of the config's dtype; fp32 if it is none of `DTYPES`."""
-    found = config.get("dtype", config.get("torch_dtype"))
-    return next((n for n in DTYPES if FORMATS[n].torch == found), "fp32")
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return next((n for n in DTYPES if FORMATS[n].torch == dtype), "fp32")
 
 
 def _write_all(

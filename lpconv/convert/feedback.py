@@ -107,9 +107,9 @@ def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedT
 
 def _finished_layers(staging: Staging) -> list[_Layer]:
     """The leading layers that the journal lists without a gap."""
-    found = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
-    count = next((i for i in range(len(found)) if i not in found), len(found))
-    return [found[i] for i in range(count)]
+    layers = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
+    count = next((i for i in range(len(layers)) if i not in layers), len(layers))
+    return [layers[i] for i in range(count)]
 
 
 def _as_checkpoint(staging: Staging, layers: Sequence[_Layer]) -> Checkpoint:
@@ -244,8 +244,8 @@ class _Rounding:
                 f"`{names[0]}`: {e} on the text",
                 hint="check with `lpconv inspect --stats` whether the weights are finite",
             ) from e
-        found = ((name, self._round(self._planned[name], inverse, moment)) for name in names)
-        return {name: record for name, record in found if record is not None}
+        records = ((name, self._round(self._planned[name], inverse, moment)) for name in names)
+        return {name: record for name, record in records if record is not None}
 
     def _round(self, t: PlannedTensor, inverse: InverseFactor, moment: "_Moment") -> RoundingRecord | None:
         """Round one weight. Returns None if it has NaN or Inf; it is then rounded to nearest."""
@@ -255,13 +255,13 @@ class _Rounding:
         diagonal = moment.hessian_CC.diagonal()
         weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # matters where scales are searched
         with SingleThreadedTorch():
-            found = self._workers.measure(dataclasses.replace(t, form=weighted))
-        if not found.stats.is_finite:
+            measured = self._workers.measure(dataclasses.replace(t, form=weighted))
+        if not measured.stats.is_finite:
             return None
         weight_RC = read_tensor(self._job.source, t.name).float()
-        scales_RC = form.scale_of_each(found.side, 0, weight_RC.numel()).view(weight_RC.shape)
+        scales_RC = form.scale_of_each(measured.side, 0, weight_RC.numel()).view(weight_RC.shape)
         rounded_RC = round_with_feedback(weight_RC, inverse, scales_RC, element)
-        parts = self._stored(form, rounded_RC, found)
+        parts = self._stored(form, rounded_RC, measured)
         self._weights.rounded[t.name] = form, parts
         step = -(-len(weight_RC) // _SAMPLED)
         sample, nearest = weight_RC[::step], round_to_nearest(weight_RC[::step], scales_RC[::step], element)
@@ -273,16 +273,16 @@ class _Rounding:
             sha256=digest_of(parts),
         )
 
-    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, found: Measured) -> dict[str, Tensor]:
+    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, measured: Measured) -> dict[str, Tensor]:
         """The components to store, by name, for numbers on the form's grid."""
         values, data = rounded_RC.view(-1), []
         for start, stop in block_ranges(len(values), form.cols):
-            codes = form.encode(values[start:stop], start, found, self._work).data
-            assert torch.equal(form.decode(codes, start, stop, found.side), values[start:stop]), form.name
+            codes = form.encode(values[start:stop], start, measured, self._work).data
+            assert torch.equal(form.decode(codes, start, stop, measured.side), values[start:stop]), form.name
             data.append(codes[0].view(torch.uint8).clone())
         (component,) = form.data
         (example,) = codes
-        return {**found.side, component.name: torch.cat(data).view(example.dtype).view(component.shape)}
+        return {**measured.side, component.name: torch.cat(data).view(example.dtype).view(component.shape)}
 
 
 def _can_be_rounded(t: PlannedTensor) -> bool:

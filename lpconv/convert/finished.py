@@ -59,21 +59,21 @@ def _changed_facts(job: Job, record: dict[str, Any]) -> list[str]:
         "source": to_json(public_source(source_record(job))),
         "versions": versions(),
     }
-    found = [name for name, value in wanted.items() if record.get(name) != json.loads(json.dumps(value))]
+    changed = [name for name, value in wanted.items() if record.get(name) != json.loads(json.dumps(value))]
     text = job.plan.options.calibrate
     if text is not None and (record.get("calibration") or {}).get("sha256") != sha256_of(text_at(text)):
-        found.append("calibration text")
+        changed.append("calibration text")
     verify: dict[str, Any] = record.get("verify") or {}
     gates = [g.get("expression") for g in verify.get("gates") or ()]
     if gates != [g.expression for g in job.gates]:
-        found.append("gates")
+        changed.append("gates")
     asked, ran = job.plan.options.verify, verify.get("level")
     if ran not in _DEPTH or (asked != "auto" and _DEPTH.index(ran) < _DEPTH.index(asked)):
-        found.append("verification")
+        changed.append("verification")
     published = (job.output / MARKER).stat().st_mtime_ns
     if any(_time_ns(job.watch.directory / name) > published for name in job.watch.seen):
-        found.append("source files")
-    return found
+        changed.append("source files")
+    return changed
 
 
 def _time_ns(path: Path) -> int:

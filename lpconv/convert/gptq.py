@@ -92,8 +92,8 @@ def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, eleme
         errors_BR = torch.empty_like(weight_CR[first:last])
         with SingleThreadedTorch():  # waking other threads takes longer than rounding one column
             for c in range(first, last):
-                found = torch.mul(_codes(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
-                error = torch.sub(weight_CR[c], found, out=errors_BR[c - first]).div_(upper_CC[c, c])
+                rounded = torch.mul(_codes(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
+                error = torch.sub(weight_CR[c], rounded, out=errors_BR[c - first]).div_(upper_CC[c, c])
                 weight_CR[c + 1 : last].addr_(upper_CC[c, c + 1 : last], error, alpha=-1)
         weight_CR[last:].addmm_(upper_CC[first:last, last:].t(), errors_BR, alpha=-1)
     return out_CR

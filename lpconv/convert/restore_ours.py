@@ -98,15 +98,15 @@ def _write(
         part = PartFile(directory, name, len(header) + position, flusher)
         part.append(header)
         for record, info in zip(ordered, infos, strict=True):
-            found = BlockStats()
+            statistics = BlockStats()
             for start, stop in block_ranges(info.num_elements, reader.forms[record.name].cols):
                 value = reader.values(record.name, start, stop)
                 if record.action == "convert":
-                    found = found + block_stats(value, work)
+                    statistics = statistics + block_stats(value, work)
                     value = value.to(TORCH_DTYPES[record.source_dtype])
                 part.append(value.view(torch.uint8).numpy().data)
                 progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
-            if _is_exact(record) and not _has_figures(found, record):
+            if _is_exact(record) and not _has_figures(statistics, record):
                 raise InputError(
                     f"tensor `{record.name}` does not decode to the values recorded in {MARKER}",
                     hint="run `lpconv verify --level weights` for details",
@@ -114,9 +114,9 @@ def _write(
         return part.finish()
 
 
-def _has_figures(found: BlockStats, record: TensorRecord) -> bool:
+def _has_figures(statistics: BlockStats, record: TensorRecord) -> bool:
     rms = record.rms or 0.0
-    return found.absmax == record.absmax and math.isclose(found.rms, rms, rel_tol=1e-4)
+    return statistics.absmax == record.absmax and math.isclose(statistics.rms, rms, rel_tol=1e-4)
 
 
 def _origin(provenance: dict[str, Any], *, exact: bool) -> dict[str, Any]:

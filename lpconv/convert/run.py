@@ -96,8 +96,8 @@ def convert(
     `model` is a directory, a URL, an alias, a hub id or ``demo``. With `names_source` the local reports contain the
     source's path. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
     """
-    asked = _Request(progress=progress or Silent(), command=command, names_source=names_source)
-    return _publish(model, output, options, asked)
+    request = _Request(progress=progress or Silent(), command=command, names_source=names_source)
+    return _publish(model, output, options, request)
 
 
 def finish(
@@ -116,8 +116,8 @@ def finish(
     return _publish(model, output, options, _Request(progress=progress or Silent(), command=command, finishing=True))
 
 
-def _publish(model: Openable, output: Path | str, options: ConvertOptions, asked: _Request) -> ConvertResult:
-    if asked.finishing:
+def _publish(model: Openable, output: Path | str, options: ConvertOptions, request: _Request) -> ConvertResult:
+    if request.finishing:
         check_shareable(options)
         output = folder_for_parts(output)
     options = fill_options(options)
@@ -126,14 +126,14 @@ def _publish(model: Openable, output: Path | str, options: ConvertOptions, asked
     job = prepare(checkpoint, output, options)
     origin = job.checkpoint.origin
     if origin.revision is not None:
-        asked.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
+        request.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
     try:
-        result = finished_output(job, asked.progress) if options.resume else None
+        result = finished_output(job, request.progress) if options.resume else None
         if result is not None:
-            asked.progress.message(f"`{result.output}` is complete: there is nothing to resume")
+            request.progress.message(f"`{result.output}` is complete: there is nothing to resume")
         else:
-            result = _write_and_publish(job, asked)
-        if asked.finishing:
+            result = _write_and_publish(job, request)
+        if request.finishing:
             remove_parts(job.output)
         return result
     finally:
@@ -148,23 +148,23 @@ def _check_place(output: Path | str, options: ConvertOptions) -> None:
         check_free(Path(output), resume=options.resume, force=options.force)
 
 
-def _write_and_publish(job: Job, asked: _Request) -> ConvertResult:
+def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
     """Write, verify and publish. When parts are combined, none of their files is written again."""
     _check_can_run(job)
     if job.plan.options.calibrate is not None:
         from lpconv.convert.calibrate import check_calibration  # imports transformers (seconds)
 
         check_calibration(job)
-    parts = checked_parts(job, asked.progress) if asked.finishing else ()
-    if not asked.finishing and job.url is None:
+    parts = checked_parts(job, request.progress) if request.finishing else ()
+    if not request.finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))
     with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
-        calibration = _calibration(job, staging, asked.progress)
+        calibration = _calibration(job, staging, request.progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        with _with_error_feedback(job, staging, asked.progress) as job:
-            result = _carry_out(job, staging, asked, calibration)
+        with _with_error_feedback(job, staging, request.progress) as job:
+            result = _carry_out(job, staging, request, calibration)
         job.watch.check()
         if not result.verify.passed:
             kept = staging.set_aside()
@@ -219,12 +219,12 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
     from lpconv.convert.calibrate import calibrate  # imports torch (seconds)
 
     with staging.discard_on_failure():
-        found = calibrate(job, progress)
-    staging.append({"shard": _CALIBRATION, "files": [], _CALIBRATION: to_json(found)})
-    return found
+        record = calibrate(job, progress)
+    staging.append({"shard": _CALIBRATION, "files": [], _CALIBRATION: to_json(record)})
+    return record
 
 
-def _carry_out(job: Job, staging: Staging, asked: _Request, calibration: CalibrationRecord | None) -> ConvertResult:
+def _carry_out(job: Job, staging: Staging, request: _Request, calibration: CalibrationRecord | None) -> ConvertResult:
     from lpconv.report.cards import model_card
     from lpconv.report.convert import convert_document
     from lpconv.report.html import html
@@ -233,12 +233,12 @@ def _carry_out(job: Job, staging: Staging, asked: _Request, calibration: Calibra
 
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run or workers wrote some files
-    files, tensors = _write_weights(job, staging, asked.progress)
+    files, tensors = _write_weights(job, staging, request.progress)
     weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.plain, job.plan, files)
     names = sorted({*model_side_files(job.plain), *({CARD} & set(job.checkpoint.side_files))})
     side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: "README.source.md"})
-    verify = verify_written(job, staging.directory, tensors, asked.progress)
+    verify = verify_written(job, staging.directory, tensors, request.progress)
     if job.plan.options.layout != "lpconv":  # verification has compared the scales with the source, if required
         problems = (*verify.problems, *inspect(staging.directory).problems)
         verify = dataclasses.replace(verify, passed=verify.passed and not problems, problems=problems)
@@ -253,24 +253,24 @@ def _carry_out(job: Job, staging: Staging, asked: _Request, calibration: Calibra
         files=files,
         side_files=side_files,
         bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
-        seconds=time.perf_counter() - asked.started,
+        seconds=time.perf_counter() - request.started,
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         verify=verify,
         calibration=calibration,
         options=shaping_options(job.plan.options),
         versions=versions(),
-        command=asked.command,
+        command=request.command,
         card=inherited_facts(job.checkpoint.directory, job.checkpoint.origin.hub_id),
         warnings=(*plan_warnings(job), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)
-    command = asked.command and command_line(public.name, job.plan.options)
+    command = request.command and command_line(public.name, job.plan.options)
     published = dataclasses.replace(result, source=public, command=command)
     write_small(staging.directory / "README.md", markdown(model_card(published)))
     write_provenance(staging.directory, published, job.plain, job.plan)
     write_sums(staging.directory, files)
-    if not asked.names_source:
+    if not request.names_source:
         result = dataclasses.replace(result, source=public)
     write_small(staging.directory / "report.html", html(convert_document(result)))
     write_small(staging.directory / "report.json", json_text(result))

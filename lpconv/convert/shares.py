@@ -54,8 +54,8 @@ def check_shareable(options: ConvertOptions) -> None:
 def part_folders(output: Path) -> dict[Part, Path]:
     """The folders of an output's finished parts, in order."""
     folder = folder_next_to(output, PARTS)
-    found = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
-    parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in found.items() if m is not None}
+    matches = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
+    parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in matches.items() if m is not None}
     return dict(sorted(parts.items(), key=lambda it: (it[0].count, it[0].number)))
 
 

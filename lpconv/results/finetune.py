@@ -272,7 +272,9 @@ class FinetuneResult(RunResult):
 
         A metric must have improved, and accuracy must exceed that of always naming the largest class.
         """
-        found = [r for r in self.held_out if r.role == role]
-        if not found:
+        records = [r for r in self.held_out if r.role == role]
+        if not records:
             return None
-        return any(r.improved for r in found) and all(r.beats_baseline for r in found if r.metric == "eval_accuracy")
+        return any(r.improved for r in records) and all(
+            r.beats_baseline for r in records if r.metric == "eval_accuracy"
+        )

@@ -95,12 +95,12 @@ class GradientAverage:
 
     def _send(self, bucket: Sequence[Any]) -> None:
         """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
-        found = _PendingSum(bucket)
-        self._sent.update(id(p) for p in found.holders)
+        pending = _PendingSum(bucket)
+        self._sent.update(id(p) for p in pending.holders)
         if self._agreeing is not None:
             self._agreeing.add_up()
             self._adding.append(self._agreeing)
-        self._agreeing = found
+        self._agreeing = pending
         while len(self._adding) > _IN_FLIGHT:
             self._adding.popleft().write_back()
 

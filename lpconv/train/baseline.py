@@ -23,9 +23,9 @@ def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> di
     # A causal model predicts the next token, so the first token is not a target.
     targets = _concatenate(x[1:] if held_out.causal else x for x in labels)
     targets = targets[targets != IGNORED]
-    found = {"eval_loss": float(-np.log(_probabilities(counts))[targets].mean())}
+    metrics = {"eval_loss": float(-np.log(_probabilities(counts))[targets].mean())}
     is_class = isinstance(labels[0], int)
-    return found | ({"eval_accuracy": float((targets == counts.argmax()).mean())} if is_class else {})
+    return metrics | ({"eval_accuracy": float((targets == counts.argmax()).mean())} if is_class else {})
 
 
 def _concatenate(parts: Iterable[Any]) -> NDArray[np.int64]:

@@ -181,8 +181,8 @@ def step_of(checkpoint: Path) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, latest first."""
-    found = (p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdecimal())
-    return sorted(found, key=step_of, reverse=True)
+    folders = (p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdecimal())
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -48,7 +48,7 @@ def in_fp32(
         out, labels = model(**batch), batch["labels"]
         losses += [float(out.loss)] * len(labels)
         hits += int((out.logits.argmax(-1) == labels).sum()) if accuracy else 0
-    found = {"eval_loss": float(np.array(losses, np.float32).mean())}
-    found |= {"eval_accuracy": hits / len(losses)} if accuracy else {}
+    metrics = {"eval_loss": float(np.array(losses, np.float32).mean())}
+    metrics |= {"eval_accuracy": hits / len(losses)} if accuracy else {}
     behind = PUBLISHED if values is None else IN_FP32
-    return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in found.items())
+    return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in metrics.items())

@@ -193,12 +193,12 @@ def _ids(
 ) -> list[list[int]]:
     """Token ids of each text, including special tokens, truncated to `seq_len`."""
     options: dict[str, Any] = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
-    found: list[list[int]] = []
+    ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
         kind = {"text_target": chunk} if target else {"text": chunk}
-        found += token_ids(tokenizer, vocab_size=vocab_size, **kind, **options)
-    return found
+        ids += token_ids(tokenizer, vocab_size=vocab_size, **kind, **options)
+    return ids
 
 
 def _windows(
@@ -236,12 +236,12 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
     feature = rows.train.features[rows.label]
     if hasattr(feature, "names"):
         return tuple(feature.names)
-    found = {x for x in column if x is not None}
-    if found and all(isinstance(x, str) for x in found):
-        names = tuple(sorted(found))
-    elif found and all(isinstance(x, int) for x in found):
-        count = num_trained or max(found) + 1
-        out = sorted(x for x in found if not 0 <= x < count)
+    classes = {x for x in column if x is not None}
+    if classes and all(isinstance(x, str) for x in classes):
+        names = tuple(sorted(classes))
+    elif classes and all(isinstance(x, int) for x in classes):
+        count = num_trained or max(classes) + 1
+        out = sorted(x for x in classes if not 0 <= x < count)
         if out:
             has = f": the model has {num_trained} classes, 0 to {num_trained - 1}" if num_trained else ""
             raise InputError(f"label {out[0]} of {rows.words} is out of range{has}", hint="number classes from 0")
@@ -259,10 +259,10 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
 
 
 def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
-    found = numbers.get(str(value))
-    if value is None or found is None:
+    number = numbers.get(str(value))
+    if value is None or number is None:
         raise InputError(
             f"row {row} of {rows.words}: label {value!r:.40} is not one of the {len(numbers)} training classes",
             hint="every class must occur in the training data",
         )
-    return found
+    return number

@@ -143,8 +143,8 @@ class Metrics:
 
     def series(self, name: str) -> Series:
         """A metric over the rows that have it."""
-        found = [(row["step"], float(row[name])) for row in self.rows if row.get(name) is not None]
-        return Series(name=name, steps=tuple(s for s, _ in found), values=tuple(v for _, v in found))
+        points = [(row["step"], float(row[name])) for row in self.rows if row.get(name) is not None]
+        return Series(name=name, steps=tuple(s for s, _ in points), values=tuple(v for _, v in points))
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

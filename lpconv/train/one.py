@@ -263,5 +263,5 @@ def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     apply_factors(model, calibrate(measured, batches))
 
 
-def _accuracy(found: Any) -> dict[str, float]:
-    return {"accuracy": float((found.predictions == found.label_ids).mean())}
+def _accuracy(predictions: Any) -> dict[str, float]:
+    return {"accuracy": float((predictions.predictions == predictions.label_ids).mean())}

@@ -95,7 +95,7 @@ def held_out_records(
 
     A role that resumed with another number of processes has none, because its batches have changed.
     """
-    found = []
+    records = []
     for role in dict.fromkeys(r.role for r in runs):
         evaluated = [r.held_out for r in runs if r.role == role]
         if not all(len(e) == 2 for e in evaluated) or not _have_equal_sizes(x for e in evaluated for x in e):
@@ -105,7 +105,7 @@ def held_out_records(
             before, after = (_over_seeds([figures(e[i]) for e in evaluated]) for i in (0, 1))
             if after:
                 changes = [b - a for a, b in zip(before, after, strict=True)]
-                found.append(
+                records.append(
                     HeldOutRecord(
                         role=role,
                         metric=metric,
@@ -118,7 +118,7 @@ def held_out_records(
                         change_error=batch_error(changes, sizes),
                     )
                 )
-    return tuple(found)
+    return tuple(records)
 
 
 def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> float | None:

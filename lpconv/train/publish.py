@@ -40,9 +40,9 @@ def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: F
     values = finished.prepared.values(finished.optimizer)
     whole_values = {}
     for x in {id(x): x for x in values.values()}.values():
-        found = gather_whole(x)  # collective: all ranks
+        whole = gather_whole(x)  # collective: all ranks
         if is_main_process():
-            whole_values[id(x)] = found.cpu()
+            whole_values[id(x)] = whole.cpu()
     if is_main_process():
         with writing(folder.parent):
             _publish(folder, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
@@ -82,10 +82,10 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
 
 def _round_to_bf16(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values in bf16; tied tensors stay tied."""
-    made: dict[int, Tensor] = {}
+    rounded: dict[int, Tensor] = {}
     for x in values.values():
-        made.setdefault(x.data_ptr(), x.to(torch.bfloat16) if x.is_floating_point() else x)
-    return {name: made[x.data_ptr()] for name, x in values.items()}
+        rounded.setdefault(x.data_ptr(), x.to(torch.bfloat16) if x.is_floating_point() else x)
+    return {name: rounded[x.data_ptr()] for name, x in values.items()}
 
 
 @contextmanager

@@ -86,10 +86,10 @@ class LossWatch:
         """Call after step number `step`. Returns its allocation by layer, for the step's row."""
         assert self._lca is not None
         started = time.perf_counter()
-        found = by_layer(self._lca.after_step())
+        change = by_layer(self._lca.after_step())
         self._lca.steps.clear()  # stored in the rows
         self.seconds += time.perf_counter() - started
-        row: dict[str, Any] = to_json(dataclasses.replace(found, step=step))
+        row: dict[str, Any] = to_json(dataclasses.replace(change, step=step))
         return row
 
 

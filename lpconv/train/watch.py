@@ -145,37 +145,37 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     afterwards. None if everything is finite, not counting the parameters' own gradients. A non-finite parameter counts
     as the forward pass of its module.
     """
-    found: list[tuple[str, str]] = []
+    layers: list[tuple[str, str]] = []
     broken = next((n for n, p in model.named_parameters() if not _is_finite(p.detach())), None)
     if broken is not None:
         return broken, "weights"
     handles = [
-        module.register_forward_hook(_output_hook(name or type(model).__name__, found))
+        module.register_forward_hook(_output_hook(name or type(model).__name__, layers))
         for name, module in model.named_modules()
     ]
     try:
         with _uncompiled(model):
             loss = step()
-            if not found and loss.requires_grad:
+            if not layers and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad()
-    return found[0] if found else None
+    return layers[0] if layers else None
 
 
-def _output_hook(name: str, found: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
+def _output_hook(name: str, layers: list[tuple[str, str]]) -> Callable[[nn.Module, Any, Any], None]:
     """A hook that notes the first non-finite output, and watches its gradient."""
 
     def see_gradient(grad: Tensor) -> None:
-        if not found and not _is_finite(grad):
-            found.append((name, "backward"))
+        if not layers and not _is_finite(grad):
+            layers.append((name, "backward"))
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         for x in _tensors(output):
-            if not found and not _is_finite(x.detach()):
-                found.append((name, "forward"))
+            if not layers and not _is_finite(x.detach()):
+                layers.append((name, "forward"))
             if x.requires_grad:
                 x.register_hook(see_gradient)  # type: ignore[no-untyped-call]
 
