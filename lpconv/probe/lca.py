@@ -71,7 +71,7 @@ class LossChangeStep:
 
     @property
     def change(self) -> float:
-        """The allotted change of the loss."""
+        """The sum of the parameters' changes of the loss."""
         return math.fsum(a.change for a in self.parameters)
 
     @property

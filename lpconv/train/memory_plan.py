@@ -141,7 +141,7 @@ def _sizes(empty: Any) -> _ModelSizes:
 
 
 def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, passes: Passes) -> RecipeMemory:
-    """The parts of a step's peak memory for an arithmetic on rank 0, which has most rows, in bytes."""
+    """Parts of a step's peak memory in bytes, on rank 0, which has the most rows."""
     if num_ranks == 1:
         return _single_process_memory(empty, arithmetic, passes)
     weight, crossing = _weight_bytes(arithmetic), _crossing_bytes(arithmetic)

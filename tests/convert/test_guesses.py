@@ -56,7 +56,7 @@ def test_a_guess_changes_no_byte(
     run(source, tmp_path / "guessed", format=format)
     is_wrong = not abs(unseen) < (7 if format == "e4m3fn" else 1000)
     assert attempts == ([["v", "w"], []] if is_wrong else [["v", "w"]])
-    monkeypatch.setattr(Workers, "guessed", lambda *_: None)
+    monkeypatch.setattr(Workers, "guess", lambda *_: None)
     run(source, tmp_path / "measured", format=format)
     assert attempts[-1] == []
     assert files_of(tmp_path / "guessed") == files_of(tmp_path / "measured")

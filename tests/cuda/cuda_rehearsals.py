@@ -305,7 +305,7 @@ def drivers_answers() -> None:
         worker._use("cuda:1", None, 2)
         assert worker._device_name("cuda:1") == "GPU cuda:1"
         assert worker._seconds(lambda: None, "cuda") >= 0
-        assert models.available_bytes("cuda:0") == memory.available_bytes(None) == 2**34
+        assert models.free_device_bytes("cuda:0") == memory.available_bytes(None) == 2**34
         assert _memory_bytes() == 2**20
         assert memory._instrument().startswith("torch.cuda")
         with patch.dict(os.environ, WORLD_SIZE="2"):
