@@ -253,7 +253,7 @@ class _Rounding:
         assert isinstance(form, ScaledCodes)
         assert element is not None
         diagonal = moment.hessian_CC.diagonal()
-        weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # matters where scales are searched
+        weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # used by searched scales
         with SingleThreadedTorch():
             measured = self._workers.measure(dataclasses.replace(t, form=weighted))
         if not measured.stats.is_finite:

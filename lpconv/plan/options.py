@@ -29,7 +29,7 @@ LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.f
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
 ROUNDINGS = NEAREST, GPTQ = ("nearest", "gptq")
-FEEDBACK_BITS = 8  # of a format, up to which rounding loses enough to be made up for
+FEEDBACK_BITS = 8  # most bits of a format for which error feedback is worthwhile
 CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # most tokens of the text that calibration uses
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]

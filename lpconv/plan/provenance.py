@@ -75,7 +75,7 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
 
 
 def _nearest_warnings(plan: Plan) -> Iterator[str]:
-    """Weights that error feedback left to be rounded to nearest."""
+    """Warnings about weights that were rounded to nearest despite error feedback."""
     narrow = [t.form for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
     left = [form.name for form in narrow if form.rounding is None]
     if plan.options.rounding != NEAREST and left and len(left) < len(narrow):

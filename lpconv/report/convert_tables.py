@@ -91,7 +91,7 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
 
 
 def _feedback_cells(tensors: Sequence[TensorRecord]) -> tuple[Cell, ...]:
-    """The mean output errors of some tensors, to nearest and with error feedback."""
+    """Mean output errors to nearest and with error feedback."""
     return tuple(_number(error_text(e), e) for e in output_errors(tensors) or (None, None))
 
 

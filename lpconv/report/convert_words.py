@@ -68,18 +68,18 @@ def _done_words(result: ConvertResult) -> str:
 
 
 def has_input_scales(result: ConvertResult) -> bool:
-    """Whether the files have scales of inputs, which no comparison of the conversion applies."""
+    """Whether the files have input scales. Comparisons of a conversion do not apply them."""
     return result.calibration is not None and bool(result.calibration.absmax)
 
 
 def _text_words(result: ConvertResult) -> str:
-    """The text of the calibration: "8,192 tokens of plays.txt"."""
+    """Name and length of the calibration text: "8,192 tokens of plays.txt"."""
     assert result.calibration is not None
     return f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
 
 
 def _inputs_sentence(result: ConvertResult) -> str:
-    """Where input scales come from, and what the measured errors leave out; empty without input scales."""
+    """The source of input scales, and the error that was not measured; empty without input scales."""
     if not has_input_scales(result):
         return ""
     return (
@@ -89,7 +89,7 @@ def _inputs_sentence(result: ConvertResult) -> str:
 
 
 def _feedback_sentence(result: ConvertResult) -> str:
-    """What error feedback won on the calibration text; empty without it."""
+    """Mean output errors with error feedback and to nearest; empty without error feedback."""
     errors = output_errors(result.tensors)
     if errors is None:
         return ""
@@ -101,7 +101,7 @@ def _feedback_sentence(result: ConvertResult) -> str:
 
 
 def output_errors(tensors: Iterable[TensorRecord]) -> tuple[float, float] | None:
-    """Mean shares of layers' outputs that rounding changes, to nearest and with error feedback; None without that."""
+    """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
     found = [t.rounding for t in tensors if t.rounding is not None]
     if not found:
         return None

@@ -25,9 +25,9 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunResult(Result):
-    """Result of a run that fills a folder: `options` are the settings that shaped it, `versions` the libraries'.
+    """Result of a run that writes a folder: `options` are the settings that determine it, `versions` the libraries'.
 
-    `seconds` is the whole run, and `command` repeats it.
+    `seconds` is the time of the whole run, and `command` repeats the run.
     """
 
     output: str

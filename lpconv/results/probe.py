@@ -9,9 +9,9 @@ from lpconv.results.documents import Result, TensorRole
 class FormatRates:
     """Effects of one format on a tensor at one loss scale, as shares of its finite, nonzero elements.
 
-    `sqnr_db` is an estimate, infinite where the format holds every value and NaN where there is no signal. `fits` says
-    that next to nothing is lost (`lpconv.probe.advice.what_if`), `fits_own_scale` the same with the tensor's own power
-    of two in place of the loss scale.
+    `sqnr_db` is an estimate: inf if the format represents every value, NaN without a signal. `fits`: almost nothing is
+    lost (`lpconv.probe.advice.what_if`). `fits_own_scale`: the same with the tensor's own power-of-two scale instead of
+    the loss scale.
     """
 
     format: str

@@ -225,29 +225,29 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: TensorBlock, x: Tensor, output: OutputReader, found: Measured, implied: Measured | None, work: Workspace
+    block: TensorBlock, x: Tensor, output: OutputReader, measured: Measured, implied: Measured | None, work: Workspace
 ) -> _Compared:
     """Compare a stored block with `x`, the source's block.
 
-    `found` has the stored side tensors; `implied` has those that the source implies, if they differ.
+    `measured` has the stored side tensors; `implied` has those that the source implies, if they differ.
     """
     form, start, stop = block.tensor.form, block.start, block.stop
-    stored = output.read(form, start, stop, found.side)
-    again = form.encode(x, start, found, work)
+    stored = output.read(form, start, stop, measured.side)
+    again = form.encode(x, start, measured, work)
     right = _same_bytes(stored, again.data)
     if form.format is None:
         return _Compared(right=right)
     stats = again.stats or BlockStats()
     if right and implied is None:  # equal codes have equal errors
         error = again.error or BlockError()
-        if stop <= _SMALL and stop == form.num_elements and form.rows_of_scales(found.side) is not None:
-            value, got = x.to(torch.float32, copy=True), form.decode(stored, start, stop, found.side)
-            left = _Small(form=form, value=value, got=got, side=found.side)
+        if stop <= _SMALL and stop == form.num_elements and form.rows_of_scales(measured.side) is not None:
+            value, got = x.to(torch.float32, copy=True), form.decode(stored, start, stop, measured.side)
+            left = _Small(form=form, value=value, got=got, side=measured.side)
             return _Compared(stats=stats, error=error, implied=error, left=left)
-        right = form.confirms(x, stored, start, found.side, work)
+        right = form.confirms(x, stored, start, measured.side, work)
         return _Compared(right=right, stats=stats, error=error, implied=error)
-    value, got = as_float32(x, work), form.decode(stored, start, stop, found.side)
-    right = right and form.is_right(value, got, start, found.side)
+    value, got = as_float32(x, work), form.decode(stored, start, stop, measured.side)
+    right = right and form.is_right(value, got, start, measured.side)
     if torch.isnan(got).any():
         got = torch.where(torch.isnan(got) & torch.isfinite(value), math.inf, got)  # NaN for a number: infinite error
     error = block_error(value, got)
