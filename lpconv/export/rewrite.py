@@ -95,19 +95,13 @@ def _is_other(codes: Tensor, form: Stored) -> bool:
     return form.format is not None and codes.dtype != getattr(torch, form.format.torch or "", None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rewritten:
-    """Result of rewriting a graph: counts by stored form, and the parameters that no stored tensor decodes to."""
-
-    weights: tuple[FormatCount, ...]
-    unmatched: tuple[str, ...]
-    decoded: tuple[StoredWeight, ...]
-
-
-def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[StoredWeight]) -> Rewritten:
+def rewrite(
+    model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[StoredWeight]
+) -> tuple[tuple[FormatCount, ...], tuple[str, ...], tuple[StoredWeight, ...]]:
     """Replace initializers by the stored form of the checkpoint. `parameters` are those of the exported model, in fp32.
 
-    Stored tensors that the graph does not use, such as the pooler of a model without one, are left out.
+    Stored tensors that the graph does not use, such as the pooler of a model without one, are left out. Returns counts
+    by stored form, the parameters that no stored tensor decodes to, and the weights that are stored decoded.
     """
     waiting = _by_value(model.graph, parameters)
     counts: Counter[str] = Counter()
@@ -124,7 +118,7 @@ def rewrite(model: ir.Model, parameters: Mapping[str, Tensor], stored: Iterable[
             _replace(model.graph, initializers, weight)
     forms = tuple(FormatCount(form=f, num_tensors=n, size_bytes=sizes[f]) for f, n in counts.most_common())
     unmatched = tuple(v.name or "" for values in waiting.values() for v in values)
-    return Rewritten(weights=forms, unmatched=unmatched, decoded=tuple(decoded))
+    return forms, unmatched, tuple(decoded)
 
 
 def _by_value(graph: ir.Graph, parameters: Mapping[str, Tensor]) -> dict[bytes, list[ir.Value]]:

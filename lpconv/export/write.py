@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from lpconv.errors import VerificationError
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
-from lpconv.export.rewrite import Rewritten, rewrite, stored_weights
-from lpconv.export.trace import Traceable, open_traceable, trace
+from lpconv.export.rewrite import StoredWeight, rewrite, stored_weights
+from lpconv.export.trace import open_traceable, trace
 from lpconv.export.validate import TracedCase, check_graph, compare_with_torch
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.whole import check_complete
@@ -60,7 +60,7 @@ def _write_model(
     progress.start("tracing the graph", 0)
     graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
     progress.start("storing the weights", 0)
-    rewritten = rewrite(graph, opened.parameters, stored_weights(checkpoint))
+    weights, unmatched, decoded = rewrite(graph, opened.parameters, stored_weights(checkpoint))
     _describe(graph, source, checkpoint)
     files = _save(graph, folder, external=options.external_data)
     cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, resize_inputs(opened.inputs))]
@@ -73,12 +73,12 @@ def _write_model(
         opset=opset,
         inputs={v.name or "": _axes(v) for v in graph.graph.inputs},
         outputs={v.name or "": _axes(v) for v in graph.graph.outputs},
-        weights=rewritten.weights,
+        weights=weights,
         files=files,
         check=None,
         seconds=0.0,
         versions=versions(),
-        warnings=_warnings(opened, rewritten),
+        warnings=_warnings(opened.missing, unmatched, decoded),
     )
     del graph, opened  # each holds a copy of the weights, and ONNX Runtime needs the memory
     progress.start("validating", 0)
@@ -134,16 +134,16 @@ def _axes(value: ir.Value) -> tuple[str, ...]:
     return tuple(str(d.value if isinstance(d, ir.SymbolicDim) else d) for d in value.shape)
 
 
-def _warnings(opened: Traceable, rewritten: Rewritten) -> tuple[str, ...]:
+def _warnings(missing: Sequence[str], unmatched: Sequence[str], decoded: Sequence[StoredWeight]) -> tuple[str, ...]:
     warnings = []
-    random = [n for n in rewritten.unmatched if n in opened.missing]
+    random = [n for n in unmatched if n in missing]
     if random:
         warnings.append(f"not in the checkpoint, so filled with random numbers: {code_list(random)}")
-    merged = [n for n in rewritten.unmatched if n not in opened.missing]
+    merged = [n for n in unmatched if n not in missing]
     if merged:
         warnings.append(f"in fp32, because no stored tensor has exactly these values: {code_list(merged)}")
-    if rewritten.decoded:
-        names, words = [w.name for w in rewritten.decoded], rewritten.decoded[0].decoded_from
+    if decoded:
+        names, words = [w.name for w in decoded], decoded[0].decoded_from
         warnings.append(f"in fp32, because ONNX supports one scale per tensor or row, not {words}: {code_list(names)}")
     return tuple(warnings)
 
