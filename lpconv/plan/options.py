@@ -78,14 +78,18 @@ class ConvertOptions:
     ] = None
     residual: Annotated[
         str | None,
-        _what("Format of the rounding residual that collage keeps", default="bf16, fp16 for fp16", choices=_RESIDUALS),
+        _what(
+            "Format of the rounding residual that collage keeps",
+            default="bf16; fp16 for format fp16",
+            choices=_RESIDUALS,
+        ),
     ] = None
     layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
     scale: Annotated[
         str | None,
         _what(
-            "Scales rounded to powers of two, exact, or searched for the least squared error (4 and 8 bits with "
-            "--granularity)",
+            "Rounding of scales: pow2 (to powers of two), exact (none), or search (least squared error; 4 and 8 bits "
+            "with --granularity)",
             default="pow2; exact for integers, search for NVFP4",
             choices=("pow2", "exact", "search"),
         ),
@@ -139,9 +143,9 @@ class ConvertOptions:
             example="4.5",
         ),
     ] = None
-    points_max: Annotated[int | None, Ge(1), _what("Most points per row, for multipoint", default=str(POINTS_MAX))] = (
-        None
-    )
+    points_max: Annotated[
+        int | None, Ge(1), _what("Largest number of points per row, for multipoint", default=str(POINTS_MAX))
+    ] = None
     include: Annotated[
         tuple[str, ...],
         _what("Convert only tensors that match this glob or re:EXPRESSION", default="all", metavar="PATTERN"),

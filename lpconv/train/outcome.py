@@ -24,7 +24,7 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
     for gate in gates:
         if "gap" in gate.metric and options.twin == "none":
             raise UsageError(
-                f"gate `{gate.expression}` needs a twin", hint="leave --twin none out, so that a twin is trained"
+                f"gate `{gate.expression}` needs a twin", hint="use --twin fp32 or --twin bf16"
             )
         if gate.metric == "loss_gap_low" and options.seeds == 1:
             raise UsageError(f"gate `{gate.expression}` needs a confidence interval", hint="pass --seeds 3")

@@ -62,7 +62,7 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 
     changes = compare_rows(rows, old)
 
-    assert [c.change for c in changes] == [change, "not in the older document"]  # which has no mx
+    assert [c.change for c in changes] == [change, "not in the older result"]  # which has no mx
     error = final_error(dataclasses.replace(result(*rows), changes=changes))
     assert (error and error.exit_code) == code
 
@@ -73,7 +73,7 @@ def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: d
 
     found = compare_rows(rows, result(row("static")))
 
-    assert [(c.before, c.change) for c in found] == [(None, "not in the older document")]
+    assert [(c.before, c.change) for c in found] == [(None, "not in the older result")]
     error = final_error(dataclasses.replace(result(*rows), changes=found))
     assert error is not None
     assert "nothing was compared" in error.message

@@ -367,7 +367,7 @@ def said_of(path: Path, plain: Path) -> str:
     found = inspect(path)
     if found.layout and not found.problems:
         found = judge_scales(found, path)
-    said = [w for w in (*found.problems, *found.warnings) if "no multiple of its blocks" not in w]
+    said = [w for w in (*found.problems, *found.warnings) if "not a multiple of its blocks" not in w]
     return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).failures)
 
 
