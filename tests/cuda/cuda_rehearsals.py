@@ -97,7 +97,7 @@ def product_of_codes() -> None:
 
 
 def product_without_tensor_cores() -> None:
-    """What fp8 tensor cores do not take is decoded: two e5m2 matrices, fnuz codes, an older GPU, nothing at all."""
+    """What fp8 tensor cores do not support is decoded: two e5m2 matrices, fnuz codes, older GPUs, empty tensors."""
     from lpconv.kernels import matmul
 
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz):
@@ -120,7 +120,7 @@ def capability(*version: int) -> Iterator[None]:
 
 
 def functional_linear() -> None:
-    """`kernels.linear`: three products with fp8 codes, scaled or not; none in fp16, which is multiplied so."""
+    """`kernels.linear`: three products with fp8 codes, with and without scales; none in fp16."""
     from lpconv.kernels.linear import FP16_LINEAR, LinearRecipe, fp8_recipe, linear
 
     for recipe, expected in ((LinearRecipe(), 3), (fp8_recipe("max"), 3), (FP16_LINEAR, 0)):
@@ -146,7 +146,7 @@ def _fp8_linear(recipe: str, n: int, k: int) -> nn.Module:
 
 
 def fp8_linear() -> None:
-    """Forward and backward of every recipe: three scaled products, none where a sum has blocks with a scale each."""
+    """Forward and backward of every recipe: three scaled products, or none with scales per block."""
     from lpconv.kernels import FP8_RECIPES
 
     for recipe in FP8_RECIPES:
@@ -168,7 +168,7 @@ def frozen_fp8_linear() -> None:
 
 
 def fp8_linear_compiled() -> None:
-    """One graph each way, at odd shapes; the products stay in fp8, but for those of blocks with a scale each."""
+    """One graph each way, at odd shapes; products stay in fp8, except with scales per block."""
     layers = [_fp8_linear("tensor", 65, 33), _fp8_linear("row", 1, 65), _fp8_linear("mx", 40, 1)]
     run, found = compiled(nn.Sequential(*layers))
     run(on_gpu(49, 33).requires_grad_()).sum().backward()
@@ -176,7 +176,7 @@ def fp8_linear_compiled() -> None:
 
 
 def codecs() -> None:
-    """Casts and decoding; what is seen on a CPU first is not looked at, since a GPU would wait."""
+    """Casts and decoding; checks of values are skipped, because a GPU would have to wait for them."""
     from lpconv.kernels import encode, fake_quantise
     from lpconv.kernels.decode import decode
     from lpconv.kernels.matmul import HalfProducts
@@ -233,7 +233,7 @@ def _tokens() -> Tensor:
 
 
 def scaled_training() -> None:
-    """Steps without and with scales of operands: three fp8 products for each linear layer but the head; AdamW."""
+    """Steps without and with operand scales: three fp8 products for each linear layer except the head; AdamW."""
     from lpconv.scaled import AdamW, scaled
 
     for kind in ("static", "row"):
@@ -257,7 +257,7 @@ def scaled_training_compiled() -> None:
 
 
 def optimizer_steps() -> None:
-    """The eager step of every variant; a GPU's compiled one needs Triton."""
+    """The eager step of every variant; the compiled step needs Triton."""
     from lpconv.optim.kernel import STEPS, _check_inputs, get_kernel
     from lpconv.optim.storage import VARIANTS
 
@@ -268,7 +268,7 @@ def optimizer_steps() -> None:
 
 
 def attention() -> None:
-    """Scaled tensors through the three attention kernels that only CUDA has, and their backward passes."""
+    """The three attention kernels that only CUDA has, with scaled tensors, forward and backward."""
     from lpconv.scaled import scaled_tensor
     from lpconv.scaled.pair import Numerics
 
@@ -282,7 +282,7 @@ def attention() -> None:
 
 
 def drivers_answers() -> None:
-    """What is asked of the driver, with stand-ins for its answers: that calls and results are used rightly."""
+    """Calls to the driver, with stand-ins for its answers."""
     from lpconv.bench import models, worker
     from lpconv.bench.cases import Case
     from lpconv.bench.recipes import is_emulated
