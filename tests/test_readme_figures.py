@@ -43,7 +43,7 @@ def _optimizer() -> str:
         return float(ms["collage-plus"] / ms["torch-fp32-master"])
 
     ratios = [ratio(f"optimizer-{size}") for size in ("30M", "300M", "30M-many")]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
+    return f"{min(ratios):.2f} to {max(ratios):.2f} of step time"
 
 
 def _fp8_step() -> str:

@@ -30,9 +30,9 @@ def format_table() -> str:
 
 
 def block_table() -> str:
-    lines = ["| name | element | block | scale | bits an element |", "|---|---|---|---|---|"]
+    lines = ["| name | element | block | scale | bits per element |", "|---|---|---|---|---|"]
     for f in BLOCK_FORMATS.values():
-        scale = f.scale.name + (" and one float32 for the tensor" if f.has_tensor_scale else "")
+        scale = f.scale.name + (", and one float32 per tensor" if f.has_tensor_scale else "")
         lines.append(f"| {f.name} | {f.element.name} | {f.size} | {scale} | {f.bits:g} |")
     return "\n".join(lines)
 

@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(two: An
 
 
 def test_the_program_in_the_docs(folder: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/past-one-machine.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/sharded-training.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (folder / "llama").symlink_to(demo_checkpoint())
     on_ranks(2, worker.run_program, folder, program.replace('dist.init_process_group("gloo")\n', ""))
