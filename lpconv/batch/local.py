@@ -62,7 +62,7 @@ class LocalExecutor:
     def _run(self, task: JobTask, cores: list[int], gpus: list[str]) -> Answer:
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
-            return run_task(task, self._say, cores=cores, environment=environment, begun=self._begun)
+            return run_task(task, self._say, cores=cores, environment=environment, begun=self._track_process)
         finally:
             with self._lock:
                 self._places += 1
@@ -70,7 +70,7 @@ class LocalExecutor:
                 self._cores += cores
                 self._gpus += gpus
 
-    def _begun(self, process: subprocess.Popen[bytes]) -> None:
+    def _track_process(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._processes.append(process)
             if self._is_stopped:

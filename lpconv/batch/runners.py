@@ -137,9 +137,9 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
     assert isinstance(options, ProbeOptions)
     checkpoint = Checkpoint.open(job.model, revision=options.revision)
     source = checkpoint.record()
-    found, _ = run_probe(checkpoint, job.output, options, progress=progress)
+    result, _ = run_probe(checkpoint, job.output, options, progress=progress)
     return JobOutcome(
-        source=source, warnings=tuple(found.options["warnings"]), versions=dict(found.options["versions"])
+        source=source, warnings=tuple(result.options["warnings"]), versions=dict(result.options["versions"])
     )
 
 

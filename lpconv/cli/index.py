@@ -26,13 +26,13 @@ def write_page(html: str, document: Document) -> None:
 
 def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     """Print the runs in a folder; with `html`, write an index and a comparison page for each kind that has one."""
-    found = list(runs_in(folder))
-    if not found:
+    runs = list(runs_in(folder))
+    if not runs:
         raise InputError(f"neither `{folder}` nor its subfolders contain a run", hint=ANY_RUN)
     home = Path(html).parent if html is not None else folder
-    entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in found]
+    entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in runs]
     if html is not None:
-        compared = _write_comparisons(found, home / Path(html).stem)
+        compared = _write_comparisons(runs, home / Path(html).stem)
         write_page(html, index_document(folder.resolve().name, entries, compared))
     rows = tuple((e.name, e.kind, e.what, e.found) for e in entries)
     print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
@@ -58,11 +58,11 @@ def _entry(kind: RunKind, path: Path, line: tuple[str, str], folder: Path, home:
     )
 
 
-def _write_comparisons(found: Sequence[tuple[RunKind, Path, Any]], stem: Path) -> dict[str, str]:
+def _write_comparisons(runs: Sequence[tuple[RunKind, Path, Any]], stem: Path) -> dict[str, str]:
     """Write a page `STEM-KIND.html` for each kind with several runs; returns file names by kind."""
     written = {}
-    for kind in {k.name: k for k, _, _ in found}.values():
-        members = [(path, r) for k, path, r in found if k is kind and not isinstance(r, InputError)]
+    for kind in {k.name: k for k, _, _ in runs}.values():
+        members = [(path, r) for k, path, r in runs if k is kind and not isinstance(r, InputError)]
         if len(members) > 1 and kind.compare is not None:
             names = run_names([name_of(path) for path, _ in members])
             written[kind.name] = f"{stem.name}-{kind.name.lower()}.html"

@@ -153,11 +153,11 @@ class Plan:
     def with_forms(self, form_of: Callable[[PlannedTensor], Form]) -> "Plan":
         """The plan with other forms that store the same components."""
 
-        def given(t: PlannedTensor) -> PlannedTensor:
+        def with_form(t: PlannedTensor) -> PlannedTensor:
             return replace(t, form=form_of(t))
 
-        shards = tuple(replace(s, tensors=tuple(map(given, s.tensors))) for s in self.shards)
-        return replace(self, tensors=tuple(map(given, self.tensors)), shards=shards)
+        shards = tuple(replace(s, tensors=tuple(map(with_form, s.tensors))) for s in self.shards)
+        return replace(self, tensors=tuple(map(with_form, self.tensors)), shards=shards)
 
     @property
     def form(self) -> type[Form]:

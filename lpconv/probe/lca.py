@@ -157,7 +157,7 @@ class LossChange:
         updates = intended_updates(self._optimizer)
         zero = {n: torch.zeros(p.shape, device=p.device) for n, p in self._parameters.items() if p not in updates}
         intended = _flatten(zero[n] if n in zero else updates[p] for n, p in self._parameters.items())
-        self._start = self._kept(), intended
+        self._start = self._stored_weights(), intended
 
     def after_step(self) -> LossChangeStep:
         """Allocate the change of the loss since `before_step`; the result is also appended to `steps`."""
@@ -167,7 +167,7 @@ class LossChange:
                 hint="call before_step, then optimizer.step, then after_step",
             )
         (start, intended), self._start = self._start, None
-        end = self._kept()
+        end = self._stored_weights()
         if not bool(intended.isfinite().all()):  # an overflowed step, which the loss scaler skips
             intended = torch.zeros_like(intended)
         first = self._last[1:] if self._last and torch.equal(self._last[0], start) else self._landscape.at(start)
@@ -187,7 +187,7 @@ class LossChange:
         self.steps.append(step)
         return step
 
-    def _kept(self) -> Tensor:
+    def _stored_weights(self) -> Tensor:
         return _flatten(weight_value(self._optimizer, p) for p in self._parameters.values())
 
     def _allot(self, gradient: Tensor, moved: Tensor, rounded: Tensor) -> Iterator[Allocation]:

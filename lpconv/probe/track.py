@@ -73,7 +73,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._timed():
+        with self._time_overhead():
             self._fold()
         self._elapsed_s += time.perf_counter() - self._started_s
         self._remove_layer_hooks()
@@ -113,7 +113,7 @@ class Tracker:
         if not torch.is_grad_enabled():
             return
         if self.steps_seen % self.every == 0:
-            with self._timed():
+            with self._time_overhead():
                 self._add_layer_hooks()
             self.steps_recorded += 1
         self.steps_seen += 1
@@ -164,7 +164,7 @@ class Tracker:
     def _record_input(self, name: str, tensor: Tensor) -> None:
         """Record a layer's input. An input that several layers share (query, key, value) is counted once."""
         last = self._last_input
-        with self._timed():
+        with self._time_overhead():
             if last is None or last[0]() is not tensor or last[1] != tensor._version:
                 last = self._last_input = weakref.ref(tensor), tensor._version, _count(tensor)
             self._add(name, "input", last[2])
@@ -178,7 +178,7 @@ class Tracker:
         self._add(name, "weight", partial(self._fixed.__getitem__, name))
 
     def _record(self, name: str, role: str, tensor: Tensor) -> None:
-        with self._timed():
+        with self._time_overhead():
             self._add(name, role, _count(tensor))
 
     def _add(self, name: str, role: str, histogram: Callable[[], ExponentHistogram]) -> None:
@@ -193,7 +193,7 @@ class Tracker:
         self._pending.clear()
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_overhead(self) -> Iterator[None]:
         start = time.perf_counter()
         nested = self._recording_s
         yield

@@ -102,10 +102,10 @@ def _feedback_sentence(result: ConvertResult) -> str:
 
 def output_errors(tensors: Iterable[TensorRecord]) -> tuple[float, float] | None:
     """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
-    found = [t.rounding for t in tensors if t.rounding is not None]
-    if not found:
+    records = [t.rounding for t in tensors if t.rounding is not None]
+    if not records:
         return None
-    return sum(r.nearest_error for r in found) / len(found), sum(r.output_error for r in found) / len(found)
+    return sum(r.nearest_error for r in records) / len(records), sum(r.output_error for r in records) / len(records)
 
 
 def _stored_form(result: ConvertResult) -> str:

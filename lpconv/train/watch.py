@@ -89,7 +89,7 @@ def rate_of(
     scales = operand_scales(operand_scale)
 
     def rate(step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
-        found = []
+        records = []
         for t in tensors:
             if layers is not None and (t.layer not in layers or t.role not in _OPERANDS):
                 continue
@@ -100,14 +100,14 @@ def rate_of(
             name = _format(arithmetic, is_gradient, kind)
             log2 = _log2_operand_scale(t, name, kind) + (log2_scale(step) if is_gradient else 0)
             r = t.exponents.rates(name, log2_scale=log2)
-            found.append(
+            records.append(
                 TrackedRecord(
                     step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow,
                     sqnr_db=r.sqnr_db if math.isfinite(r.sqnr_db) else None, flushed_energy=r.flushed_energy,
                     clipped_energy=r.clipped_energy,
                 )
             )  # fmt: skip
-        return [to_json(r) for r in found]
+        return [to_json(r) for r in records]
 
     return rate
 

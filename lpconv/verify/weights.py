@@ -115,15 +115,15 @@ def check_weights(
             wrong.append(name)
             continue
         if whole is None or name in whole:
-            found, right, left = _compare_whole(t, output, workers, progress)
+            compared, right, left = _compare_whole(t, output, workers, progress)
             waiting += [] if left is None else [left]
             checked += t.info.num_elements
         else:
-            found, count = record, 0
+            compared, count = record, 0
             count, right = _compare_pieces(t, output, workers)
             checked += count
             progress.advance(t.info.num_bytes)
-        records.append(found)
+        records.append(compared)
         wrong += [] if right else [name]
         if len(waiting) == _TOGETHER:
             wrong += _wrong_tensors(waiting)
@@ -161,14 +161,14 @@ def _compare_whole(
     def look(block: TensorBlock) -> tuple[Looked | None, _Compared]:
         with workers.borrow() as work:
             x = workers.read(block, work)
-            seen = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
-            found = Measured(stats=seen.stats if seen else BlockStats(), side=side)
-            return seen, _compare(block, x, output, found, None, work)
+            statistics = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
+            measured = Measured(stats=statistics.stats if statistics else BlockStats(), side=side)
+            return statistics, _compare(block, x, output, measured, None, work)
 
     total, looked = _Compared(), list[Looked]()
-    for block, (seen, found) in workers.in_order(tensor_blocks([t]), look):
-        total = total + found
-        looked += [] if seen is None else [seen]
+    for block, (first_pass, compared) in workers.in_order(tensor_blocks([t]), look):
+        total = total + compared
+        looked += [] if first_pass is None else [first_pass]
         progress.advance(block.source_bytes)
     implied = workers.conclude(t, looked) if t.form.needs_first_pass else Measured()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
@@ -179,7 +179,7 @@ def _compare_whole(
             return _compare(block, x, output, replace(implied, side=side), None if same_side else implied, work)
 
     if not (same_side and implied.stats.is_finite):
-        total = sum((found for _, found in workers.in_order(tensor_blocks([t]), compare)), _Compared())
+        total = sum((compared for _, compared in workers.in_order(tensor_blocks([t]), compare)), _Compared())
     record = output.records[t.name]
     if t.format is None:
         return record, total.right and planned_record(t) == record, None
@@ -200,8 +200,8 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
         with workers.borrow() as work:
             block = TensorBlock(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
-            found = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
-            compared = _compare(block, x, output, found, None, work)
+            measured = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
+            compared = _compare(block, x, output, measured, None, work)
             right = right and compared.right and not any(_wrong_tensors(filter(None, [compared.left])))
         count += last - first
     return count, right
