@@ -23,9 +23,7 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
     gates = tuple(map(FINETUNE_GATES.parse, options.gates))
     for gate in gates:
         if "gap" in gate.metric and options.twin == "none":
-            raise UsageError(
-                f"gate `{gate.expression}` needs a twin", hint="use --twin fp32 or --twin bf16"
-            )
+            raise UsageError(f"gate `{gate.expression}` needs a twin", hint="use --twin fp32 or --twin bf16")
         if gate.metric == "loss_gap_low" and options.seeds == 1:
             raise UsageError(f"gate `{gate.expression}` needs a confidence interval", hint="pass --seeds 3")
     return gates
