@@ -324,7 +324,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "convert": {
         "scheme": "W4A16",
         "method": "scalify", "format": "e5m2", "residual": "int8", "layout": "compressed-tensors", "scale": "exact",
-        "granularity": "row", "calibrate": "demo",
+        "granularity": "row", "calibrate": "demo", "rounding": "gptq", "calibration_tokens": 64, "calibration_seed": 1,
+        "input_scales": True,
         "include": ["a.*"], "exclude": "b.*",
         "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
         "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
@@ -352,10 +353,20 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Settings that need others beside them.
+_INT4 = {"format": "int4", "granularity": "group:32", "calibrate": "demo"}
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("convert", "layout"): {"format": "e4m3fn"},
     ("convert", "residual"): {"method": "collage"},
     ("convert", "calibrate"): {"format": "e4m3fn", "layout": "compressed-tensors"},
+    ("convert", "rounding"): {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
+    ("convert", "calibration_tokens"): _INT4 | {"rounding": "gptq"},
+    ("convert", "calibration_seed"): _INT4 | {"rounding": "gptq"},
+    ("convert", "input_scales"): {
+        "format": "e4m3fn",
+        "layout": "compressed-tensors",
+        "rounding": "gptq",
+        "calibrate": "demo",
+    },
     ("convert", "budget_bits"): {"method": "multipoint"},
     ("convert", "points_max"): {"method": "multipoint"},
     ("finetune", "rounding"): {"optimizer": "bf16", "precision": "bf16"},
