@@ -46,20 +46,20 @@ def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tu
 
 def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     """Encode and decode one tensor, block by block."""
-    found = workers.measure(t)
+    measured = workers.measure(t)
     values = torch.empty(t.info.num_elements)
 
     def convert(block: TensorBlock) -> Encoded:
         with workers.borrow() as work:
-            encoded = t.form.encode(workers.read(block, work), block.start, found, work)
-            values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, found.side)
+            encoded = t.form.encode(workers.read(block, work), block.start, measured, work)
+            values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, measured.side)
             return dataclasses.replace(encoded, data=())
 
-    error, stats = BlockError(), found.stats
+    error, stats = BlockError(), measured.stats
     for _, encoded in workers.in_order(tensor_blocks([t]), convert):
         error = error + (encoded.error or BlockError())
         stats = stats + (encoded.stats or BlockStats())
-    return values.view(t.info.shape), tensor_record(t, t.form.scale(found.side), stats, error)
+    return values.view(t.info.shape), tensor_record(t, t.form.scale(measured.side), stats, error)
 
 
 def noise_of_sample(job: Job, *, elements: int) -> float:
@@ -100,10 +100,10 @@ def _noise(job: Job, t: PlannedTensor, rows: int, cols: int, work: Workspace) ->
         raise InputError(
             f"rows of `{t.name}` are too long to read in blocks", hint=f"leave it unconverted with --exclude '{t.name}'"
         )
-    found = Measured()
+    measured = Measured()
     if form.needs_first_pass:
-        found = form.measure(lambda look: [look(block, start, work) for start, block in blocks])
-    encoded = [form.encode(block, start, found, work) for start, block in blocks]
-    stats = sum((e.stats or BlockStats() for e in encoded), found.stats)
+        measured = form.measure(lambda look: [look(block, start, work) for start, block in blocks])
+    encoded = [form.encode(block, start, measured, work) for start, block in blocks]
+    stats = sum((e.stats or BlockStats() for e in encoded), measured.stats)
     error = sum((e.error or BlockError() for e in encoded), BlockError())
     return error.sum_squares / stats.sum_squares if stats.sum_squares else 0.0

@@ -204,14 +204,14 @@ def _splits(name: str) -> tuple[Any, Any | None]:
     if _is_file_name(name):
         return _read(name), None
     try:
-        found = _datasets().load_dataset(name)
+        dataset = _datasets().load_dataset(name)
     except Exception as e:  # datasets raises many kinds, including connection errors
         raise InputError(
             f"cannot load the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
             hint=_OFFLINE_HINT,
         ) from e
-    train = found.get("train") or next(iter(found.values()))
-    return train, next((found[s] for s in ("validation", "test") if s in found), None)
+    train = dataset.get("train") or next(iter(dataset.values()))
+    return train, next((dataset[s] for s in ("validation", "test") if s in dataset), None)
 
 
 def _read(name: str) -> Any:
@@ -221,16 +221,16 @@ def _read(name: str) -> Any:
         return _datasets().Dataset.from_dict({"text": [read_text(path)]})
     options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
     try:
-        found = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
+        dataset = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
     except Exception as e:  # each builder raises its own
         cause = e.__cause__ or e
         why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise InputError(
             f"`{name}` cannot be read as {builder}: {why}", hint="check that its suffix matches its contents"
         ) from e
-    if len(found) == 0:
+    if len(dataset) == 0:
         raise InputError(f"`{name}` has no rows", hint="pass a file with rows in it")
-    return found
+    return dataset
 
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:

@@ -206,26 +206,26 @@ def arithmetic(
         "loss_scale_floor": loss_scale_floor,
         "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
     }
-    given = {k: v for k, v in named.items() if v is not None}
-    if recipe is None and given.keys() <= {"operand_scale"} and rounding is None:
+    changes = {k: v for k, v in named.items() if v is not None}
+    if recipe is None and changes.keys() <= {"operand_scale"} and rounding is None:
         recipe = "unit-fp8"
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
-    found = dataclasses.replace(base, **given)
-    find("precision", found.precision, dict.fromkeys(PRECISIONS))
-    find("method", found.method, TRAINING_METHODS)
-    find("optimizer", found.optimizer, TRAINING_OPTIMIZERS)
-    if recipe is None and loss_scale is None and not found.is_scaled and found.precision in ("fp16", "fp8"):
-        found = dataclasses.replace(found, loss_scale="dynamic")
-    found = _with_rounding(found, rounding)
-    _check_loss_scale(found)
-    _check_optimizer(found)
-    if operand_scale is not None and not found.is_scaled_fp8:
-        usual = dataclasses.replace(found, operand_scale=Arithmetic.operand_scale)
+    chosen = dataclasses.replace(base, **changes)
+    find("precision", chosen.precision, dict.fromkeys(PRECISIONS))
+    find("method", chosen.method, TRAINING_METHODS)
+    find("optimizer", chosen.optimizer, TRAINING_OPTIMIZERS)
+    if recipe is None and loss_scale is None and not chosen.is_scaled and chosen.precision in ("fp16", "fp8"):
+        chosen = dataclasses.replace(chosen, loss_scale="dynamic")
+    chosen = _with_rounding(chosen, rounding)
+    _check_loss_scale(chosen)
+    _check_optimizer(chosen)
+    if operand_scale is not None and not chosen.is_scaled_fp8:
+        usual = dataclasses.replace(chosen, operand_scale=Arithmetic.operand_scale)
         raise UsageError(
             f"recipe `{usual.name}` does not scale operands",
             hint="use --operand-scale with a recipe such as unit-fp8",
         )
-    return found
+    return chosen
 
 
 def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
@@ -239,71 +239,71 @@ def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
     return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
 
 
-def _with_rounding(found: Arithmetic, rounding: str | None) -> Arithmetic:
+def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
     """Apply `--rounding`: how bf16 weights without a wider copy are written back, or how plain fp8 casts operands."""
     if rounding is None:
-        return found
+        return chosen
     find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))
-    keeps_bf16 = found.optimizer in ("bf16", "bf16-sr")
-    if found.precision == "fp8" and not found.is_scaled and not keeps_bf16:
-        return dataclasses.replace(found, operand_rounding=rounding)
-    if rounding == ("stochastic" if found.optimizer == "bf16-sr" else "nearest"):
-        return found
+    keeps_bf16 = chosen.optimizer in ("bf16", "bf16-sr")
+    if chosen.precision == "fp8" and not chosen.is_scaled and not keeps_bf16:
+        return dataclasses.replace(chosen, operand_rounding=rounding)
+    if rounding == ("stochastic" if chosen.optimizer == "bf16-sr" else "nearest"):
+        return chosen
     if not keeps_bf16:
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps more than bf16 weights, so {rounding} rounding does not apply",
+            f"optimizer `{chosen.optimizer}` keeps more than bf16 weights, so {rounding} rounding does not apply",
             hint="use --rounding with --optimizer bf16, or with fp8 without scales",
         )
-    return dataclasses.replace(found, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
+    return dataclasses.replace(chosen, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
 
 
-def _check_loss_scale(found: Arithmetic) -> None:
-    scale = found.loss_scale
+def _check_loss_scale(chosen: Arithmetic) -> None:
+    scale = chosen.loss_scale
     if scale not in LOSS_SCALES and not _is_scale(scale):
         raise UsageError(
             f"unknown loss scale `{scale}`", hint=f"use {', '.join(LOSS_SCALES)}, or a number such as 1024"
         )
-    if found.is_scaled and scale != "none":
+    if chosen.is_scaled and scale != "none":
         raise UsageError(
-            f"method `{found.method}` sets the scale of the backward pass itself, so a loss scale has no effect",
+            f"method `{chosen.method}` sets the scale of the backward pass itself, so a loss scale has no effect",
             hint="leave --loss-scale out, or use --method none",
         )
-    if scale == "adaptive" and found.precision not in ("fp16", "bf16"):
+    if scale == "adaptive" and chosen.precision not in ("fp16", "bf16"):
         raise UsageError(
-            f"adaptive loss scaling needs fp16 or bf16 gradients, not {found.precision}",
+            f"adaptive loss scaling needs fp16 or bf16 gradients, not {chosen.precision}",
             hint="pass --precision fp16 or bf16",
         )
-    if scale == "adaptive" and found.variant is not None:
+    if scale == "adaptive" and chosen.variant is not None:
         raise UsageError(
-            f"adaptive loss scaling needs fp32 weights, but optimizer `{found.optimizer}` keeps bf16 weights",
+            f"adaptive loss scaling needs fp32 weights, but optimizer `{chosen.optimizer}` keeps bf16 weights",
             hint="pass --optimizer adamw",
         )
-    if found.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
+    if chosen.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
         raise UsageError(
             f"loss scale `{scale}` does not support a floor", hint="use --loss-scale-floor with dynamic or logmax"
         )
 
 
-def _check_optimizer(found: Arithmetic) -> None:
-    chosen = TRAINING_OPTIMIZERS[found.optimizer]
-    if chosen.needs_scales and not found.is_scaled:
+def _check_optimizer(setup: Arithmetic) -> None:
+    chosen = TRAINING_OPTIMIZERS[setup.optimizer]
+    if chosen.needs_scales and not setup.is_scaled:
         raise UsageError(
-            f"optimizer `{found.optimizer}` keeps moments at their parameter's scale, but method none has no scales",
+            f"optimizer `{setup.optimizer}` keeps moments at their parameter's scale, but method none has no scales",
             hint="pass --method unit or scalify, or --optimizer adamw",
         )
-    if found.optimizer == "fp16-weights" and found.is_scaled:
+    if setup.optimizer == "fp16-weights" and setup.is_scaled:
         raise UsageError(
-            f"optimizer `fp16-weights` needs unscaled weights, but method {found.method} scales them",
+            f"optimizer `fp16-weights` needs unscaled weights, but method {setup.method} scales them",
             hint="pass --method none, or --optimizer fp16-state",
         )
-    if chosen.variant is not None and found.is_native:
+    if chosen.variant is not None and setup.is_native:
         raise UsageError(
-            f"native unit scaling updates unit-scale weights, which optimizer `{found.optimizer}` does not support",
+            f"native unit scaling updates unit-scale weights, which optimizer `{setup.optimizer}` does not support",
             hint="pass --optimizer adamw or fp16-state",
         )
-    if chosen.variant is not None and found.precision not in ("bf16", "fp8"):
+    if chosen.variant is not None and setup.precision not in ("bf16", "fp8"):
         raise UsageError(
-            f"optimizer `{found.optimizer}` needs bf16 weights, but a run in {found.precision} has none",
+            f"optimizer `{setup.optimizer}` needs bf16 weights, but a run in {setup.precision} has none",
             hint="pass --precision bf16 or fp8, or --optimizer adamw",
         )
 

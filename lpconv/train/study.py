@@ -89,8 +89,8 @@ def study(
             card=inherited_facts(checkpoint.directory, checkpoint.origin.hub_id),
             warnings=_warnings(job, runs, notes),
         )
-        found = (*result.warnings, *nothing_learned(result))
-        result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=found)
+        warnings = (*result.warnings, *nothing_learned(result))
+        result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=warnings)
         if is_main:
             _write(output, result)
     return result
@@ -106,7 +106,7 @@ def _write(output: Path, result: FinetuneResult) -> None:
 
 
 def _train_all(
-    job: TrainingJob, output: Path, told: Progress, is_main: bool, clock: Clock
+    job: TrainingJob, output: Path, progress: Progress, is_main: bool, clock: Clock
 ) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """All runs of all seeds, each followed by its twin; finished runs of an earlier command are read."""
     options = job.options
@@ -117,13 +117,13 @@ def _train_all(
         for work in _runs_of_seed(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
-                finished = train_one(job, work, told)
+                finished = train_one(job, work, progress)
                 record, notes = finished.record, _notes(finished.opened)
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
                 figures = as_published(record.evaluations)
                 if work.role == "run":
-                    told.message("saving the model")
+                    progress.message("saving the model")
                     with clock.spending("publishing"):
                         figures = publish_model(output, job, work, finished)
                 record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
@@ -183,22 +183,22 @@ def _facts(job: TrainingJob) -> dict[str, str]:
 
 def _notes(opened: Opened) -> tuple[str, ...]:
     """Notes for the user on how the model was opened."""
-    found = {
+    notes = {
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
     }
-    return tuple(f"{what}: {name_list(names)}" for what, names in found.items() if names)
+    return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
 
 
 def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:
-    found = [*job.examples.notes, *notes]
+    warnings = [*job.examples.notes, *notes]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
-        found.append(f"the data were repeated {rounds:.3g} times")
+        warnings.append(f"the data were repeated {rounds:.3g} times")
     counted: dict[str, int] = {}
     for run in runs:
         for name, count in run.fallbacks.items():
             counted[name] = counted.get(name, 0) + count
     cure = "; use --operand-scale tensor to avoid this" if any("saturated in" in n for n in counted) else ""
-    found += [f"{name}: {count} times over all runs{cure}" for name, count in sorted(counted.items())]
-    return tuple(found)
+    warnings += [f"{name}: {count} times over all runs{cure}" for name, count in sorted(counted.items())]
+    return tuple(warnings)

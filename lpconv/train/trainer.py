@@ -86,8 +86,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.evaluated = []
         with self.clock.spending("evaluations"):
-            found: dict[str, float] = super().evaluate(*args, **kwargs)
-        return found
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return metrics
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.clock.spending("checkpoints"), writing(Path(self.args.output_dir)):
@@ -111,30 +111,30 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return loss / scale
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        found = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not model.training:
-            return found
+            return loss
         scale = self.prepared.loss_scale.scale
-        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+        return (loss[0] * scale, *loss[1:]) if isinstance(loss, tuple) else loss * scale
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = found = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = prediction = super().prediction_step(model, inputs, *args, **kwargs)
         is_right = math.nan if logits is None else float((predicted(logits) == labels).float().mean())
         row = torch.tensor([[float(len(inputs["labels"])), float(loss.mean()), is_right]], device=self.args.device)
         self.evaluated += self.accelerator.gather(row).tolist()
-        return found
+        return prediction
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Override of Trainer's clipping: divide by the loss scale first, and skip a step that is not finite.
 
         Optimizers ignore parameters without a gradient, so dropping the gradients skips the step.
         """
-        found = self._unscale()
-        norm = math.nan if found else float(gather_whole(super()._clip_grad_norm(model)))
-        self.num_skipped += found
-        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if found else 0
-        self.last |= {"grad_norm": norm, "skipped": float(found)}
-        if found:
+        overflowed = self._unscale()
+        norm = math.nan if overflowed else float(gather_whole(super()._clip_grad_norm(model)))
+        self.num_skipped += overflowed
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if overflowed else 0
+        self.last |= {"grad_norm": norm, "skipped": float(overflowed)}
+        if overflowed:
             self.model.zero_grad()
         if self.num_skipped_in_a_row >= MAX_SKIPPED:
             raise self._diverged(
@@ -149,18 +149,18 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if self.average is not None:
             self.average.finish(parameters)
         if self.guard is not None:
-            found = not self.agree(gradients_are_finite(parameters))
-            if found:
+            overflowed = not self.agree(gradients_are_finite(parameters))
+            if overflowed:
                 self._note_nonfinite("the step was skipped")
-            self.guard.update(found)
-            return found
+            self.guard.update(overflowed)
+            return overflowed
         loss_scale = self.prepared.loss_scale
-        found = unscale_(parameters, loss_scale.scale)
-        if found:
+        overflowed = unscale_(parameters, loss_scale.scale)
+        if overflowed:
             self._note_nonfinite("the step was skipped")
-        largest = largest_gradient(parameters) if loss_scale.name == "logmax" and not found else None
-        loss_scale.update(found, max_gradient=largest)
-        return found
+        largest = largest_gradient(parameters) if loss_scale.name == "logmax" and not overflowed else None
+        loss_scale.update(overflowed, max_gradient=largest)
+        return overflowed
 
     def agree(self, flag: bool) -> bool:
         """Whether the flag is set on all processes."""
