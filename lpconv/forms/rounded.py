@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
 from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Fetch, Side
@@ -107,12 +107,17 @@ class Rounded(Form):
         return Measured(side=self.held, is_guess=True)
 
     def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
-        """The chosen codes, and their error against the source's `x`."""
+        """The codes that were chosen, and their error against the source's `x`.
+
+        Zeros may have become other numbers. That has no relative error, and is not taken for an overflow.
+        """
         from lpconv.forms.blocks import as_float32, block_error
 
         data = self.read(self.fetch, start, start + x.numel(), self.held)
-        got = self.decode(data, start, start + x.numel(), self.held)
-        return Encoded(data=data, error=block_error(as_float32(x, work), got))
+        value, got = as_float32(x, work), self.decode(data, start, start + x.numel(), self.held)
+        moved = got.masked_fill(value != 0, 0.0)
+        error = block_error(value, got.sub_(moved))
+        return Encoded(data=data, error=error + BlockError(sum_squares=float(moved.square_().sum())))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode(data, start, stop, side)

@@ -1,6 +1,7 @@
 """`convert --rounding gptq`: what it writes, that it resumes, that wrong codes are found, and what it refuses."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,26 @@ def test_codes_further_from_the_source_than_recorded_are_found(plain: Path, tmp_
     save_file(tensors, other / FILE, metadata={"format": "pt"})
     assert verified(tmp_path / "output", other).weights is not None
     assert "`model.layers.0.mlp.up_proj.weight`" in verified(tmp_path / "output", other).failure
+
+
+def test_zeros_that_become_numbers_are_no_overflow(plain: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(plain, tmp_path / "zeros")
+    tensors = load_file(model / FILE)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][:, ::5] = 0.0
+    save_file(tensors, model / FILE, metadata={"format": "pt"})
+    result = rounded(model, tmp_path / "output", **INT4)
+    record = next(t for t in result.tensors if t.name == name)
+    with StoredTensors.open(tmp_path / "output") as stored:
+        got = stored.tensor(name)
+    assert got[:, ::5].any()
+    noise = float((got - tensors[name]).double().square().sum() / tensors[name].double().square().sum())
+    assert record.sqnr_db == pytest.approx(-10 * math.log10(noise), abs=1e-3)
+    assert record.max_rel_error is not None
+    assert math.isfinite(record.max_rel_error)
+    assert record.num_saturated == 0
+    assert result.warnings == ()
+    assert verified(tmp_path / "output", model).passed
 
 
 def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
