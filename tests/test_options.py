@@ -127,12 +127,12 @@ def test_the_schema_says_what_the_record_says() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("patience", 0, "expected a whole number from 1 on, not `0`"),
-        ("patience", "1.5", "expected a whole number from 1 on"),
+        ("patience", 0, "a whole number of at least 1, not `0`"),
+        ("patience", "1.5", "a whole number of at least 1"),
         ("patience", True, "expected a whole number"),
         ("colour", "bleu", "unknown colour `bleu`"),
-        ("rate", "nan", "expected a number from zero on below 1, not `nan`"),
-        ("rate", 1, "expected a number from zero on below 1"),
+        ("rate", "nan", "at least zero and below 1, not `nan`"),
+        ("rate", 1, "at least zero and below 1"),
         ("size", [1, 0], r"\[1\]: expected a whole number"),
         ("tags", ["", "a"], r"\[0\]: expected text, not nothing"),
         ("memory", "much", "size `much`"),

@@ -231,6 +231,7 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
     from lpconv.report.markdown import markdown
     from lpconv.verify.written import verify_written  # imports torch (seconds)
 
+    source = source_record(job)  # before the work: a file that goes meanwhile is reported as a changed source
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run or workers wrote some files
     files, tensors = _write_weights(job, staging, request.progress)
@@ -247,7 +248,7 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
         format=job.plan.format_name,
         residual=job.plan.options.residual,
         output=job.url or str(job.output),
-        source=source_record(job),
+        source=source,
         architecture=next(iter(job.plain.config.get("architectures") or ()), None),
         tensors=tensors,
         files=files,

@@ -151,7 +151,7 @@ def test_what_is_there_is_refused(store: Store, source: Path) -> None:
 
 def test_what_others_keep_there_is_not_deleted(store: Store, source: Path) -> None:
     store.objects["out/thesis.tex"] = b"years of work"
-    with pytest.raises(OutputExistsError, match="cannot write to by lpconv"):
+    with pytest.raises(OutputExistsError, match="s3://bucket/out"):
         run(source, force=True)
     assert published(store) == {"thesis.tex": b"years of work"}
 
