@@ -18,7 +18,7 @@ from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, ope
 from lpconv.advise.train import Runs, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
-from lpconv.kernels.compiled import eagerly
+from lpconv.kernels.compiled import eager_mode
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.provenance import versions
 from lpconv.probe.advice import findings, loss_scales
@@ -95,7 +95,7 @@ def _initial_result(
 def _probe_findings(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
     """Findings of one forward and backward step: gradients matter for training, the other tensors for formats."""
     progress.start("one step forward and backward", 0)
-    with quiet_transformers(), eagerly():
+    with quiet_transformers(), eager_mode():
         result = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
     if "train" not in options.purposes:
         result = replace(result, tensors=tuple(t for t in result.tensors if t.role not in GRADIENT_ROLES))

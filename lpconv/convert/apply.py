@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lpconv.forms.blocks import Workspace, finite_absmax
-from lpconv.forms.facts import BlockError, BlockStats, Encoded, Looked, Measured
+from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, EncodedBlock, Measurement
 from lpconv.forms.form import Over
 from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.plan.tensor_records import tensor_record
@@ -76,7 +76,7 @@ class Engine:
                 return written
 
     def _try_shard(
-        self, shard: PlannedShard, create: Create, measured: dict[str, Measured]
+        self, shard: PlannedShard, create: Create, measured: dict[str, Measurement]
     ) -> tuple[list[FileRecord], list[TensorRecord]] | None:
         """Like `write_shard`, but None if a prediction was wrong. `measured` then holds the correct statistics."""
         assumed = dict(measured)
@@ -96,10 +96,10 @@ class Engine:
                 f.part.abandon()
             raise
 
-    def _measure(self, t: PlannedTensor) -> Measured:
+    def _measure(self, t: PlannedTensor) -> Measurement:
         """Statistics of the first pass over a tensor, or a prediction of them."""
-        if t.form.late:
-            return t.form.begin(max(map(self._largest_magnitude, (t, *t.fused))) if t.form.shares else 0.0)
+        if t.form.late_side:
+            return t.form.begin(max(map(self._largest_magnitude, (t, *t.fused))) if t.form.shares_scale else 0.0)
         guess = self._workers.guess(t) if self._guesses else None
         if guess is None:
             return t.form.measure(self._block_reader(t), [*map(self._block_reader, t.fused)])
@@ -128,7 +128,7 @@ class Engine:
         return over
 
     def _write_tensors(
-        self, shard: PlannedShard, files: Sequence[_Output], measured: dict[str, Measured]
+        self, shard: PlannedShard, files: Sequence[_Output], measured: dict[str, Measurement]
     ) -> list[TensorRecord]:
         """Write all tensors in the order of the root file.
 
@@ -145,7 +145,7 @@ class Engine:
         return records
 
     def _encode(
-        self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: dict[str, Measured]
+        self, tensors: Sequence[PlannedTensor], files: Sequence[_Output], measured: dict[str, Measurement]
     ) -> list[TensorRecord]:
         sums = {t.name: _Sums(stats=measured[t.name].stats if t.name in measured else None) for t in tensors}
         encode = functools.partial(self._encode_block, files=files, measured=measured)
@@ -159,12 +159,12 @@ class Engine:
         return [self._record(t, sums[t.name], measured) for t in tensors]
 
     def _encode_block(
-        self, block: TensorBlock, *, files: Sequence[_Output], measured: dict[str, Measured]
-    ) -> tuple[Workspace, Looked | None, Encoded]:
+        self, block: TensorBlock, *, files: Sequence[_Output], measured: dict[str, Measurement]
+    ) -> tuple[Workspace, BlockFacts | None, EncodedBlock]:
         """Read, encode and write a block. The workspace holds the encoded data, and the hashing thread returns it."""
         work, form = self._workers.take(), block.tensor.form
         try:
-            assumed, statistics = measured.get(form.name, Measured()), None
+            assumed, statistics = measured.get(form.name, Measurement()), None
             x = self._workers.read(block, work)
             if assumed.is_guess:
                 statistics, encoded = form.look_and_encode(x, block.start, assumed, work)
@@ -178,12 +178,12 @@ class Engine:
             self._workers.give(work)
             raise
 
-    def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measured]) -> TensorRecord:
+    def _record(self, t: PlannedTensor, sums: "_Sums", measured: dict[str, Measurement]) -> TensorRecord:
         """The record of a written tensor. Replaces a prediction in `measured` by the statistics of all blocks."""
         if sums.looked:
             measured[t.name] = self._workers.conclude(t, sums.looked)
             sums.stats = measured[t.name].stats
-        statistics = measured.get(t.name, Measured())
+        statistics = measured.get(t.name, Measurement())
         return tensor_record(t, t.form.scale(statistics.side), sums.stats, sums.error, statistics)
 
 
@@ -193,9 +193,9 @@ class _Sums:
 
     stats: BlockStats | None
     error: BlockError | None = None
-    looked: list[Looked] = field(default_factory=list)
+    looked: list[BlockFacts] = field(default_factory=list)
 
-    def add(self, statistics: Looked | None, encoded: Encoded) -> None:
+    def add(self, statistics: BlockFacts | None, encoded: EncodedBlock) -> None:
         """Add one block."""
         if encoded.error is not None:
             self.error = (self.error or BlockError()) + encoded.error
@@ -205,7 +205,7 @@ class _Sums:
             self.looked.append(statistics)
 
 
-def _is_confirmed(assumed: Measured, measured: Measured) -> bool:
+def _is_confirmed(assumed: Measurement, measured: Measurement) -> bool:
     """Whether the file written with a prediction equals the one written without."""
     if not assumed.is_guess:
         return True

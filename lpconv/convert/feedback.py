@@ -35,7 +35,7 @@ from lpconv.convert.gptq import (
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import Measured
+from lpconv.forms.facts import Measurement
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
@@ -273,7 +273,7 @@ class _Rounding:
             sha256=digest_of(parts),
         )
 
-    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, measured: Measured) -> dict[str, Tensor]:
+    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, measured: Measurement) -> dict[str, Tensor]:
         """The components to store, by name, for numbers on the form's grid."""
         values, data = rounded_RC.view(-1), []
         for start, stop in block_ranges(len(values), form.cols):

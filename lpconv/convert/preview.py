@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lpconv.errors import InputError
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import BlockError, BlockStats, Encoded, Measured
+from lpconv.forms.facts import BlockError, BlockStats, EncodedBlock, Measurement
 from lpconv.forms.ranges import block_ranges
 from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
@@ -49,7 +49,7 @@ def _decoded(t: PlannedTensor, workers: Workers) -> tuple[Tensor, TensorRecord]:
     measured = workers.measure(t)
     values = torch.empty(t.info.num_elements)
 
-    def convert(block: TensorBlock) -> Encoded:
+    def convert(block: TensorBlock) -> EncodedBlock:
         with workers.borrow() as work:
             encoded = t.form.encode(workers.read(block, work), block.start, measured, work)
             values[block.start : block.stop] = t.form.decode(encoded.data, block.start, block.stop, measured.side)
@@ -100,7 +100,7 @@ def _noise(job: Job, t: PlannedTensor, rows: int, cols: int, work: Workspace) ->
         raise InputError(
             f"rows of `{t.name}` are too long to read in blocks", hint=f"leave it unconverted with --exclude '{t.name}'"
         )
-    measured = Measured()
+    measured = Measurement()
     if form.needs_first_pass:
         measured = form.measure(lambda look: [look(block, start, work) for start, block in blocks])
     encoded = [form.encode(block, start, measured, work) for start, block in blocks]

@@ -31,7 +31,7 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
 
     Neither are the activation scales of third-party checkpoints.
     """
-    forms = {n: _of(n, headers) for n in headers.root}
+    forms = {n: _recognise_one(n, headers) for n in headers.root}
     parts = {c.name for n, form in forms.items() for c in form.components if c.name != n}
     if headers.quantised_by in READ:
         parts |= {n for n in forms if n.rpartition(".")[2] in ACTIVATIONS}
@@ -45,6 +45,6 @@ def grid_of(form: Stored) -> Grid | None:
     return form if isinstance(form, Grid) else None
 
 
-def _of(name: str, headers: Headers) -> Stored:
+def _recognise_one(name: str, headers: Headers) -> Stored:
     form = next(f for kind in FORMS.values() if (f := kind.recognise(name, headers)))
     return find(name, headers) or form if isinstance(form, Kept) else form

@@ -44,7 +44,7 @@ class Workspace:
         self.scratch = scratch or Scratch()
 
 
-def room(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def buffer_view(buffer: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """The first `count` elements of a byte buffer as `dtype`."""
     return buffer[: count * dtype.itemsize].view(dtype)
 

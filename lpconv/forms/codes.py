@@ -15,7 +15,7 @@ from torch import Tensor
 from lpconv.formats.cast import cast
 from lpconv.formats.narrow import encode_narrow_, num_zero_codes
 from lpconv.formats.spec import Format
-from lpconv.forms.blocks import Workspace, as_float32, block_error, error_of, num_zeros, room, same_numbers
+from lpconv.forms.blocks import Workspace, as_float32, block_error, buffer_view, error_of, num_zeros, same_numbers
 from lpconv.forms.facts import BlockError, BlockStats
 from lpconv.forms.lookup import (
     LEAST_ELEMENTS,
@@ -50,7 +50,7 @@ def encode(
     are the whole tensor's: with NaN or Inf, NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf,
     never a usable number.
     """
-    codes = room(work.root, x.numel(), _dtype(fmt))
+    codes = buffer_view(work.root, x.numel(), _dtype(fmt))
     is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= LEAST_ELEMENTS
     tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
     if tables is not None:
@@ -59,7 +59,7 @@ def encode(
         flushed = _num_zeros(codes, fmt) - zeros
         return codes, error_of(differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
     value = as_float32(x, work)
-    got = _rounded(value, scale, fmt, codes, work, is_finite=stats.is_finite)
+    got = _round_to_codes(value, scale, fmt, codes, work, is_finite=stats.is_finite)
     flushed = 0
     if codes.itemsize == 1 and stats.is_finite:
         flushed = _num_zeros(codes, fmt) - num_zeros(x if x.itemsize == 2 else value)
@@ -93,7 +93,7 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
     return out
 
 
-def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
+def reference_values(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     """Rounded values of fp32 numbers (1-D) by the slow reference.
 
     bf16 numbers are looked up in a table of all bf16 numbers, if there are few scales (`lookup.span_of_scales`).
@@ -110,7 +110,7 @@ def wanted(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     return _of_span(fmt, span).index_select(0, patterns)
 
 
-def are_right_together(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format) -> bool:
+def all_match_reference(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format) -> bool:
     """Whether small tensors, as (fp32 numbers, decoded values, rows of scales), all match the slow reference.
 
     All rows have the same number of elements, and of scales.
@@ -140,17 +140,19 @@ def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Fo
         return False
     span = None if isinstance(scale, float) else span_of_scales(scale)
     if isinstance(scale, float):
-        table, begin = _wanted_codes(x.dtype, scale, fmt), None
+        table, begin = _reference_codes(x.dtype, scale, fmt), None
     elif span is not None:
-        table, begin = _wanted_of_span(x.dtype, fmt, span), beginnings(scale, span)
+        table, begin = _reference_codes_of_span(x.dtype, fmt, span), beginnings(scale, span)
     else:
         return False
-    right = torch.index_select(table, 0, patterns(x, begin, work), out=room(work.residual, x.numel(), torch.uint8))
+    right = torch.index_select(
+        table, 0, patterns(x, begin, work), out=buffer_view(work.residual, x.numel(), torch.uint8)
+    )
     return np.array_equal(right.numpy(), codes.view(torch.uint8).numpy())
 
 
 @functools.lru_cache(maxsize=32)
-def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
+def _reference_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
     """The reference codes, as bytes, of all numbers of a 16-bit dtype; the NaN code if no finite code is right."""
     assert fmt.nan_code is not None, fmt.name
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(_dtype(fmt))
@@ -162,9 +164,9 @@ def _wanted_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _wanted_of_span(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor:
-    """The concatenated tables of `_wanted_codes` for the scales of a span."""
-    return torch.cat([_wanted_codes(dtype, scale, fmt) for scale in scales_of(span)])
+def _reference_codes_of_span(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor:
+    """The concatenated tables of `_reference_codes` for the scales of a span."""
+    return torch.cat([_reference_codes(dtype, scale, fmt) for scale in scales_of(span)])
 
 
 def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
@@ -184,7 +186,7 @@ def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     return done
 
 
-def _rounded(
+def _round_to_codes(
     value: Tensor, scale: float | Tensor, fmt: Format, codes: Tensor, work: Workspace, *, is_finite: bool
 ) -> Tensor:
     """Write the codes of fp32 numbers into `codes` and return their values."""
@@ -212,12 +214,12 @@ def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: Block
         entries = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
         return None if entries is None else (entries, None)
     span = span_of_scales(scale)
-    entries = None if span is None else _joined(dtype, fmt, span)
+    entries = None if span is None else _join_tables(dtype, fmt, span)
     return None if span is None or entries is None else (entries, beginnings(scale, span))
 
 
 @functools.lru_cache(maxsize=2)
-def _joined(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
+def _join_tables(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
     """The concatenated tables for the scales of a span."""
     candidates = [_table(dtype, scale, fmt) for scale in scales_of(span)]
     tables = [t for t in candidates if t is not None]
@@ -232,7 +234,7 @@ def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
     """
     values = numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
-    got = _rounded(values, scale, fmt, codes, Workspace(), is_finite=True)
+    got = _round_to_codes(values, scale, fmt, codes, Workspace(), is_finite=True)
     return table(got - values, codes, values.abs() <= _REACH * fmt.max * scale)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Converted, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import one_by_one
 from lpconv.forms.form import Form, Over
@@ -84,7 +84,7 @@ class _Layout(ScaledCodes):
         return super().refusal(shape, format, settings)
 
     @classmethod
-    def configured(cls, converted: Converted) -> dict[str, Any]:
+    def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
         """The `quantization_config`. Raises UnsupportedError for experts in several formats.
 
         transformers reads all experts in the usual format.
@@ -114,7 +114,7 @@ class _Layout(ScaledCodes):
         return (self.input_scale,) if self.has_input_scale else ()
 
     def _as_stored(self, headers: Headers) -> Self:
-        """The form with its stored input scale, if the config has one."""
+        """The form, with an input scale if the config and the file have one."""
         presets = headers.presets
         is_calibrated = presets is not None and presets.preset_for(self.name.removesuffix(_WEIGHT)).is_calibrated
         return replace(self, has_input_scale=is_calibrated and headers.holds(self.input_scale))
@@ -126,13 +126,13 @@ class _Layout(ScaledCodes):
     def scale_of_inputs(self, absmax: float) -> Tensor:
         """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
 
-    def begin(self, largest: float) -> Measured:
+    def begin(self, largest: float) -> Measurement:
         return self._with_input_scale(super().begin(largest))
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        return self._with_input_scale(super().conclude(looked, over, fused))
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+        return self._with_input_scale(super().combine(looked, over, fused))
 
-    def _with_input_scale(self, measured: Measured) -> Measured:
+    def _with_input_scale(self, measured: Measurement) -> Measurement:
         if not self.has_input_scale:
             return measured
         assert self.input_absmax is not None, "not calibrated"
@@ -171,19 +171,19 @@ class Compressed(_Layout):
         return replace(scale, dtype=self.scale_dtype), *self._of_inputs, codes
 
     @property
-    def shares(self) -> bool:
+    def shares_scale(self) -> bool:
         """Whether fused weights must share a scale, as with an input scale.
 
         Readers that multiply in fp8 use one scale for fused weights, and would round those with another scale again.
         """
         return self.has_input_scale
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         import torch
 
         from lpconv.forms.blocks import block_stats
 
-        measured = super().conclude(looked, over, fused)
+        measured = super().combine(looked, over, fused)
         if not fused:
             return measured
         others = [sum(each(lambda x, _, work: block_stats(x, work)), BlockStats()) for each in fused]
@@ -192,8 +192,8 @@ class Compressed(_Layout):
         on_grid = measured.on_grid and torch.equal(one, measured.side[name])
         return replace(measured, side={**measured.side, name: one}, on_grid=on_grid)
 
-    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
-        return None if self.shares else super().guess(sample)
+    def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
+        return None if self.shares_scale else super().guess(sample)
 
     def scale_of_inputs(self, absmax: float) -> Tensor:
         import torch
@@ -249,9 +249,12 @@ class CompressedTiles(_Layout, Tiles):
     def _rule(self, num_rows: int | None = None) -> TileScales:
         return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """Raises UnsupportedError for experts that need a tensor scale, which plain transformers ignores."""
-        measured = super().conclude(looked, over, fused)
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+        """Combine all blocks. Raises UnsupportedError for experts that need a tensor scale.
+
+        Plain transformers ignores the tensor scale of experts.
+        """
+        measured = super().combine(looked, over, fused)
         if self.grain.has_factor and not self._rule().has_factor and 0 < measured.stats.rms < _LEAST_RMS:
             raise UnsupportedError(
                 f"`{self.name}`: numbers of {measured.stats.rms:.1g} are too small for e4m3fn scales alone, and plain "

@@ -36,7 +36,7 @@ class FormSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
+class ConvertedFacts:
     """Facts about a converted checkpoint for its config.
 
     `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
@@ -155,7 +155,7 @@ class BlockError(Summed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class BlockFacts:
     """Results of the first pass over a block: statistics, and anything else that the form's side tensors depend on."""
 
     stats: BlockStats
@@ -163,7 +163,7 @@ class Looked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """Results of the first pass over a tensor: statistics, and the side tensors to store, by name.
 
     `on_grid` means that these keep every number of the source, up to the dtype of its file; otherwise `grid` is the
@@ -181,7 +181,7 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedBlock:
     """An encoded block: the data for each file in the order of `Form.data`, statistics and error.
 
     The tensors may be views of the workspace. Statistics are None if the first pass collected them; both are None if

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Converted, FormSettings, Headers
+from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
 from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
 from lpconv.forms.tiles import Tiles
 
@@ -46,7 +46,7 @@ class FineGrained(Tiles):
         return None if grain is None else cls._of_codes(name, name, grain, "", headers)
 
     @classmethod
-    def configured(cls, converted: Converted) -> dict[str, Any]:
+    def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
         """The `quantization_config`.
 
         Raises UnsupportedError if the name of an unquantised module is the end or start of a quantised module's name:

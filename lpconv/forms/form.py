@@ -9,9 +9,9 @@ of a checkpoint.
 block: in the root checkpoint, and for pairs also in the residual files. There may also be side tensors, small enough to
 be held in memory: scales, and counts of points. They precede the data in the file. So a form with side tensors needs a
 first pass over the tensor (`measure`), after which they are known and every block can be encoded on its own: it
-examines each block (`look`) and combines the results (`conclude`). If the side tensors can be guessed in advance, both
-happen in one pass, and `conclude` reports whether the guess was right. The same holds if each block determines its own
-part of the side tensors, such as scales of rows: these follow the data (`late`).
+examines each block (`look`) and combines the results (`combine`). If the side tensors can be guessed in advance, both
+happen in one pass, and `combine` reports whether the guess was right. The same holds if each block determines its own
+part of the side tensors, such as scales of rows: these follow the data (`late_side`).
 
 *Blocks.* A block is a range of elements in the tensor's own order, in whole rows of `cols` elements. `place` maps a
 range of numbers to elements of the stored data: the same ones, unless rows are stored at several times their length.
@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Converted, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.stored import Side, Stored
 from lpconv.results import RoundingRecord
@@ -110,14 +110,14 @@ class Form(Stored):
         return bool(self.side)
 
     @functools.cached_property
-    def late(self) -> tuple[Component, ...]:
+    def late_side(self) -> tuple[Component, ...]:
         """The side tensors that follow the data, because each block determines its own part of them."""
         return ()
 
     @property
     def num_readings(self) -> int:
         """How many times a conversion reads the tensor."""
-        return 2 if self.needs_first_pass and (self.shares or not self.late) else 1
+        return 2 if self.needs_first_pass and (self.shares_scale or not self.late_side) else 1
 
     @property
     def seconds_to_encode(self) -> float:
@@ -144,17 +144,17 @@ class Form(Stored):
         return self
 
     @property
-    def shares(self) -> bool:
+    def shares_scale(self) -> bool:
         """Whether one of its scales is common to all weights that readers fuse."""
         return False
 
-    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def measure(self, over: Over, fused: Sequence[Over] = ()) -> Measurement:
         """The first pass over the tensor.
 
         `fused` read the weights that readers fuse with this one, if the form has a scale that these share. Raises
         InputError if the values cannot have this form.
         """
-        return self.conclude(list(over(self.look)), over, fused)
+        return self.combine(list(over(self.look)), over, fused)
 
     def side_for(self, weight: Tensor, *, importance: Tensor | None = None, fused: Sequence[Tensor] = ()) -> Side:
         """Side tensors (scales, factors, counts) for a whole weight held in memory, the same as from `measure`.
@@ -178,35 +178,37 @@ class Form(Stored):
         """The form whose scale search weights the squared error of each column by `importance`, fp32 [cols]."""
         return self
 
-    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+    def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         """The first pass over one block. Raises InputError like `measure`."""
         from lpconv.forms.blocks import block_stats
 
-        return Looked(stats=block_stats(x, work))
+        return BlockFacts(stats=block_stats(x, work))
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         """Combine the results of `look` on all blocks; `over` reads the blocks again if more is needed."""
-        return Measured()
+        return Measurement()
 
-    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
+    def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
         """Guess the result of the first pass from a few numbers, or return None if the pass is needed.
 
         `sample` reads the numbers, in rows from all over the tensor.
         """
         return None
 
-    def begin(self, largest: float) -> Measured:
-        """The measurement before the first block, for a form with `late` side tensors.
+    def begin(self, largest: float) -> Measurement:
+        """The measurement before the first block, for a form with `late_side` side tensors.
 
-        `largest` is the largest magnitude of the weights that share a scale, if it `shares` one.
+        `largest` is the largest magnitude of the weights that share a scale, if it has one.
         """
-        return Measured(is_guess=True)
+        return Measurement(is_guess=True)
 
     @abstractmethod
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         """Encode one block of the source, 1-D in its own dtype, from element `start` on."""
 
-    def look_and_encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+    def look_and_encode(
+        self, x: Tensor, start: int, measured: Measurement, work: Workspace
+    ) -> tuple[BlockFacts, EncodedBlock]:
         """Both in one step, if `measured` is a guess or comes from `begin`."""
         block = self.look(x, start, work)
         return block, self.encode(x, start, replace(measured, stats=block.stats), work)
@@ -233,7 +235,7 @@ class Form(Stored):
         return None
 
     @classmethod
-    def configured(cls, converted: Converted) -> dict[str, Any]:
+    def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
         """Entries to add to config.json, so that readers recognise such a checkpoint."""
         if cls.quantised_by is None:
             return {}

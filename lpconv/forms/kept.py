@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import Component, Encoded, FormSettings, Headers, Measured
+from lpconv.forms.facts import Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form
 from lpconv.forms.stored import Side
 
@@ -48,8 +48,8 @@ class Kept(Form):
     def components(self) -> tuple[Component, ...]:
         return (Component(name=self.name, dtype=self.dtype, shape=self.shape),)
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
-        return Encoded(data=(x,))
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
+        return EncodedBlock(data=(x,))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return data[0]

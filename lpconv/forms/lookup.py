@@ -34,7 +34,10 @@ def numbers(dtype: torch.dtype) -> Tensor:
 
 
 def table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
-    """Combine fp32 differences and codes by bit pattern; None if a used difference needs its lowest byte."""
+    """Pack fp32 differences and their codes into one word each, indexed by bit pattern.
+
+    The code takes the lowest byte of the difference; None if a difference that is used needs that byte.
+    """
     bits = difference.view(torch.int32)
     return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 

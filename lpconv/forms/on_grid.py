@@ -89,7 +89,7 @@ class OnGrid:
         return bool(((guesses[:, 0] > 0) & (low <= -high)).any())
 
     def _may_fit(self, sample: Tensor) -> bool:
-        """A necessary condition of `fits` that takes a tenth of the time.
+        """A fast test that every sample on the grid passes, in a tenth of the time of `fits`.
 
         The ratio of each number to the largest must be a ratio of two codes, up to the rounding of both.
         """
@@ -115,11 +115,11 @@ class OnGrid:
             per_block = list(over(in_rows))
             exact = [scales.to(usual.dtype) for scales in per_block if scales is not None]
             return torch.cat(exact) if len(exact) == len(per_block) else None
-        scales, left = usual, self._tiles(over, self._wrong, usual)[0] > 0
+        scales, left = usual, self._tiles(over, self._mismatch, usual)[0] > 0
         least = -self._tiles(over, _least, usual)[0] if self.format.twos_complement else absmax
         for guess in self._guesses(absmax.double(), least.double()):
             if left.any():
-                scales, left = self._tried(over, guess, scales, left)
+                scales, left = self._try_guess(over, guess, scales, left)
         return None if left.any() else scales
 
     def _scales_in_rows(self, x: Tensor, absmax: Tensor, usual: Tensor, work: Workspace) -> Tensor | None:
@@ -132,21 +132,21 @@ class OnGrid:
             return lambda job: [job(tiles[which].view(-1), 0, work)]
 
         scales, largest, every = usual.reshape(-1, 1).clone(), absmax.reshape(-1, 1).double(), torch.arange(len(tiles))
-        left = every[one._tiles(over(every), one._wrong, scales)[0, :, 0] > 0]
+        left = every[one._tiles(over(every), one._mismatch, scales)[0, :, 0] > 0]
         least = -one._tiles(over(every), _least, scales)[0] if self.format.twos_complement else largest
         for guess in self._guesses(largest, least):
             if not len(left):
                 break
-            scales[left], wrong = one._tried(over(left), guess[left], scales[left], torch.ones(len(left), 1).bool())
+            scales[left], wrong = one._try_guess(over(left), guess[left], scales[left], torch.ones(len(left), 1).bool())
             left = left[wrong[:, 0]]
         return None if len(left) else scales.view(usual.shape)
 
-    def _tried(self, over: Over, guess: Tensor, scales: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    def _try_guess(self, over: Over, guess: Tensor, scales: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         """Try a guess for the tiles that are `left`; return the improved scales and the tiles that are still left."""
         trial = torch.where(left & (guess > 0), guess.float(), scales)
-        for scale in self._between(*self._tiles(over, self._ends, trial)):
+        for scale in self._scales_in_interval(*self._tiles(over, self._ends, trial)):
             scales = torch.where(left & (scale > 0), scale.float(), scales)
-            left = self._tiles(over, self._wrong, scales)[0] > 0
+            left = self._tiles(over, self._mismatch, scales)[0] > 0
         return scales, left
 
     def _tiles(self, over: Over, facts: Facts, scales: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class OnGrid:
     def _codes(self, x: Tensor, scales: Tensor) -> Tensor:
         return codes_((x.float() / scales).contiguous(), self.format)
 
-    def _wrong(self, x: Tensor, scales: Tensor) -> Tensor:
+    def _mismatch(self, x: Tensor, scales: Tensor) -> Tensor:
         """1 where a code does not decode to its number, in the dtype of the file."""
         value = x.float() if x.dtype == torch.float64 else x
         return (self._codes(x, scales).mul_(scales).to(value.dtype) != value).double().unsqueeze(0)
@@ -201,7 +201,7 @@ class OnGrid:
             significands = (last * (1 + i * self.format.eps) for i in reversed(range(2**self.format.mantissa_bits)))
             yield from (largest / code for code in (*significands, last / 2 * (2 - self.format.eps)) if code <= top)
 
-    def _between(self, low: Tensor, negative_high: Tensor) -> Iterator[Tensor]:
+    def _scales_in_interval(self, low: Tensor, negative_high: Tensor) -> Iterator[Tensor]:
         """Yield scales in the interval of each tile, short ones first; 0 if there is none."""
         middle = (low - negative_high) / 2
         tried = [pow2_ceil(low)] if self.has_pow2_scale else [middle.bfloat16().double()]
@@ -233,7 +233,7 @@ def first_look(x: Tensor, rule: OnGrid | None) -> tuple[bool, str | None]:
 
 
 def _may_be_codes(sample: Tensor) -> bool:
-    """A fast necessary condition of every grid of up to 8 bits.
+    """A fast test that the numbers of every grid of up to 8 bits pass.
 
     The ratios of the first numbers must be ratios of integers up to 128, times powers of two. 16-bit numbers are too
     coarse to tell.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, Converted, Encoded, FormSettings, Headers, Measured
+from lpconv.forms.facts import Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.stored import Side, Summand
@@ -70,16 +70,16 @@ class Pair(Form):
             Component(name=self.name, dtype=low, shape=self.shape, in_residual=True),
         )
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
-        from lpconv.forms.blocks import as_float32, block_error, block_stats, room
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
+        from lpconv.forms.blocks import as_float32, block_error, block_stats, buffer_view
 
         rule = self._rule()
-        high, low = room(work.root, x.numel(), rule.hi_dtype), room(work.residual, x.numel(), rule.dtype)
+        high, low = buffer_view(work.root, x.numel(), rule.hi_dtype), buffer_view(work.residual, x.numel(), rule.dtype)
         stats = block_stats(x, work)
         value = as_float32(x, work)
         rule.split(value, out=(high, low), scratch=work.scratch.split)
         merged = rule.merge(high, low, out=work.scratch.error[: x.numel()], scratch=work.scratch.split)
-        return Encoded(data=(high, low), stats=stats, error=block_error(value, merged))
+        return EncodedBlock(data=(high, low), stats=stats, error=block_error(value, merged))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self._rule().merge(*data)
@@ -116,8 +116,7 @@ class Pair(Form):
         return RESIDUALS[self.residual]
 
     @classmethod
-    def configured(cls, converted: Converted) -> dict[str, Any]:
-        key = (
-            "dtype" if "dtype" in converted.config else "torch_dtype"
-        )  # every release of transformers reads the old name
+    def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
+        # Every release of transformers reads the old name.
+        key = "dtype" if "dtype" in converted.config else "torch_dtype"
         return {key: FORMATS[converted.settings["format"]].torch}

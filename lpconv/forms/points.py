@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over
 from lpconv.forms.ranges import checked_ranges
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
@@ -98,7 +98,7 @@ class PointRows(Form):
         """Bytes of the codes of one point."""
         return self.cols * self.format.storage_bits // 8
 
-    def has_sound(self, side: Side) -> bool:
+    def is_valid_side(self, side: Side) -> bool:
         points = self._points(side)
         counts, scales = points.counts_R, points.scales_P
         return (
@@ -107,7 +107,7 @@ class PointRows(Form):
             and bool(((scales > 0) & (scales < math.inf)).all())
         )
 
-    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+    def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         """Fit the rows of a block. Raises InputError for NaN or Inf."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.mcf import multipoint
@@ -119,9 +119,9 @@ class PointRows(Form):
                 hint=f"leave it unconverted with --exclude '{self.name}'",
             )
         fit = multipoint.fit(as_float32(x, work).view(-1, self.cols), self.format, self.points_max)
-        return Looked(stats=stats, more=fit)
+        return BlockFacts(stats=stats, more=fit)
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         """Distribute the points, and return scales and counts."""
         from lpconv.mcf import multipoint
 
@@ -130,9 +130,9 @@ class PointRows(Form):
             self.name + SCALE_SUFFIX: points.scales_P,
             self.name + _POINTS_SUFFIX: points.counts_R.view(self.shape[:-1]),
         }
-        return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=side)
+        return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side=side)
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         from lpconv.forms.blocks import as_float32, block_error
         from lpconv.mcf import multipoint
 
@@ -140,7 +140,7 @@ class PointRows(Form):
         value = as_float32(x, work)
         coded = multipoint.encode(value.view(-1, self.cols), points, self.format)
         got = multipoint.decode(coded, points, self.format)
-        return Encoded(data=(coded.view(-1),), error=block_error(value, got.view(-1)))
+        return EncodedBlock(data=(coded.view(-1),), error=block_error(value, got.view(-1)))
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
         counts = self._points(side).counts_R

@@ -132,11 +132,11 @@ class StoredTensors:
     def read_side(self, form: Stored) -> Side:
         """Read the side tensors of a form. Raises InputError if they are invalid."""
         side = {c.name: read_tensor(self._root, c.name) for c in form.side}
-        if not form.has_sound(side):
+        if not form.is_valid_side(side):
             raise InputError(f"the scales of `{form.name}` do not fit its {form.words}", hint=FETCH_AGAIN)
         return side
 
-    def stored(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
+    def read_data(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
         """The data of elements `start` to `stop` as stored in the files."""
         return self.read(self.forms[name], start, stop, self.side(name))
 
@@ -144,12 +144,12 @@ class StoredTensors:
         """The data that `form` needs to decode elements `start` to `stop`."""
         return form.read(self._fetch, start, stop, side)
 
-    def parts(self, name: str) -> Side:
+    def read_components(self, name: str) -> Side:
         """All components of a tensor, whole, by their names in the files."""
         data = (c for c in self.forms[name].components if c.name not in self.side(name))
         return {**self.side(name), **{c.name: read_tensor(self._file(c.in_residual), c.name) for c in data}}
 
-    def others(self) -> Side:
+    def read_others(self) -> Side:
         """Root tensors that are not in `forms`, whole: scales of activations."""
         known = {c.name for form in self.forms.values() for c in form.components}
         return {n: read_tensor(self._root, n) for n in self.entries if n not in known}
@@ -170,7 +170,7 @@ class StoredTensors:
     def values(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of a tensor, 1-D: decoded to fp32, or unchanged if it is kept."""
         first, last = self.forms[name].widened(start, stop)
-        decoded = self.forms[name].decode(self.stored(name, first, last), first, last, self.side(name))
+        decoded = self.forms[name].decode(self.read_data(name, first, last), first, last, self.side(name))
         return decoded if (first, last) == (start, stop) else decoded[start - first : stop - first]
 
     def tensor(self, name: str) -> Tensor:
@@ -181,7 +181,7 @@ class StoredTensors:
     def summands(self, name: str) -> tuple[Summand, ...]:
         """A whole tensor as a sum of floating-point tensors in its shape, each with a factor."""
         form = self.forms[name]
-        terms = form.summands(self.stored(name, 0, form.num_elements), self.side(name))
+        terms = form.summands(self.read_data(name, 0, form.num_elements), self.side(name))
         return tuple((codes.view(form.shape), factor) for codes, factor in terms)
 
     def close(self) -> None:

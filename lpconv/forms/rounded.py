@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockError, BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import (
+    BlockError,
+    BlockFacts,
+    BlockStats,
+    Component,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+)
 from lpconv.forms.form import Form, Over
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Fetch, Side
@@ -76,8 +85,8 @@ class Rounded(Form):
         return self.inner.side
 
     @property
-    def late(self) -> tuple[Component, ...]:
-        return self.inner.late
+    def late_side(self) -> tuple[Component, ...]:
+        return self.inner.late_side
 
     @property
     def cols(self) -> int:
@@ -97,16 +106,16 @@ class Rounded(Form):
     def scale(self, side: Side) -> float | None:
         return self.inner.scale(side)
 
-    def has_sound(self, side: Side) -> bool:
-        return self.inner.has_sound(side)
+    def is_valid_side(self, side: Side) -> bool:
+        return self.inner.is_valid_side(side)
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        return Measured(stats=sum((each.stats for each in looked), BlockStats()), side=self.held)
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+        return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side=self.held)
 
-    def begin(self, largest: float) -> Measured:
-        return Measured(side=self.held, is_guess=True)
+    def begin(self, largest: float) -> Measurement:
+        return Measurement(side=self.held, is_guess=True)
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         """The codes that were chosen, and their error against the source's `x`.
 
         Zeros may have become other numbers. That has no relative error, and is not taken for an overflow.
@@ -117,7 +126,7 @@ class Rounded(Form):
         value, got = as_float32(x, work), self.decode(data, start, start + x.numel(), self.held)
         moved = got.masked_fill(value != 0, 0.0)
         error = block_error(value, got.sub_(moved))
-        return Encoded(data=data, error=error + BlockError(sum_squares=float(moved.square_().sum())))
+        return EncodedBlock(data=data, error=error + BlockError(sum_squares=float(moved.square_().sum())))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode(data, start, stop, side)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over
 from lpconv.forms.stored import Side, Summand
 
@@ -86,16 +86,16 @@ class ScaledCodes(Form):
         ones.view(*factor.shape[:-1], -1).mul_(factor)
         return ones
 
-    def has_sound(self, side: Side) -> bool:
+    def is_valid_side(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 
-    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+    def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         from lpconv.forms.blocks import block_stats
         from lpconv.forms.on_grid import first_look
 
-        return Looked(stats=block_stats(x, work), more=first_look(x, self._on_grid()) if start == 0 else None)
+        return BlockFacts(stats=block_stats(x, work), more=first_look(x, self._on_grid()) if start == 0 else None)
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         import torch
 
         stats = sum((each.stats for each in looked), BlockStats())
@@ -110,9 +110,11 @@ class ScaledCodes(Form):
         if looks_so and stats.is_finite:
             grid_scale = self._on_grid().scales(over, torch.tensor([[stats.absmax]]), side.view(1, 1))
         side = side if grid_scale is None else grid_scale.view(1)
-        return Measured(stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=grid_scale is not None, grid=grid)
+        return Measurement(
+            stats=stats, side={self.name + SCALE_SUFFIX: side}, on_grid=grid_scale is not None, grid=grid
+        )
 
-    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
+    def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
         """The power of two below the RMS, if the sample's RMS is well between two of them."""
         import torch
 
@@ -126,19 +128,19 @@ class ScaledCodes(Form):
         if low != high or not _SCALE_EXPONENTS[0] <= low <= _SCALE_EXPONENTS[1]:
             return None
         scale = torch.tensor([math.ldexp(1.0, low)], dtype=torch.float32)
-        return Measured(side={self.name + SCALE_SUFFIX: scale}, is_guess=True)
+        return Measurement(side={self.name + SCALE_SUFFIX: scale}, is_guess=True)
 
     def _on_grid(self) -> OnGrid:
         from lpconv.forms.on_grid import OnGrid
 
         return OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         from lpconv.forms.codes import encode
 
         scale = self.factor(measured.side, start, start + x.numel())
         codes, error = encode(x, scale, self.format, work, measured.stats)
-        return Encoded(data=(codes,), error=error)
+        return EncodedBlock(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode
@@ -152,9 +154,9 @@ class ScaledCodes(Form):
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers
-        from lpconv.forms.codes import wanted
+        from lpconv.forms.codes import reference_values
 
-        return same_numbers(got, wanted(value, self.factor(side, start, start + value.numel()), self.format))
+        return same_numbers(got, reference_values(value, self.factor(side, start, start + value.numel()), self.format))
 
     def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
         from lpconv.forms.codes import are_reference_codes

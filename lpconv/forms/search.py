@@ -59,7 +59,7 @@ class ScaleSearch:
     def in_rows(self, x: Tensor, usual: Tensor, work: Workspace) -> Tensor:
         """The best scales, as stored, for a block (1-D) whose tiles are parts of one row."""
         tried = candidates(usual, self.format)
-        return best(tried, [self._errors(x, 0, scales, work) for scales in tried])
+        return best_scales(tried, [self._errors(x, 0, scales, work) for scales in tried])
 
     def over_blocks(self, over: Over, usual: Tensor) -> Tensor:
         """The best scales, as stored, for all tiles; blocks may end within tiles of several rows."""
@@ -81,7 +81,7 @@ class ScaleSearch:
 
         for first, errors in over(add):
             sums[:, first : first + errors.shape[1]] += errors
-        return best(tried, list(sums))
+        return best_scales(tried, list(sums))
 
     def _errors(self, x: Tensor, start: int, stored: Tensor, work: Workspace) -> Tensor:
         """Σ importance · (x - code · scale)² for each tile's part of the rows of a block (1-D), [rows, tiles]."""
@@ -101,7 +101,7 @@ def codes_(x: Tensor, format: Format) -> Tensor:
     return x.round_().clamp_(-format.max - 1, format.max)
 
 
-def best(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
+def best_scales(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
     """The scale with the least error for each group, the first one in a tie; errors may be NaN."""
     chosen_scales, least = tried[0].view(torch.uint8) if tried[0].itemsize == 1 else tried[0], errors[0]
     for scales, error in zip(tried[1:], errors[1:], strict=True):

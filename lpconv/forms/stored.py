@@ -99,7 +99,7 @@ class Stored(ABC):
         """`decode` into `out`, 1-D, rounded to its dtype: bitwise the same, but sometimes faster."""
         return out.copy_(self.decode(data, start, stop, side))
 
-    def has_sound(self, side: Side) -> bool:
+    def is_valid_side(self, side: Side) -> bool:
         """Whether side tensors are valid: scales are positive numbers, counts add up."""
         return True
 

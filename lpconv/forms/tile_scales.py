@@ -62,21 +62,21 @@ class TileScales:
             finite = torch.isfinite(value)
             value = value.masked_fill(~finite, 0.0)
             parts = self._magnitudes(value, spare)
-            missing = self._cut((~finite).float(), lambda t: t.sum(-1))
+            missing = self._reduce_columns((~finite).float(), lambda t: t.sum(-1))
         if not self.grain.is_fitted:
             parts["norm"] = self._norms(value, spare)
             parts["missing"] = torch.zeros(parts["absmax"].shape) if missing is None else missing
         if self._keeps_all:
-            parts["last_bit"] = self._cut(_last_bits(value), _amin)
+            parts["last_bit"] = self._reduce_columns(_last_bits(value), _amin)
         return parts, largest
 
-    def joined(self, parts: Sequence[Parts]) -> Parts:
+    def join(self, parts: Sequence[Parts]) -> Parts:
         """Combine the parts of all rows to tiles: [tiles along rows, tiles along columns]."""
-        return {k: self._rows(torch.cat([p[k] for p in parts]), f) for k, f in _JOIN.items() if k in parts[0]}
+        return {k: self._reduce_rows(torch.cat([p[k] for p in parts]), f) for k, f in _JOIN.items() if k in parts[0]}
 
-    def summed(self, rows: Tensor) -> Tensor:
+    def sum_tiles(self, rows: Tensor) -> Tensor:
         """Rows [rows, cols] summed over each tile's part: [rows, tiles along columns]."""
-        return self._cut(rows, lambda t: t.sum(-1))
+        return self._reduce_columns(rows, lambda t: t.sum(-1))
 
     def factor(self, largest: float) -> Tensor | None:
         """The scale that divides all others, fp32 [1], if the grain has one.
@@ -88,10 +88,10 @@ class TileScales:
             return None
         return dividing_factor(self.format, largest if self.has_factor else 0.0, pow2=self.has_pow2_scale)
 
-    def stored(self, parts: Parts, factor: Tensor | None) -> Tensor:
+    def stored_scales(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The scales as stored, divided by `factor` if there is one."""
         if factor is not None:
-            return self._divided(parts["absmax"], factor)
+            return self._divide(parts["absmax"], factor)
         scales = self._scales(parts)
         is_exponent = self.grain.scale_dtype == "U8"
         return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales
@@ -109,17 +109,17 @@ class TileScales:
         torch compares integers many times faster, and without signs the bits have the order of the magnitudes.
         """
         if self._width >= _WIDE:
-            return torch.maximum(self._cut(value, _amax), -self._cut(value, _amin))
+            return torch.maximum(self._reduce_columns(value, _amax), -self._reduce_columns(value, _amin))
         bits = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_and(value.view(torch.int32), 0x7FFFFFFF, out=bits)
-        return self._cut(bits, _amax).view(torch.float32)
+        return self._reduce_columns(bits, _amax).view(torch.float32)
 
     def _ends(self, value: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
         """The largest number of each part and the negated smallest, 0 if there is none, from bit patterns."""
         bits = value.view(torch.int32)
         flipped = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_xor(bits, _SIGN, out=flipped)
-        positive, negative = (self._cut(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
+        positive, negative = (self._reduce_columns(x, _amax).clamp_min_(0).view(torch.float32) for x in (bits, flipped))
         return positive, negative
 
     def _norms(self, value: Tensor, spare: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class TileScales:
         uncertain, near a power of two or beyond the range of fp32 squares, are computed again.
         """
         if not self._is_pow2 or self.grain.tile != (1, 0):
-            return self._cut(value, functools.partial(_norm, spare=spare))
+            return self._reduce_columns(value, functools.partial(_norm, spare=spare))
         norms_fp32: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
         rms = (norms_fp32 / math.sqrt(self._width)).numpy().view(np.int32)
         unsure = ((rms + _NEAR & 0x7FFFFF) < 2 * _NEAR) | (rms < _LOW) | (rms > _HIGH)
@@ -148,7 +148,7 @@ class TileScales:
         """Columns of a tile."""
         return self.grain.sizes(*self.matrix)[1]
 
-    def _cut(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def _reduce_columns(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Reduce rows [h, cols] over each tile's part: [h, tiles]."""
         (height, cols), width = x.shape, self._width
         whole = cols // width * width
@@ -157,7 +157,7 @@ class TileScales:
         cut = [reduce(x[:, :whole].view(height, -1, width))] if whole else []
         return torch.cat([*cut, reduce(x[:, whole:].unsqueeze(1))], 1)
 
-    def _rows(self, parts: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def _reduce_rows(self, parts: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Reduce the parts of rows [rows, tiles] over the rows of each tile."""
         height, _ = self.grain.sizes(*self.matrix)
         return parts if height == 1 else torch.stack([reduce(p) for p in torch.split(parts, height)])
@@ -196,7 +196,7 @@ class TileScales:
         is_short = self.grain.is_fitted and not is_pow2  # readers may keep them in bf16
         return stored.bfloat16().float() if is_short else stored
 
-    def _divided(self, absmax: Tensor, factor: Tensor) -> Tensor:
+    def _divide(self, absmax: Tensor, factor: Tensor) -> Tensor:
         """Scales in e4m3fn, rounded to nearest, as in NVIDIA's recipe and torchao."""
         scales = (absmax.double() / self.format.max * factor.double()).float()
         return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockStats, Component, Encoded, FormSettings, Headers, Looked, Measured
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Form, Over
@@ -46,7 +46,7 @@ _SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _TileFacts:
     """Tile statistics of a block from `look`; or the scales that it was encoded with, if it was."""
 
     first: tuple[bool, str | None] | None
@@ -198,7 +198,7 @@ class Tiles(ScaledCodes):
         return start * bits // width, stop * bits // width
 
     @functools.cached_property
-    def late(self) -> tuple[Component, ...]:
+    def late_side(self) -> tuple[Component, ...]:
         """The scales, if tiles are within rows and the scales are aligned behind the codes.
 
         Blocks are whole rows, so each block determines its own scales.
@@ -207,7 +207,7 @@ class Tiles(ScaledCodes):
         return (self.scales,) if self.grain.tile[0] == 1 and is_aligned else ()
 
     @property
-    def shares(self) -> bool:
+    def shares_scale(self) -> bool:
         return self.grain.has_factor
 
     @property
@@ -228,11 +228,11 @@ class Tiles(ScaledCodes):
     def scale(self, side: Side) -> None:
         return None
 
-    def has_sound(self, side: Side) -> bool:
+    def is_valid_side(self, side: Side) -> bool:
         grid = self.grid
         (span,) = grid.spans(0, self.num_elements)
         scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
-        return grid.has_sound(side) and bool(((scales > 0) & (scales < math.inf)).all())
+        return grid.is_valid_side(side) and bool(((scales > 0) & (scales < math.inf)).all())
 
     def factor(self, side: Side, start: int, stop: int) -> Tensor:
         """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""
@@ -267,7 +267,7 @@ class Tiles(ScaledCodes):
             return Stored.summands(self, data, side)
         return ((data[0], self.factor(side, 0, self.num_elements).view(-1)),)
 
-    def encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> Encoded:
+    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         encoded = super().encode(x, start, measured, work)
         if self.format.name not in _PACKED:
             return encoded
@@ -278,17 +278,17 @@ class Tiles(ScaledCodes):
         codes = encoded.data[0] if self.format.storage_bits == 8 else pack_nibbles(encoded.data[0], work.residual)
         return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
 
-    def begin(self, largest: float) -> Measured:
-        return Measured(side=self._same_for_all(self._rule().factor(largest)), is_guess=True)
+    def begin(self, largest: float) -> Measurement:
+        return Measurement(side=self._tensor_side(self._rule().factor(largest)), is_guess=True)
 
-    def _same_for_all(self, factor: Tensor | None) -> dict[str, Tensor]:
+    def _tensor_side(self, factor: Tensor | None) -> dict[str, Tensor]:
         """The side tensors that belong to the whole tensor, by name."""
         import torch
 
         side = {} if self.whole_scale is None or factor is None else {self.whole_scale.name: factor}
         return side if self.size is None else {**side, self.size.name: torch.tensor(self.matrix)}
 
-    def look(self, x: Tensor, start: int, work: Workspace) -> Looked:
+    def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         """Tile statistics of a block. Raises InputError for NaN or Inf in a format without them."""
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.forms.on_grid import first_look
@@ -302,19 +302,21 @@ class Tiles(ScaledCodes):
                 f"tensor `{self.name}` contains NaN or Inf, which {self.format.name} cannot represent",
                 hint=f"leave it unconverted with --exclude '{self.name}'",
             )
-        return Looked(stats=stats, more=_Seen(parts=parts, first=first))
+        return BlockFacts(stats=stats, more=_TileFacts(parts=parts, first=first))
 
-    def look_and_encode(self, x: Tensor, start: int, measured: Measured, work: Workspace) -> tuple[Looked, Encoded]:
+    def look_and_encode(
+        self, x: Tensor, start: int, measured: Measurement, work: Workspace
+    ) -> tuple[BlockFacts, EncodedBlock]:
         block = self.look(x, start, work)
         factor = measured.side.get(self.name + FACTOR_SUFFIX)
         scales = self._stored(self._rule(x.numel() // self.cols), block.more.parts, factor)
         scales = self._search(measured.side).in_rows(x, scales, work) if self.searches else scales
-        more = _Seen(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
-        mine = Measured(stats=block.stats, side={**measured.side, self.name + self.scale_suffix: scales})
-        return Looked(stats=block.stats, more=more), self.encode(x, 0, mine, work)
+        more = _TileFacts(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
+        mine = Measurement(stats=block.stats, side={**measured.side, self.name + self.scale_suffix: scales})
+        return BlockFacts(stats=block.stats, more=more), self.encode(x, 0, mine, work)
 
-    def conclude(self, looked: Sequence[Looked], over: Over, fused: Sequence[Over] = ()) -> Measured:
-        """Reads fused weights only if blocks have not been encoded yet."""
+    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+        """Combine all blocks. Reads fused weights only if blocks have not been encoded yet."""
         import torch
 
         from lpconv.forms.blocks import finite_absmax
@@ -327,20 +329,20 @@ class Tiles(ScaledCodes):
         else:
             others = (absmax for each in fused for absmax in each(lambda x, _, work: finite_absmax(x, work)))
             factor = rule.factor(max([stats.absmax, *others]))
-            scales = self._stored(rule, rule.joined([s.parts for s in seen]), factor)
+            scales = self._stored(rule, rule.join([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
-        grid_scales, common = None, self._same_for_all(factor)
+        grid_scales, common = None, self._tensor_side(factor)
         if looks_so:
             every = [each.more for each in over(self.look)] if is_encoded else seen
-            parts = rule.joined([s.parts for s in every])
+            parts = rule.join([s.parts for s in every])
             grid_scales = self._on_grid().scales(over, parts["absmax"], self._stored(rule, parts, factor))
         if grid_scales is None and self.searches and not is_encoded:
             scales = self._search(common).over_blocks(over, scales)
         side = {**common, self.scales.name: scales if grid_scales is None else grid_scales}
         is_other = is_encoded and grid_scales is not None and not torch.equal(grid_scales, scales)
-        return Measured(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
+        return Measurement(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
 
-    def guess(self, sample: Callable[[], Tensor]) -> Measured | None:
+    def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
         return None
 
     def _rule(self, num_rows: int | None = None) -> TileScales:
@@ -355,7 +357,7 @@ class Tiles(ScaledCodes):
         """The usual scales in the dtype of the file."""
         from lpconv.storage.dtypes import TORCH_DTYPES
 
-        return rule.stored(parts, factor).to(TORCH_DTYPES[self.scales.dtype])
+        return rule.stored_scales(parts, factor).to(TORCH_DTYPES[self.scales.dtype])
 
     def _search(self, common: Side) -> ScaleSearch:
         """The search for the scales of tiles; `common` are the other side tensors."""
@@ -366,7 +368,7 @@ class Tiles(ScaledCodes):
             height=self.grain.sizes(*self.matrix)[0],
             cols=self.cols,
             factor_of=lambda scales, start, stop: self.factor({**common, self.scales.name: scales}, start, stop),
-            sum_tiles=self._rule().summed,
+            sum_tiles=self._rule().sum_tiles,
             importance=self.importance,
         )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
 from lpconv.forms import Headers, Stored, recognise
-from lpconv.forms.foreign import unread
+from lpconv.forms.foreign import why_unreadable
 from lpconv.inspect.defects import Findings, from_headers
 from lpconv.models.known import known_shapes
 from lpconv.models.whole import compare_with_model
@@ -43,7 +43,7 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
     entries = {info.name: (info, file) for info, file in stored}
     headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in entries.items()})
     forms = recognise(headers)
-    not_judged = unread(headers)
+    not_judged = why_unreadable(headers)
     findings = Findings() if not_judged else from_headers(headers, forms)
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(

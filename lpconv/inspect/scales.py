@@ -257,7 +257,7 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
         if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
             shape = tuple(side[grid.size.name].tolist())
             yield f"`{name}`: `{grid.size.name}` says {shape}, but the codes have shape {grid.shape}"
-        elif grid.order is not None and not grid.has_sound(side):
+        elif grid.order is not None and not grid.is_valid_side(side):
             yield f"`{name}`: `{grid.order.name}` refers to groups without a scale"
         wrong = [
             c.name for c in (grid.factor, grid.columns, grid.beside) if c is not None and not is_positive(side[c.name])

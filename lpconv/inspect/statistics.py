@@ -97,6 +97,6 @@ def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
     at_end = 0
     low, high = form.codes.ends
     for start, stop in block_ranges(form.num_elements, form.cols):
-        codes = form.codes_of(stored.stored(t.name, start, stop), start, stop)
+        codes = form.codes_of(stored.read_data(t.name, start, stop), start, stop)
         at_end += int(((codes <= low) | (codes >= high)).sum())
     return dataclasses.replace(t, saturated_share=at_end / form.num_elements)

@@ -23,7 +23,7 @@ _eager = False
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
+def eager_mode() -> Iterator[None]:
     """Disable compilation inside the context, in all threads, for work that is shorter than a compilation."""
     global _eager
     before, _eager = _eager, True

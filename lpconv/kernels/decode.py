@@ -6,7 +6,7 @@ multiplication by that power corrects it. That takes four vectorised in-place pa
 cache. For float32 a code is first converted to float16, whose cast handles subnormals: a product of subnormal float32
 numbers takes a hundred times as long. Inf and NaN do not survive the trick: for tensors with such codes, and on other
 devices, whose cast is one fused kernel, torch's cast is used. From e5m2 to float16 no correction is needed: the code is
-the upper byte. For bfloat16 the multiplication takes half of the time, since torch computes it through float32.
+the upper byte. For bfloat16 the multiplication is half of the total time, since torch computes it through float32.
 """
 
 import math

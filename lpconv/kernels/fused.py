@@ -66,10 +66,10 @@ def fused_product_(out: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
     shapes = (len(out), 1), (1, out.shape[1])
     if not _fits(_PRODUCT, out) or rows.shape not in ((), shapes[0]) or columns.shape not in ((), shapes[1]):
         return None
-    return _PRODUCT(out, _filled(rows, shapes[0]), _filled(columns, shapes[1]))
+    return _PRODUCT(out, _expand(rows, shapes[0]), _expand(columns, shapes[1]))
 
 
-def fused_turn(x: Tensor, out: Tensor) -> Tensor | None:
+def fused_transpose(x: Tensor, out: Tensor) -> Tensor | None:
     """Copy x (R, C), whose transpose is contiguous, to the contiguous `out`."""
     return _TURN(x.t(), out) if _fits(_TURN, x.t()) else None
 
@@ -87,11 +87,11 @@ def _factors(factor: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The factors of x (R, C): per row (R, 1) and per column (C,)."""
     rows, columns = (len(x), 1), x.shape[1:]
     if factor.dim() and factor.shape[0] == 1:
-        return torch.ones(rows), _filled(factor, columns)
-    return _filled(factor, rows), torch.ones(columns)
+        return torch.ones(rows), _expand(factor, columns)
+    return _expand(factor, rows), torch.ones(columns)
 
 
-def _filled(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _expand(factor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape).copy_(factor.view(shape) if factor.dim() else factor)
 
 
@@ -103,12 +103,12 @@ def _step(spec: Format) -> tuple[Tensor, Tensor]:
 
 
 def _values(x: Tensor, out: Tensor, row: Tensor, even: Tensor, odd: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
-    low = _rounded((x << 16).view(torch.float32) * row * even, magic, floor)
-    high = _rounded((x & -0x10000).view(torch.float32) * row * odd, magic, floor)
+    low = _round_bits((x << 16).view(torch.float32) * row * even, magic, floor)
+    high = _round_bits((x & -0x10000).view(torch.float32) * row * odd, magic, floor)
     return out.copy_((high & -0x10000) | ((low >> 16) & 0xFFFF) | (x & _SIGNS))
 
 
-def _rounded(y: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
+def _round_bits(y: Tensor, magic: Tensor, floor: Tensor) -> Tensor:
     """The bits of `y` rounded to nearest even, as in `quantise`: the sum has no bits for less than one step."""
     power = (y.view(_INT32) & 0x7F800000).view(torch.float32)
     shift = torch.maximum(power, floor) * magic

@@ -42,7 +42,7 @@ def count(x: Tensor) -> Callable[[], ExponentHistogram]:
     if x.dtype == torch.float32:
         return partial(_fold_float32, _count_float32(x.reshape(-1)))
     if x.dtype in (torch.bfloat16, torch.float16):
-        counts = _counted(x.reshape(-1).view(torch.int16), _magnitudes, _PIECE, 2**15)
+        counts = _count_bins(x.reshape(-1).view(torch.int16), _magnitudes, _PIECE, 2**15)
         return partial(_fold_16_bits, counts, x.dtype)
     if x.dtype == torch.float64:
         histogram = exponent_histogram_reference(x)
@@ -61,14 +61,14 @@ def prepare(tensors: Iterable[Tensor]) -> None:
 def _count_float32(flat: Tensor) -> Tensor:
     compiled = _BINS_OF_FLOAT32.wants(flat)
     kernel, size = (_BINS_OF_FLOAT32, _COMPILED_PIECE) if compiled else (_BINS_OF_FLOAT32.function, _PIECE)
-    return _counted(flat, kernel, size, _FLOAT32_ROWS * BINS)
+    return _count_bins(flat, kernel, size, _FLOAT32_ROWS * BINS)
 
 
 def _fold_float32(counts: Tensor) -> ExponentHistogram:
-    rows = _summed(counts).view(_FLOAT32_ROWS, BINS)
+    rows = _sum_rows(counts).view(_FLOAT32_ROWS, BINS)
     totals = rows.sum(1).tolist()
     num_inf = int(rows[-1, 0])
-    finite = _trimmed(rows[1:-1], totals[1:-1], -149)
+    finite = _trim(rows[1:-1], totals[1:-1], -149)
     return dataclasses.replace(finite, num_zero=totals[0], num_inf=num_inf, num_nan=totals[-1] - num_inf)
 
 
@@ -90,12 +90,12 @@ def _bins_of_float32(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _fold_16_bits(counts: Tensor, dtype: torch.dtype) -> ExponentHistogram:
-    counts = _summed(counts)
+    counts = _sum_rows(counts)
     index, first, binades = _bins_of_patterns(dtype)
     inf = int(torch.tensor(math.inf, dtype=dtype).view(torch.int16))
     rows = torch.zeros(binades * BINS, dtype=torch.int64).index_add_(0, index, counts[1:inf]).view(binades, BINS)
     return dataclasses.replace(
-        _trimmed(rows, rows.sum(1).tolist(), first),
+        _trim(rows, rows.sum(1).tolist(), first),
         num_zero=int(counts[0]),
         num_inf=int(counts[inf]),
         num_nan=int(counts[inf + 1 :].sum()),
@@ -115,10 +115,12 @@ def _bins_and_ones(device: torch.device) -> tuple[Tensor, Tensor]:
 _BUFFERS = Buffers(_bins_and_ones)
 
 
-def _counted(flat: Tensor, kernel: Callable[[Tensor, Tensor], Tensor], size: int, num_bins: int) -> Tensor:
+def _count_bins(flat: Tensor, kernel: Callable[[Tensor, Tensor], Tensor], size: int, num_bins: int) -> Tensor:
     """Number of elements per bin, (rows, num_bins), to be summed over rows; `kernel` writes the bins of a piece."""
     if flat.numel() >= 2**31:  # intermediate counts are 32-bit
-        return torch.cat([_summed(_counted(part, kernel, size, num_bins))[None] for part in torch.split(flat, 2**30)])
+        return torch.cat(
+            [_sum_rows(_count_bins(part, kernel, size, num_bins))[None] for part in torch.split(flat, 2**30)]
+        )
     bins, ones = _BUFFERS.on(flat.device)
     rows = max(1, min(torch.get_num_threads(), flat.numel() // _ROW))
     counts = torch.zeros(rows, num_bins, dtype=torch.int32, device=flat.device)
@@ -134,7 +136,7 @@ def _counted(flat: Tensor, kernel: Callable[[Tensor, Tensor], Tensor], size: int
     return counts
 
 
-def _summed(counts: Tensor) -> Tensor:
+def _sum_rows(counts: Tensor) -> Tensor:
     """The sum of the rows as int64 on the CPU."""
     return counts.sum(0, dtype=torch.int64).cpu()
 
@@ -149,7 +151,7 @@ def _bins_of_patterns(dtype: torch.dtype) -> tuple[Tensor, int, int]:
     return (rows - first) * BINS + bin_of(2 * half), first, int(rows.max()) - first + 1
 
 
-def _trimmed(rows: Tensor, totals: list[int], first_exponent: int) -> ExponentHistogram:
+def _trim(rows: Tensor, totals: list[int], first_exponent: int) -> ExponentHistogram:
     """A histogram without the empty binades at both ends; `totals` has the sum of each row."""
     used = [i for i, total in enumerate(totals) if total]
     if not used:

@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
         x_MK = encode_operand(flat_MK, recipe.input, axis=-1, state=states.input, into=into)
         x_codes, x_scale = None, None
         if ctx.needs_input_grad[1]:
-            x_codes, x_scale = _other_way(x_MK, flat_MK, recipe.input)
+            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.input)
         ctx.has_codes = _is_codes(weight, recipe.weight)
         w_NK, w_kept, w_factor = _weight(weight, weight_scale, recipe.weight, states.weight)
         ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor)
@@ -133,7 +133,7 @@ class _Linear(torch.autograd.Function):
             w_KN = _turned(w_kept, w_factor, ctx.recipe.weight)
             dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
-            g_NM = _other_way(g_MN, grad_MN, how, into="left")
+            g_NM = _transpose_operand(g_MN, grad_MN, how, into="left")
             dw = coded_product(g_NM, Coded(x_codes, 1.0 if x_scale is None else x_scale), out_dtype=ctx.weight_dtype)
             if ctx.has_codes and w_factor is not None:
                 dw = dw * w_factor.to(dw.dtype)  # with respect to the codes, not to codes · scale
@@ -142,11 +142,11 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _other_way(along: Coded, x: Tensor, cast: OperandCast, *, into: str | None = None) -> Coded:
+def _transpose_operand(along: Coded, x: Tensor, cast: OperandCast, *, into: str | None = None) -> Coded:
     """The transpose (C, R) of `x` cast along R, where `along` is `x` (R, C) cast along C."""
     if not cast.has_one_scale:
         return encode_operand(x.t(), cast, axis=-1, into=into)
-    return _laid_out(along.mT)
+    return _device_layout(along.mT)
 
 
 def _weight(
@@ -174,14 +174,14 @@ def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast) -> Coded:
         return Coded(weight, 1.0 if factor is None else factor).mT
     if not cast.has_one_scale:
         return encode_operand(weight.t(), cast, axis=-1, into="right")
-    return _laid_out(encode_at(weight.t(), factor, cast, into="right"))
+    return _device_layout(encode_at(weight.t(), factor, cast, into="right"))
 
 
 def _is_codes(weight: Tensor, cast: OperandCast) -> bool:
     return weight.dtype == code_dtype(cast.spec) and weight.dtype.itemsize == 1
 
 
-def _laid_out(x: Coded) -> Coded:
+def _device_layout(x: Coded) -> Coded:
     """Codes as the device reads them: row-major for tensor cores, in any layout on a CPU, which decodes them anyway."""
     return Coded(x.codes.contiguous(), x.scale) if x.codes.is_cuda and x.codes.itemsize == 1 else x
 
@@ -221,7 +221,7 @@ class Multiplying(nn.Module):
     @torch.no_grad()
     def freeze(self) -> None:
         """Cast the weight once and drop its high-precision values. There is no way back, and no gradient."""
-        found = _laid_out(encode_operand(self.weight_NK, self.recipe.weight, axis=-1, state=self.states.weight))
+        found = _device_layout(encode_operand(self.weight_NK, self.recipe.weight, axis=-1, state=self.states.weight))
         self.weight = nn.Parameter(found.codes.t() if self.has_turned_weight else found.codes, requires_grad=False)
         self.register_buffer("weight_scale", _tensor(found.scale))
 

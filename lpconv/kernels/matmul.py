@@ -20,7 +20,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.kernels.buffers import operand
 from lpconv.kernels.decode import decode_operand
-from lpconv.kernels.fused import fused_turn
+from lpconv.kernels.fused import fused_transpose
 from lpconv.kernels.scaled_cast import scale_product_
 
 aten = torch.ops.aten
@@ -99,10 +99,10 @@ def _capability(index: int) -> tuple[int, int]:
 def scaled_mm_operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """a row-major and b column-major, with K and N padded with zeros to multiples of 16; copied only if needed."""
     pad_k, pad_n = -a.shape[1] % _ALIGNMENT, -b.shape[1] % _ALIGNMENT
-    return _padded(a, 0, pad_k), _padded(b.t(), pad_n, pad_k).t()
+    return _pad(a, 0, pad_k), _pad(b.t(), pad_n, pad_k).t()
 
 
-def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
     if not rows and not columns:
         return _dense(x)
     return F.pad(x.contiguous().view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # code 0 is zero
@@ -148,7 +148,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         return torch.bmm(a, b)
     if a.device.type == "cpu" and a.dtype == torch.bfloat16 and a.numel() >= _LARGE and not a.is_contiguous():
         out = operand("turned", a.shape, a.dtype)
-        a = out.copy_(a) if fused_turn(a, out) is None else out
+        a = out.copy_(a) if fused_transpose(a, out) is None else out
     return torch.mm(a, b)
 
 

@@ -116,7 +116,7 @@ def inverse_scale(
         inverse = 1 / pow2_ceil(_bounded(largest_magnitude(x) / spec.max))
     else:
         largest = largest_magnitude(x, axis if cast.scale == "row" else None)
-        largest = _bounded(_delayed(largest, state) if cast.scale == "delayed" else largest)
+        largest = _bounded(_update_history(largest, state) if cast.scale == "delayed" else largest)
         # torch computes number / tensor as number · (1 / tensor), which rounds twice and moves elements off ties.
         inverse = spec.max / largest if cast.narrow else 1 / (largest / spec.max)
     if inverse is None or x.dtype != torch.bfloat16:
@@ -175,7 +175,7 @@ def _bounded(size: Tensor) -> Tensor:
     return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
 
 
-def _delayed(largest: Tensor, history: Tensor | None) -> Tensor:
+def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:
     """The largest magnitude of the calls before this one, which is put in the oldest one's place."""
     assert history is not None, "`use_recipe` makes it"
     before = history.amax()

@@ -66,7 +66,7 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
     x = x.detach()
     if not _goes_by_pieces(x) or (inverse is not None and inverse.dim() and inverse.dim() != x.dim()):
         values = x if inverse is None else x.to(torch.promote_types(x.dtype, inverse.dtype)) * inverse
-        return (_saturated(values, spec) if saturate else values).to(code_dtype(spec))
+        return (_saturate(values, spec) if saturate else values).to(code_dtype(spec))
     if _is_turned(x):
         turned = inverse.mT if inverse is not None and inverse.dim() else inverse
         return scaled_codes(x.mT, turned, spec, saturate=saturate).mT
@@ -80,7 +80,7 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
             dtype = torch.promote_types(piece.dtype, factor.dtype)
             values = torch.mul(piece, factor, out=_scratch(piece.shape, dtype, 0))
         if saturate:
-            values = _saturated(values, spec, out=_scratch(values.shape, values.dtype, 1))
+            values = _saturate(values, spec, out=_scratch(values.shape, values.dtype, 1))
         out.copy_(values)
     return codes
 
@@ -123,7 +123,7 @@ def scale_product_(out: Tensor, *scales: Tensor | float | None) -> Tensor:
 
 
 def _part(factor: Tensor, piece: tuple[slice, slice]) -> Tensor:
-    """The factors of a piece, by row and by batch if they differ along these axes."""
+    """The factors of one piece of a tensor."""
     if not factor.dim():
         return factor
     return factor[piece[0] if len(factor) > 1 else slice(None), piece[1] if factor.shape[1] > 1 else slice(None)]
@@ -142,7 +142,7 @@ def _magnitudes(bits: Tensor) -> Tensor:
     return torch.bitwise_and(bits, mask, out=_scratch(bits.shape, bits.dtype, 0))
 
 
-def _saturated(values: Tensor, spec: Format, out: Tensor | None = None) -> Tensor:
+def _saturate(values: Tensor, spec: Format, out: Tensor | None = None) -> Tensor:
     """Clamp to the format's largest numbers; Inf becomes NaN by adding 0 · Inf."""
     return torch.clamp(values, -spec.max, spec.max, out=out).add_(values, alpha=0)
 

@@ -28,7 +28,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Component, Stored
-from lpconv.forms.blocks import room
+from lpconv.forms.blocks import buffer_view
 from lpconv.forms.reader import StoredTensors
 from lpconv.kernels.buffers import Buffers
 from lpconv.storage.dtypes import TORCH_DTYPES
@@ -144,7 +144,7 @@ class CodedTensor(torch.Tensor):
         (buffer,) = _KEPT.on(self.device)
         if count * self.dtype.itemsize > buffer.numel():
             return torch.empty(count, dtype=self.dtype, device=self.device)
-        return room(buffer, count, self.dtype)
+        return buffer_view(buffer, count, self.dtype)
 
     def decode(self) -> Tensor:
         """Decode into a plain tensor."""

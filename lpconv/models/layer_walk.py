@@ -16,22 +16,23 @@ from torch import Tensor
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 
-# The number of a layer, the state that it was called with, and its other arguments.
+# The index of a layer, its input state, and its other arguments.
 _Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Batch:
-    """Windows that run together: the state before the next layer, and what each layer gets beside it."""
+    """Windows that run together: the hidden state before the next layer, and each layer's other arguments."""
 
     state: Tensor
     arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 class LayerWalk:
-    """The layers of `model` on some windows, `at_once` together. Memory is that of a state: tokens by hidden size.
+    """The layers of `model`, run one by one on some windows, `at_once` together.
 
-    Raises UnsupportedError for a model that does not run each of its layers once, on the output of the one before.
+    Memory is that of a hidden state: tokens by hidden size. Raises UnsupportedError for a model that does not run each
+    of its layers once, on the output of the one before.
     """
 
     def __init__(self, model: Any, windows_NL: Tensor, *, at_once: int) -> None:
@@ -42,19 +43,19 @@ class LayerWalk:
             self.batches = tuple(self._noted(model, ids_NL) for ids_NL in torch.split(windows_NL, at_once))
 
     def run(self, index: int, batch: _Batch) -> Tensor:
-        """What layer `index`, the next one, makes of the state of a batch."""
+        """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
             return _first(self.layers[index](batch.state, *args, **kwargs))
 
     def advance(self, index: int) -> None:
-        """Let every batch pass layer `index`."""
+        """Run layer `index` on every batch and keep its output as the new state."""
         for batch in self.batches:
             batch.state = self.run(index, batch)
             batch.arguments[index] = ((), {})  # masks and positions that no later layer needs
 
     def _noted(self, model: Any, ids_NL: Tensor) -> _Batch:
-        """A batch before the first layer."""
+        """A batch before the first layer, with the arguments of all layers."""
         called: list[_Call] = []
         with self._stand_ins(called):
             model.base_model(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
@@ -69,12 +70,12 @@ class LayerWalk:
 
     @contextmanager
     def _stand_ins(self, called: list[_Call]) -> Iterator[None]:
-        """Layers that add a line to `called` and pass their input on."""
+        """Replace layers by functions that record their arguments in `called` and return their input."""
 
         def stand_in(index: int, forward: Any) -> Any:
             def note(state: Any = None, *args: Any, hidden_states: Any = None, **kwargs: Any) -> Any:
                 state = hidden_states if state is None else state
-                if self._returns_tuple is None:  # what a layer returns beside the state differs by architecture
+                if self._returns_tuple is None:  # the other results of a layer differ by architecture
                     self._returns_tuple = isinstance(forward(state, *args, **kwargs), tuple)
                 called.append((index, state, args, kwargs))
                 return (state,) if self._returns_tuple else state

@@ -88,7 +88,7 @@ def _load_resident(
     kwargs.setdefault("experts_implementation", "eager")  # processes one expert at a time
     with StoredTensors.open(checkpoint) as stored:
         model, missing = _build_model(checkpoint, stored, _coded_in_memory, model_class=cls, dtype=dtype, **kwargs)
-        save_as_codes(model, stored.others())
+        save_as_codes(model, stored.read_others())
     model.config.quantization_config = checkpoint.config["quantization_config"]
     if LOADER in str(getattr(model.config, "auto_map", "")):  # the loader, which `save_pretrained` does not copy
         del model.config.auto_map
@@ -162,7 +162,7 @@ def _coded_in_memory(stored: StoredTensors, name: str) -> Tensor:
     form = stored.forms[name]
     if isinstance(form, Kept) or len(form.shape) < 2:
         return stored.tensor(name)
-    return CodedTensor.from_form(form, stored.parts(name))
+    return CodedTensor.from_form(form, stored.read_components(name))
 
 
 def _code_directory(checkpoint: Checkpoint, kwargs: Mapping[str, Any]) -> Path | None:

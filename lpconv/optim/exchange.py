@@ -87,7 +87,7 @@ def _named_parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> lis
 
 
 def _require_named_parameters(optimizer: LowPrecisionOptimizer, model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Return `_named`. Raises InputError if the model lacks one of the optimizer's parameters."""
+    """Return `_named_parameters`. Raises InputError if the model lacks one of the optimizer's parameters."""
     parameters = _named_parameters(optimizer, model)
     num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
     if len(parameters) < num_trained:

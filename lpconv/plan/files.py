@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.forms.facts import Converted
+from lpconv.forms.facts import ConvertedFacts
 from lpconv.plan.plan import Plan
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -49,7 +49,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     formats = {t.name: t.format.name for t in plan.tensors if t.format is not None}
     ignored, calibrated = _kept_modules(plan, formats), plan.options.has_input_scales
     experts = () if plan.linears is None else plan.linears.experts
-    made = Converted(
+    made = ConvertedFacts(
         config=checkpoint.config,
         settings=settings,
         formats=formats,
@@ -57,7 +57,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         experts=experts,
         calibrated=calibrated,
     )
-    config = checkpoint.config | plan.form.configured(made)
+    config = checkpoint.config | plan.form.config_entries(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config

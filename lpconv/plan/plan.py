@@ -72,7 +72,7 @@ class PlannedTensor:
         Twice the tensor if a scale has to be known first, plus once the tensors that share the scale, unless the first
         pass keeps their statistics.
         """
-        shared = () if self.form.late else self.fused
+        shared = () if self.form.late_side else self.fused
         return self.info.num_bytes * self.form.num_readings + sum(t.info.num_bytes for t in shared)
 
 
@@ -249,7 +249,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
 
 def _link_fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:
     """The tensors that share a scale, each with the others in `fused`."""
-    sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares}
+    sharing = {n: t for n, t in planned.items() if t.action == "convert" and t.form.shares_scale}
     for _, names in fused_groups(sharing):
         for name in names:
             yield replace(sharing[name], fused=tuple(sharing[n] for n in names if n != name))
@@ -307,7 +307,7 @@ def _sort_key(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
     on the data come right after it, at the wider of the two widths. So everything is aligned, and the file can be
     hashed sequentially while the codes are written.
     """
-    late, is_data = tensor.form.late, component in tensor.form.data
+    late, is_data = tensor.form.late_side, component in tensor.form.data
     if component in late or (late and is_data):
         return -max(DTYPE_BITS[c.dtype] for c in (component, *late)), 2 if is_data else 3
     return -DTYPE_BITS[component.dtype], int(is_data)

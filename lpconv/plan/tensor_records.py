@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.facts import BlockError, BlockStats, Measured
+from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.plan.plan import PlannedTensor
 from lpconv.results import TensorRecord
 
@@ -45,7 +45,7 @@ def tensor_record(
     scale: float | None,
     stats: BlockStats | None,
     error: BlockError | None,
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
 ) -> TensorRecord:
     """The record of a written tensor. `stats` and `error` are None for tensors that were only copied."""
     record = planned_record(t)

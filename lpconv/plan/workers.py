@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lpconv.forms.blocks import Scratch, Workspace
-from lpconv.forms.facts import Looked, Measured
+from lpconv.forms.facts import BlockFacts, Measurement
 from lpconv.forms.form import Over
 from lpconv.forms.ranges import block_ranges
 from lpconv.plan.memory import SPARE
@@ -119,11 +119,11 @@ class Workers:
 
         return self.in_order(tensor_blocks([tensor]), read_and_do)
 
-    def measure(self, tensor: PlannedTensor) -> Measured:
+    def measure(self, tensor: PlannedTensor) -> Measurement:
         """Statistics of the first pass over a tensor; empty if its form needs none."""
         return tensor.form.measure(self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
-    def guess(self, tensor: PlannedTensor) -> Measured | None:
+    def guess(self, tensor: PlannedTensor) -> Measurement | None:
         """Statistics of the first pass predicted from a sample; None if the pass should be made instead."""
         if tensor.info.num_elements < _LEAST_GUESSED:
             return None
@@ -138,9 +138,9 @@ class Workers:
             self._source.read_bytes(tensor.name, start * size, row.data)
         return raw.view(TORCH_DTYPES[tensor.info.dtype])
 
-    def conclude(self, tensor: PlannedTensor, looked: Sequence[Looked]) -> Measured:
+    def conclude(self, tensor: PlannedTensor, looked: Sequence[BlockFacts]) -> Measurement:
         """Statistics of the first pass, from the statistics of all blocks."""
-        return tensor.form.conclude(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
+        return tensor.form.combine(looked, self._reading(tensor), [self._reading(t) for t in tensor.fused])
 
     def _reading(self, tensor: PlannedTensor) -> Over:
         return lambda job, /: (result for _, result in self.apply(tensor, job))

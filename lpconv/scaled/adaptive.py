@@ -178,7 +178,7 @@ class _AdaptiveLinear(nn.Linear):
 
 
 class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
-    """GPT-2's linear layer, whose weight is (N_in, N_out), with the same backward pass."""
+    """GPT-2's linear layer, with a weight (N_in, N_out), whose backward pass scales the input's gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _multiply(x, self.weight.t(), self.bias, self.adaptive)
@@ -205,15 +205,15 @@ class _Convolving:
 
 
 class _AdaptiveConv1d(_Convolving, nn.Conv1d):
-    """`nn.Conv1d` with the same backward pass."""
+    """`nn.Conv1d` whose backward pass scales the input's gradient."""
 
 
 class _AdaptiveConv2d(_Convolving, nn.Conv2d):
-    """`nn.Conv2d` with the same backward pass."""
+    """`nn.Conv2d` whose backward pass scales the input's gradient."""
 
 
 class _AdaptiveConv3d(_Convolving, nn.Conv3d):
-    """`nn.Conv3d` with the same backward pass."""
+    """`nn.Conv3d` whose backward pass scales the input's gradient."""
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {

@@ -152,7 +152,7 @@ def refuse_scaled(model: nn.Module) -> None:
 
 
 def return_plain(model: nn.Module, scaling: Scaling) -> nn.Module:
-    """Store `scaling` on the model and give it a class whose forward returns plain tensors."""
+    """Store `scaling` on the model and make its forward return plain tensors."""
     model.lpconv_scaling = scaling  # type: ignore[assignment]  # nn.Module types every attribute as a tensor or module
     model.__class__ = _scaled_class(type(model))
     return model

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
-from lpconv.forms.codes import are_right_together
-from lpconv.forms.facts import BlockError, BlockStats, Looked, Measured
+from lpconv.forms.codes import all_match_reference
+from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form
 from lpconv.forms.stored import Side
 from lpconv.plan.plan import PlannedTensor
@@ -74,7 +74,7 @@ def _wrong_tensors(waiting: Iterable[_Small]) -> Iterator[str]:
         assert scales is not None, "others are confirmed at once"
         alike[s.form.format, scales.shape[1:], s.value.numel() // len(scales)].append((s, scales))
     for (fmt, *_), several in alike.items():
-        if not are_right_together([(s.value, s.got, scales) for s, scales in several], fmt):
+        if not all_match_reference([(s.value, s.got, scales) for s, scales in several], fmt):
             yield from (s.form.name for s, _ in several if not s.form.is_right(s.value, s.got, 0, s.side))
 
 
@@ -158,19 +158,19 @@ def _compare_whole(
     """
     side = _stored_side(t, output)
 
-    def look(block: TensorBlock) -> tuple[Looked | None, _Compared]:
+    def look(block: TensorBlock) -> tuple[BlockFacts | None, _Compared]:
         with workers.borrow() as work:
             x = workers.read(block, work)
             statistics = t.form.look(x, block.start, work) if t.form.needs_first_pass else None
-            measured = Measured(stats=statistics.stats if statistics else BlockStats(), side=side)
+            measured = Measurement(stats=statistics.stats if statistics else BlockStats(), side=side)
             return statistics, _compare(block, x, output, measured, None, work)
 
-    total, looked = _Compared(), list[Looked]()
+    total, looked = _Compared(), list[BlockFacts]()
     for block, (first_pass, compared) in workers.in_order(tensor_blocks([t]), look):
         total = total + compared
         looked += [] if first_pass is None else [first_pass]
         progress.advance(block.source_bytes)
-    implied = workers.conclude(t, looked) if t.form.needs_first_pass else Measured()
+    implied = workers.conclude(t, looked) if t.form.needs_first_pass else Measurement()
     same_side = _same_bytes(side.values(), (implied.side[n] for n in side))
 
     def compare(block: TensorBlock) -> _Compared:
@@ -200,7 +200,7 @@ def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) ->
         with workers.borrow() as work:
             block = TensorBlock(tensor=t, start=first, stop=last)
             x = workers.read(block, work)
-            measured = Measured(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
+            measured = Measurement(stats=block_stats(x, work) if t.format else BlockStats(), side=side)
             compared = _compare(block, x, output, measured, None, work)
             right = right and compared.right and not any(_wrong_tensors(filter(None, [compared.left])))
         count += last - first
@@ -225,7 +225,12 @@ def _sample_ranges(num_elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _compare(
-    block: TensorBlock, x: Tensor, output: OutputReader, measured: Measured, implied: Measured | None, work: Workspace
+    block: TensorBlock,
+    x: Tensor,
+    output: OutputReader,
+    measured: Measurement,
+    implied: Measurement | None,
+    work: Workspace,
 ) -> _Compared:
     """Compare a stored block with `x`, the source's block.
 

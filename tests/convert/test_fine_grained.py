@@ -24,7 +24,7 @@ import lpconv
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
-from lpconv.forms.facts import Converted
+from lpconv.forms.facts import ConvertedFacts
 from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import fp8
 from lpconv.forms.foreign.grid import Grid
@@ -190,8 +190,8 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
     )  # fmt: skip
     model.save_pretrained(tmp_path / "source")
     settings = {"method": "unit", "format": "e4m3fn", "scale": "pow2", "granularity": "mx"}
-    made = Converted(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
-    assert FineGrained.configured(made)
+    made = ConvertedFacts(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
+    assert FineGrained.config_entries(made)
     for ignored in ("up", "model"):
         with pytest.raises(UnsupportedError, match=f"`model.up` along with `{ignored}`"):
             FineGrained.configured(replace(made, ignored=[ignored]))

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from lpconv.convert.apply import Engine
 from lpconv.convert.run import convert
-from lpconv.forms.facts import Measured
+from lpconv.forms.facts import Measurement
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.workers import Workers
 from lpconv.results import ConvertResult
@@ -30,7 +30,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     begun: list[list[str]] = []
     write = Engine._try_shard
 
-    def counted(self: Engine, shard: Any, create: Any, measured: dict[str, Measured]) -> Any:
+    def counted(self: Engine, shard: Any, create: Any, measured: dict[str, Measurement]) -> Any:
         begun.append([n for n, m in measured.items() if m.is_guess])
         return write(self, shard, create, measured)
 

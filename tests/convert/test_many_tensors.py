@@ -10,7 +10,7 @@ from torch import Tensor
 from lpconv.convert.run import convert
 from lpconv.errors import VerificationError
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import Encoded, Measured
+from lpconv.forms.facts import EncodedBlock, Measurement
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.workers import ThreadPoolExecutor, Workers
@@ -53,7 +53,7 @@ def test_the_reference_names_the_tensor_that_the_encoder_got_wrong(
     """Small tensors are compared with it together; the bytes of a wrong encoder are those that it gives again."""
     encode = ScaledCodes.encode
 
-    def wrong(self: ScaledCodes, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
+    def wrong(self: ScaledCodes, x: Tensor, start: int, found: Measurement, work: Workspace) -> EncodedBlock:
         encoded = encode(self, x, start, found, work)
         if self.name == "layers.7.up_proj.weight":
             encoded.data[0].view(torch.uint8)[5] ^= 1

@@ -22,8 +22,8 @@ from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import FORMS, Component, Form, FormSettings, Headers
-from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats, room
-from lpconv.forms.facts import Encoded, Measured
+from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats, buffer_view
+from lpconv.forms.facts import EncodedBlock, Measurement
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.stored import Side
 from lpconv.mcf.split import RESIDUALS
@@ -64,11 +64,11 @@ class Rounded(Form):
     def components(self) -> tuple[Component, ...]:
         return (Component(name=self.name, dtype="BF16", shape=self.shape),)
 
-    def encode(self, x: Tensor, start: int, found: Measured, work: Workspace) -> Encoded:
-        value, codes = as_float32(x, work), room(work.root, x.numel(), torch.bfloat16)
+    def encode(self, x: Tensor, start: int, found: Measurement, work: Workspace) -> EncodedBlock:
+        value, codes = as_float32(x, work), buffer_view(work.root, x.numel(), torch.bfloat16)
         stats = block_stats(x, work)
         codes.copy_(value)
-        return Encoded(data=(codes,), stats=stats, error=block_error(value, codes.float()))
+        return EncodedBlock(data=(codes,), stats=stats, error=block_error(value, codes.float()))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return data[0].float()

@@ -23,7 +23,7 @@ from lpconv.formats.grains import GRAINS, TENSOR, Grain, find_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace, same_numbers
-from lpconv.forms.facts import Converted, Measured
+from lpconv.forms.facts import ConvertedFacts, Measurement
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
@@ -41,7 +41,7 @@ class Stored:
     """A tensor in a form: what the first pass found, and the data of the root and the residual file."""
 
     form: Form
-    found: Measured
+    found: Measurement
     data: tuple[Tensor, ...]
 
     def decoded(self) -> Tensor:
@@ -72,7 +72,7 @@ EXAMPLES = {
     f"{f.kind} {' '.join(str(v) for v in vars(f).values() if isinstance(v, (str, bool)))} {f.words}": f
     for f in _forms()
 }
-LATE = {name: form for name, form in EXAMPLES.items() if form.late}
+LATE = {name: form for name, form in EXAMPLES.items() if form.late_side}
 every_form = pytest.mark.parametrize("form", EXAMPLES.values(), ids=EXAMPLES)
 
 
@@ -107,8 +107,8 @@ def _write(folder: Path, stored: Stored) -> Path:
     grain = vars(form).get("grain")
     settings["granularity"] = grain.name if grain else TENSOR
     formats = {NAME: form.format.name} if form.format else {}
-    made = Converted(config={}, settings=settings, formats=formats, ignored=())
-    config = form.configured(made) if form.quantised_by or len(form.data) > 1 else {}
+    made = ConvertedFacts(config={}, settings=settings, formats=formats, ignored=())
+    config = form.config_entries(made) if form.quantised_by or len(form.data) > 1 else {}
     (folder / "collage").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -155,7 +155,7 @@ def test_blocks_that_say_their_scales_are_those_of_two_passes(form: Form, dtype:
     x, work, size = _values(dtype), Workspace(), 7 * SHAPE[-1]
     wanted = _store(form, x, ROWS)
     begun = form.begin(float(x.abs().max()))
-    assert begun.side.keys() == {c.name for c in form.side} - {c.name for c in form.late}
+    assert begun.side.keys() == {c.name for c in form.side} - {c.name for c in form.late_side}
     looked = []
     for start in range(0, x.numel(), size):
         block = x[start : start + size]
@@ -163,7 +163,7 @@ def test_blocks_that_say_their_scales_are_those_of_two_passes(form: Form, dtype:
         first, last = form.place(start, start + len(block), begun.side)
         assert bits_of(encoded.data[0]) == bits_of(wanted.data[0][first:last])
         looked.append(seen)
-    found = form.conclude(looked, _unread, [_unread])
+    found = form.combine(looked, _unread, [_unread])
     assert found.side.keys() == wanted.found.side.keys()
     assert all(bits_of(found.side[n]) == bits_of(side) for n, side in wanted.found.side.items())
     assert not found.is_other
@@ -213,7 +213,7 @@ def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
 def test_a_weight_in_memory_gets_the_side_tensors_of_a_conversion(form: Form) -> None:
     x, other = _values(torch.bfloat16), 4 * _values(torch.bfloat16)
     work = Workspace()
-    fused = [other] if form.shares else []
+    fused = [other] if form.shares_scale else []
     found = form.measure(lambda job: [job(x, 0, work)], [lambda job, t=t: [job(t, 0, work)] for t in fused])
     side = form.side_for(x.view(SHAPE), importance=torch.ones(COLS), fused=[t.view(SHAPE) for t in fused])
     assert side.keys() == {c.name for c in form.side}
@@ -257,7 +257,7 @@ def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatc
             continue  # it has none
         scales = torch.full_like(scales, bad)
         side = {**stored.found.side, name: scales}
-        folder = _write(tmp_path / str(bad), Stored(form, Measured(side=side), stored.data))
+        folder = _write(tmp_path / str(bad), Stored(form, Measurement(side=side), stored.data))
         with pytest.raises(InputError, match="do not fit its"):
             _open(folder, monkeypatch)
 

@@ -98,7 +98,7 @@ def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None
     rows = (NUMBERS.view(-1, 16) * 0.5).bfloat16().float()
     scales = (rows.abs().amax(1, keepdim=True) / 6 * 2**12).to(torch.float8_e4m3fn).float() / 2**12
     value = rows.view(-1)
-    wanted = module.wanted(value, scales.view(-1, 1), FORMATS["e2m1"])
+    wanted = module.reference_values(value, scales.view(-1, 1), FORMATS["e2m1"])
     assert module.span_of_scales(scales) is not None
     assert torch.equal(wanted, module._reference(value, scales, FORMATS["e2m1"]))
 
@@ -135,7 +135,7 @@ def test_codes_are_wanted_where_the_reference_says_so_and_nowhere_else(
     x[:2] = torch.tensor([0.0, -0.0])
     codes = (x.float() / scale).to(getattr(torch, FORMATS[fmt].torch or "")).clone()
     got = module.decode(codes, scale)
-    assert torch.equal(module.wanted(x.float(), scale, FORMATS[fmt]), got)
+    assert torch.equal(module.reference_values(x.float(), scale, FORMATS[fmt]), got)
     assert module.are_reference_codes(x, codes, scale, FORMATS[fmt], work)
     for at in (0, 1, 7, NUM - 1):
         for bit in (1, 128):

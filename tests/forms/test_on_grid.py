@@ -16,7 +16,7 @@ from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import Measured
+from lpconv.forms.facts import Measurement
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
@@ -42,7 +42,7 @@ def quantised(name: str, grain: str, divisor: float, scales: torch.dtype, *, pow
 
 def stored(
     x: Tensor, name: str, grain: str, scale: str = "exact", kind: str = "tiles"
-) -> tuple[Form, Measured, Tensor]:
+) -> tuple[Form, Measurement, Tensor]:
     """The form of some weights, what measuring them found, and the weights that are decoded; in two blocks."""
     form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
     flat, work, ranges = x.reshape(-1), Workspace(), [(0, CUT * COLS), (CUT * COLS, ROWS * COLS)]

@@ -14,7 +14,7 @@ from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, FormSettings
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.search import best, candidates
+from lpconv.forms.search import best_scales, candidates
 from lpconv.forms.stored import Side
 from lpconv.forms.tiles import Tiles
 from lpconv.plan.options import ConvertOptions
@@ -125,7 +125,7 @@ def test_weights_that_were_quantised_already_are_kept(kind: str, name: str, grai
 def test_equals_go_to_the_usual_scale() -> None:
     scales = [torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[2.0, 2.0, 2.0]]), torch.tensor([[3.0, 3.0, 3.0]])]
     error = [torch.tensor([[1.0, 1.0, torch.nan]]), torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[1.0, 0.5, 0.0]])]
-    assert best(scales, error).tolist() == [[1.0, 2.0, 1.0]]
+    assert best_scales(scales, error).tolist() == [[1.0, 2.0, 1.0]]
     form = form_of("tiles", "int4", "group:32")
     assert form.side_for(torch.zeros(ROWS, COLS))[form.scales.name].unique().tolist() == [1.0]
 

@@ -12,7 +12,7 @@ from lpconv.formats.spec import get_format
 from lpconv.kernels import buffers, fused
 from lpconv.kernels.buffers import operand, operand_like
 from lpconv.kernels.decode import decode, decode_operand
-from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_turn, fused_values
+from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_transpose, fused_values
 from lpconv.kernels.linear import FP8_RECIPES, linear
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes
 
@@ -115,7 +115,7 @@ def test_a_product_takes_its_scales_in_order(compiled: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("compiled")
 def test_a_matrix_is_turned() -> None:
     x = patterns(1e40)[:, :100].contiguous()
-    assert same(fused_turn(x.t(), torch.empty(100, 256, dtype=BF16)), x.t())
+    assert same(fused_transpose(x.t(), torch.empty(100, 256, dtype=BF16)), x.t())
 
 
 @pytest.mark.usefixtures("compiled")

@@ -6,7 +6,7 @@ import torch
 from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram, exponent_histogram_reference
 from lpconv.kernels import histogram
-from lpconv.kernels.compiled import eagerly
+from lpconv.kernels.compiled import eager_mode
 from lpconv.kernels.histogram import exponent_histogram
 
 
@@ -92,9 +92,9 @@ def test_integers_are_refused() -> None:
 
 def test_nothing_is_compiled_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LPCONV_COMPILE", "always")
-    with eagerly():
+    with eager_mode():
         assert not histogram._BINS_OF_FLOAT32.wants(patterns())
-        with eagerly():
+        with eager_mode():
             pass
         assert not histogram._BINS_OF_FLOAT32.wants(patterns())
     assert histogram._BINS_OF_FLOAT32.wants(patterns())

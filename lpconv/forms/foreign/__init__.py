@@ -65,7 +65,7 @@ def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
             yield bits
 
 
-def unread(headers: Headers) -> str | None:
+def why_unreadable(headers: Headers) -> str | None:
     """Why lpconv cannot read the layout, from tensor names and the config; None if it can or need not."""
     method, tool = headers.quantised_by, None
     if method not in READ:
@@ -90,7 +90,7 @@ def _has_words(scales: str, headers: Headers) -> bool:
 
 def check_readable(headers: Headers) -> None:
     """Raise UnsupportedError for a checkpoint in a layout that lpconv does not read."""
-    why = unread(headers)
+    why = why_unreadable(headers)
     if why is not None:
         hint = "lpconv reads " + ", ".join(sorted(READ)) + "; otherwise start from the unquantised checkpoint"
         raise UnsupportedError(why, hint=hint)

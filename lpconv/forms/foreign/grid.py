@@ -113,7 +113,7 @@ class Grid(Stored):
             and (size is None or (size.shape == (len(self.shape),) and size.dtype in _INTEGERS))
         )
 
-    def has_sound(self, side: Side) -> bool:
+    def is_valid_side(self, side: Side) -> bool:
         """Whether all factors are positive, each group has a scale, and the stored shape is right."""
         if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.beside) if c is not None):
             return False
@@ -143,7 +143,7 @@ class Grid(Stored):
         if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
             return super().decode_to(out, data, start, stop, side)
         (span,) = spans
-        scales = self.scales.by_rows(self.scales_of(data[1], span, side), span)
+        scales = self.scales.expand_rows(self.scales_of(data[1], span, side), span)
         short = scales.to(out.dtype)
         if not torch.equal(short.float(), scales):
             return super().decode_to(out, data, start, stop, side)

@@ -36,7 +36,7 @@ def find(name: str, headers: Headers) -> Grid | None:
     if codes is None or scale is None or len(codes.shape) < 2 or headers.component(module + "svdquant_lora_a"):
         return None
     layout = _integers if codes.dtype == "U8" and scale.dtype in _FLOATS else _others
-    grid = layout(codes, _of_matrix(scale), headers)
+    grid = layout(codes, _as_matrix(scale), headers)
     return None if grid is None else replace(grid, columns=headers.component(module + "pre_quant_scale"))
 
 
@@ -78,7 +78,7 @@ def _others(codes: Component, scale: Component, headers: Headers) -> Grid | None
     )
 
 
-def _of_matrix(scale: Component) -> Component:
+def _as_matrix(scale: Component) -> Component:
     """Block scales as a matrix, without the axes of size one that are stored after each of the two."""
     shape = scale.shape
     is_blocks = len(shape) == 4 and shape[1] == shape[3] == 1

@@ -129,13 +129,13 @@ class Plane:
         """Expand numbers of blocks to each element of a span, or so that they broadcast to it."""
         _, (left, _) = self._blocks(span)
         cols, width = self.block[1], span.shape[1]
-        x = self.by_rows(x, span)
+        x = self.expand_rows(x, span)
         if cols > 1 and x.shape[1] > 1:
             skipped = span.left - left * cols
             x = x.unsqueeze(2).expand(-1, -1, cols).flatten(1)[:, skipped : skipped + width]
         return x
 
-    def by_rows(self, x: Tensor, span: Span) -> Tensor:
+    def expand_rows(self, x: Tensor, span: Span) -> Tensor:
         """Expand numbers of blocks to each row of a span; a single row stays one."""
         (top, _), _ = self._blocks(span)
         rows, height = self.block[0], span.shape[0]

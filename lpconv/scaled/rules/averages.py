@@ -28,7 +28,10 @@ def averaged_size(num_keys: int, is_causal: bool, size: float = 1.0) -> float:
 
 
 def _choice_size(num_keys: int, is_causal: bool) -> float:
-    """Predicted size of the gradients of Q and K over `averaged_size`: rows of fewer than e keys leave no choice."""
+    """Predicted size of the gradients of Q and K relative to `averaged_size`.
+
+    It is below 1 for causal attention, because the first rows have too few keys to choose from.
+    """
     return math.sqrt(math.log(num_keys / math.e) / math.log(num_keys)) if is_causal and num_keys > 2 * math.e else 1.0
 
 
@@ -73,10 +76,11 @@ def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: A
 
 
 def _attention_backward(rule: Rule) -> Rule:
-    """Factors of attention's gradients: β_v = 1/`averaged_size`; for Q, K and a bias also over `_choice_size`.
+    """Multiply the gradients of attention by factors that bring them to unit size.
 
-    Each gradient of V is a sum of as many equally weighted terms as the output. β_q = β_k is further divided by the
-    size of the scores, which is the factor of its gradient.
+    The factor of V is 1/`averaged_size`, since each of its gradients is a sum of as many equally weighted terms as the
+    output. The factor of a bias is that over `_choice_size`; the factor of Q and K is also divided by the size of the
+    scores, by which their gradients are multiplied.
     """
 
     def backward(call: Call, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ def _fit_dtype(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
 
 
 def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Tensor:
-    """The factor of `_fitting` with underflow: a power of two from 1 to 2^64."""
+    """The factor of `_fit_dtype` with underflow: a power of two from 1 to 2^64."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     logs = data.abs().float().log2()
     logs = logs.where(logs.isfinite(), torch.nan)
