@@ -14,7 +14,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.storage.compressed import INPUT_SCALES
 
-__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "unread"]
+__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "why_unreadable"]
 
 _LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
