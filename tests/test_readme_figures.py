@@ -11,6 +11,7 @@ from lpconv.student import t_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "measured.md"
+_ROUNDINGS = ("nearest", "gptq and search")
 
 
 def _compiled() -> str:
@@ -114,6 +115,12 @@ def _gaps(folder: str, recipe: str, metric: str = "eval_loss") -> list[float]:
     return [last(f"{recipe}-seed{i}", metric) - last(f"fp32-seed{i}", "eval_loss") for i in range(3)]
 
 
+def _feedback() -> str:
+    runs = recorded("feedback")["smollm2"]
+    nearest, gptq = ([runs[f"int4 g32, {how}"][text]["kl"] for text in ("plays", "python")] for how in _ROUNDINGS)
+    return f"KL {gptq[0]:.3f} instead of {nearest[0]:.3f} nats, {gptq[1]:.3f} instead of {nearest[1]:.3f}"
+
+
 def _smollm2(recipe: str) -> str:
     own, exact = (
         [statistics.mean(_gaps(folder, recipe, metric)) for folder in ("smollm2", "smollm2-40")]
@@ -142,7 +149,7 @@ def _minilm() -> str:
 
 FIGURES = [
     _compiled, _saved, _advice, _optimizer, _fp8_step, _ray, _damaged_files, _damaged_inputs, _kills, _resident,
-    _shared, _architectures, _unit_fp8, _unit_fp8_backward, _minilm,
+    _shared, _architectures, _unit_fp8, _unit_fp8_backward, _minilm, _feedback,
 ]  # fmt: skip
 
 
