@@ -194,7 +194,7 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
     assert FineGrained.config_entries(made)
     for ignored in ("up", "model"):
         with pytest.raises(UnsupportedError, match=f"`model.up` along with `{ignored}`"):
-            FineGrained.configured(replace(made, ignored=[ignored]))
+            FineGrained.config_entries(replace(made, ignored=[ignored]))
 
 
 @pytest.mark.parametrize(
