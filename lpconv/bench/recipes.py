@@ -1,4 +1,4 @@
-"""What a format and method make of a model and its optimizer. A peer is a function and a line in `_PEERS`."""
+"""Model and optimizer of a bench case, by format and method. A peer library is a function and a line in `_PEERS`."""
 
 import dataclasses
 import importlib
@@ -26,14 +26,14 @@ _LR = 1e-4
 
 
 def check_peers(case: Case) -> None:
-    """Raise UnsupportedError, with the install line, where a library that the case needs is missing."""
+    """Raise UnsupportedError, with the install command, if a library that the case needs is missing."""
     for peer in case.peers:
         if importlib.util.find_spec(peer.module) is None:
             raise UnsupportedError(f"{peer.module} is not installed", hint=peer.install)
 
 
 def check_codes(case: Case, known: Blueprint) -> None:
-    """Raise UnsupportedError where the codes of a checkpoint are to be measured and there are none, or in training."""
+    """Raise UnsupportedError if a case of stored codes has none, or trains."""
     if case.format != CODES:
         return
     if case.mode == "train":
@@ -48,7 +48,7 @@ def check_codes(case: Case, known: Blueprint) -> None:
 
 
 def is_emulated(case: Case) -> bool:
-    """Whether the case's products run in a wider format than the one it names."""
+    """Whether the products of the case run in a wider format than its name says."""
     if case.format in ("fp32", "bf16"):
         return False
     if case.format == CODES or not case.device.startswith("cuda"):
@@ -60,7 +60,7 @@ def is_emulated(case: Case) -> bool:
 
 
 def with_codes(known: Blueprint, case: Case) -> nn.Module:
-    """The model of a checkpoint whose weights stay codes, in bf16 beside them."""
+    """The model of a checkpoint with weights kept as codes, and everything else in bf16."""
     assert known.checkpoint is not None, "`check_codes` comes first"
     model: nn.Module = load(
         known.checkpoint, dtype=torch.bfloat16, model_class=known.model_class, config=known.config, resident=True
@@ -69,7 +69,7 @@ def with_codes(known: Blueprint, case: Case) -> nn.Module:
 
 
 def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
-    """`model` (fp32) in the case's format; parameters are bf16 under every fp8 recipe but those of `SCALED`.
+    """Convert `model` (fp32) to the format of the case; fp8 recipes have bf16 parameters, except those in `SCALED`.
 
     Raises UnsupportedError where a device or a peer cannot do it.
     """
@@ -143,14 +143,14 @@ def _torchao_inference(model: nn.Module, case: Case, recipe: str) -> nn.Module:
 
 
 def _fits_tensor_cores(model: nn.Module, module: Any) -> bool:
-    """torchao swaps Linears only, and wants both sizes to be multiples of 16."""
+    """Apply torchao, which replaces only Linears with sizes that are multiples of 16."""
     if not isinstance(module, nn.Linear) or module is head(model):
         return False
     return module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
 def _transformer_engine(model: nn.Module, case: Case) -> nn.Module:
-    """TransformerEngine's Linear with its default recipe (delayed scaling) in place of every Linear but the head."""
+    """Replace every Linear except the head by TransformerEngine's, with its default recipe (delayed scaling)."""
     if is_emulated(case):
         raise UnsupportedError(
             "TransformerEngine needs a GPU of compute capability 8.9 or higher", hint="leave `te` out of --method"
@@ -185,7 +185,7 @@ _PEERS: dict[str, Callable[[nn.Module, Case], nn.Module]] = {
 
 
 def make_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """The optimizer of a training case, with state in the dtype of the parameters unless its name says otherwise."""
+    """Create the optimizer of a training case, with state in the dtype of the parameters unless its name differs."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if case.method in SCALED:
         if case.optimizer != "adamw":

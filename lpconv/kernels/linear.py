@@ -1,15 +1,15 @@
-"""A Linear whose three products (output, input gradient, weight gradient) run in low precision.
+"""A linear layer whose three products (output, input gradient, weight gradient) run in low precision.
 
     y_MN = x_MK @ w_NKᵀ        dx_MK = g_MN @ w_NK        dw_NK = g_MNᵀ @ x_MK
 
-A scale may not vary along the axis that a product sums over, so rows and blocks (`kernels.operands`) are cast twice:
-x and w along K for the output and along M or N for the gradients. One scale for the tensor serves both. What is kept of
-x for the backward pass are codes, one byte an element in fp8; on CUDA already transposed, since the tensor cores want
-both operands row-major along the summed axis and a compiler can write the transpose in the pass of the cast. The weight
-is there anyway, so a GPU casts it once more.
+A scale must be constant along the summed dimension. With scales per row or block (`kernels.operands`), x and w are
+therefore cast twice: along K for the output, and along M or N for the gradients. One scale per tensor serves both. For
+the backward pass, x is saved as codes, one byte per element in fp8. On CUDA they are saved transposed, because tensor
+cores need both operands row-major along the summed dimension, and a compiler can write the transpose while casting. The
+weight is in memory anyway, so a GPU casts it again.
 
-Several Linears that read one tensor (query, key, value) each cast it and each keep codes in eager mode. A compiler sees
-that they do the same, as far as they share their scale; see `calibrate`.
+In eager mode, several linear layers with the same input (query, key, value) each cast it and save codes. A compiler
+merges these casts if the layers share the scale of their input; see `calibrate`.
 """
 
 import functools
@@ -44,9 +44,9 @@ class LinearRecipe:
 
 
 def fp8_recipe(scale: str) -> LinearRecipe:
-    """The usual formats at scales of a kind of `kernels.operands`: e4m3fn, and e5m2 for gradients with one scale.
+    """Recipe with e4m3fn operands and one kind of scale; gradients use e5m2 if the tensor has one scale.
 
-    Finer scales leave gradients no wider range than other tensors (torchao and TransformerEngine have them in e4m3fn).
+    With finer scales, gradients need no wider range than other tensors (torchao and TransformerEngine use e4m3fn, too).
     """
     operand = replace(_E4M3, scale=scale)
     gradient = replace(_E5M2, scale=scale) if operand.has_one_scale else operand
@@ -65,7 +65,7 @@ E5M2_STOCHASTIC = replace(E5M2_LINEAR, input=_STOCHASTIC, gradient=_STOCHASTIC)
 
 
 class States(NamedTuple):
-    """What scales of "static" and "delayed" operands come from: a calibrated scale, or a history of magnitudes."""
+    """State of the operands' scales: a calibrated scale for "static", a history of magnitudes for "delayed"."""
 
     input: Tensor | None = None
     weight: Tensor | None = None
@@ -86,10 +86,10 @@ def linear(
 ) -> Tensor:
     """`F.linear` in low precision: x (..., K), weight (N, K), bias (N,); the result has x's dtype.
 
-    `weight` may be codes of the recipe's weight format already, which are multiplied as they are; the weight's value is
-    then codes · `weight_scale` (float32: one number, one per row or block; 1 if it is None). Gradients have the dtypes
-    of what they belong to, and that of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are float32
-    throughout. Raises UsageError for a recipe whose formats cannot be multiplied.
+    `weight` may already be codes of the recipe's weight format, which are multiplied without a cast; the weight's value
+    is then codes · `weight_scale` (float32: one number, or one per row or block; None means 1). Gradients have the
+    dtypes of their tensors, but the gradient of codes has x's dtype (mind `Tensor.grad_dtype` of a leaf); sums are
+    float32 throughout. Raises UsageError for a recipe whose formats cannot be multiplied.
     """
     if recipe.input.rounding != "nearest" and not torch.is_grad_enabled():
         recipe = replace(recipe, input=replace(recipe.input, rounding="nearest"))
@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _transpose_operand(along: Coded, x: Tensor, cast: OperandCast, *, into: str | None = None) -> Coded:
-    """The transpose (C, R) of `x` cast along R, where `along` is `x` (R, C) cast along C."""
+    """Cast the transpose of `x` (R, C) along R; `along` is `x` cast along C."""
     if not cast.has_one_scale:
         return encode_operand(x.t(), cast, axis=-1, into=into)
     return _device_layout(along.mT)
@@ -152,9 +152,9 @@ def _transpose_operand(along: Coded, x: Tensor, cast: OperandCast, *, into: str 
 def _weight(
     weight: Tensor, scale: Tensor | None, cast: OperandCast, state: Tensor | None
 ) -> tuple[Coded, Tensor, Tensor | None]:
-    """The weight cast along K, and what `_turned` takes: codes and their scale, or the weight and its factor.
+    """Cast the weight along K. Also returns the arguments of `_turned`: codes and scale, or the weight and its factor.
 
-    A CPU keeps codes that serve both products, a byte an element: to cast again takes longer than to decode again.
+    A CPU keeps the codes for both products, at one byte per element, because casting takes longer than decoding.
     """
     if _is_codes(weight, cast):
         return Coded(weight, 1.0 if scale is None else scale), weight, scale
@@ -166,9 +166,9 @@ def _weight(
 
 
 def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast) -> Coded:
-    """The weight cast along N, from what `_weight` kept.
+    """Cast the weight along N, from the values that `_weight` returned.
 
-    Turned before it is cast: a compiler that saw the same cast twice would keep the codes in between.
+    The weight is transposed before the cast; otherwise a compiler would reuse the first cast and keep its codes.
     """
     if _is_codes(weight, cast):
         return Coded(weight, 1.0 if factor is None else factor).mT
@@ -182,7 +182,7 @@ def _is_codes(weight: Tensor, cast: OperandCast) -> bool:
 
 
 def _device_layout(x: Coded) -> Coded:
-    """Codes as the device reads them: row-major for tensor cores, in any layout on a CPU, which decodes them anyway."""
+    """Make codes row-major for tensor cores. A CPU decodes them anyway, so they stay unchanged there."""
     return Coded(x.codes.contiguous(), x.scale) if x.codes.is_cuda and x.codes.itemsize == 1 else x
 
 
@@ -191,7 +191,7 @@ def _tensor(scale: float | Tensor | None) -> Tensor | None:
 
 
 class Multiplying(nn.Module):
-    """A Linear (or GPT-2's Conv1D) that multiplies as `recipe` says, since `use_recipe` changed its class.
+    """Linear (or GPT-2's Conv1D) that multiplies according to `recipe`; `use_recipe` changes layers to this class.
 
     Scales of "static" and histories of "delayed" operands are buffers (`input_state`, `weight_state`,
     `gradient_state`); so is the `weight_scale` of a frozen weight.
@@ -203,7 +203,7 @@ class Multiplying(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) to (..., N)."""
+        """Map x (..., K) to (..., N)."""
         scale = self._buffers.get("weight_scale")
         return linear(x, self.weight_NK, self.bias, recipe=self.recipe, weight_scale=scale, states=self.states)
 
@@ -214,22 +214,22 @@ class Multiplying(nn.Module):
 
     @property
     def states(self) -> States:
-        """The buffers that scales come from."""
+        """The buffers with the state of the scales."""
         known = self._buffers
         return States(known.get("input_state"), known.get("weight_state"), known.get("gradient_state"))
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Cast the weight once and drop its high-precision values. There is no way back, and no gradient."""
+        """Cast the weight once and drop its high-precision values. Not reversible, and the weight gets no gradient."""
         found = _device_layout(encode_operand(self.weight_NK, self.recipe.weight, axis=-1, state=self.states.weight))
         self.weight = nn.Parameter(found.codes.t() if self.has_turned_weight else found.codes, requires_grad=False)
         self.register_buffer("weight_scale", _tensor(found.scale))
 
 
 def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> list[str]:
-    """Let the linear layers of `model`, but for `keep`, multiply as `recipe` says from now on; returns their names.
+    """Make the linear layers of `model`, except `keep`, multiply according to `recipe`. Returns their names.
 
-    Parameters stay the objects that they are.
+    Parameters remain the same objects.
     """
     found = [layer for layer in linears(model) if layer.is_replaceable and layer.module not in keep]
     for layer in found:

@@ -1,17 +1,17 @@
-"""Operands of low-precision products: numbers cast at a scale of some kind, and the product of two of them.
+"""Operands of low-precision matrix products: how each is scaled and cast, and the product of two.
 
-| kind of scale | one scale per | from |
+| kind of scale | one scale per | computed from |
 |---|---|---|
-| static | tensor | nothing, or a calibration before the run; a constant from then on |
+| static | tensor | nothing, or a calibration before the run; constant during the run |
 | l2 | tensor | the root mean square, a power of two |
 | max | tensor | the largest magnitude, a power of two |
 | tensor | tensor | the largest magnitude |
-| delayed | tensor | the largest magnitude of the last calls |
+| delayed | tensor | the largest magnitude in recent calls |
 | row | row along the summed axis | the largest magnitude of the row |
 | mx | 32 elements along the summed axis | the largest magnitude of the block, a power of two (OCP MX 1.0 §6.3) |
 
-What is too large saturates under static, l2, delayed and mx; the others find scales that clip nothing. Data with Inf or
-NaN have NaN where a scale is made of them, so that an overflow is seen behind the cast too.
+With static, l2, delayed and mx scales, values beyond the format's range saturate; the other scales clip nothing. If a
+scale is computed from data with Inf or NaN, it is NaN, so that an overflow remains visible after the cast.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ _MX_BLOCK = 32
 
 @dataclass(frozen=True, kw_only=True)
 class OperandCast:
-    """How numbers become an operand: format, kind of scale, what becomes of numbers that are too large, and rounding.
+    """How to cast an operand: number format, kind of scale, treatment of overflow, and rounding.
 
-    16-bit formats overflow to Inf, for a loss scaler to see; `overflow` "inf" lets e5m2 do so. With `narrow` bfloat16
-    data are multiplied by a factor in bfloat16: it has 8 bits, but the data need not be widened. The largest element
-    may then come out above the largest number by less than half a step, and is rounded down to it.
+    16-bit formats overflow to Inf, which a loss scaler can detect; with `overflow` "inf", e5m2 does too. With `narrow`,
+    bfloat16 data are multiplied by a bfloat16 factor: it has only 8 significant bits, but the data need not be widened.
+    The largest element may then exceed the largest number by less than half a step, and is rounded down to it.
     """
 
     format: str = "e4m3fn"
@@ -68,10 +68,10 @@ class OperandCast:
 
 
 class Coded(NamedTuple):
-    """value = codes · scale.
+    """An operand after the cast: value = codes · scale.
 
-    The scale is 1.0, a 0-dim fp32 tensor, or one number for each row, column or block. In place of 8-bit codes there
-    may be their values in bfloat16, if they are multiplied at once.
+    The scale is 1.0, a 0-dim fp32 tensor, or one number per row, column or block. `codes` may instead hold their values
+    in bfloat16, for an operand that is multiplied immediately.
     """
 
     codes: Tensor
@@ -79,12 +79,12 @@ class Coded(NamedTuple):
 
     @property
     def mT(self) -> "Coded":
-        """The transpose; not of blocks."""
+        """The transpose. Not defined for block scales."""
         scale = self.scale
         return Coded(self.codes.mT, scale.mT if isinstance(scale, Tensor) and scale.dim() else scale)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The values, rounded to `dtype` once more if the scale is not a power of two."""
+        """Decode to `dtype`, with one more rounding if the scale is not a power of two."""
         values = decode(self.codes, dtype)
         return values if isinstance(self.scale, float) else scale_product_(values, self.scale)
 
@@ -92,18 +92,18 @@ class Coded(NamedTuple):
 def encode_operand(
     x: Tensor, cast: OperandCast, *, axis: int | None = None, state: Tensor | None = None, into: str | None = None
 ) -> Coded:
-    """`x` cast to nearest even (or as `cast` says), at a scale that is found for it; arguments as below."""
+    """Compute a scale for `x` and cast it. Arguments as for `inverse_scale` and `encode_at`."""
     return encode_at(x, inverse_scale(x, cast, axis=axis, state=state), cast, into=into)
 
 
 def inverse_scale(
     x: Tensor, cast: OperandCast, *, axis: int | None = None, state: Tensor | None = None
 ) -> Tensor | None:
-    """The number that brings `x` into the range of the format, or None for 1; NaN if `x` is not finite.
+    """Factor that brings `x` into the range of the format; None means 1. NaN if `x` is not finite.
 
-    With "row" slices along `axis`, the summed one, have one each (None: one for the tensor). `state` is the calibrated
-    scale of "static", or the largest magnitudes before this call of "delayed", which is updated. Blocks have theirs in
-    `encode_at`.
+    For "row", there is one factor per slice along `axis`, the summed dimension (None: one for the tensor). `state` is
+    the calibrated scale for "static", or for "delayed" the history of largest magnitudes, which is updated. Scales of
+    blocks are computed in `encode_at`.
     """
     spec = cast.spec
     if cast.scale == "static":
@@ -125,10 +125,10 @@ def inverse_scale(
 
 
 def encode_at(x: Tensor, inverse: Tensor | None, cast: OperandCast, *, into: str | None = None) -> Coded:
-    """`x` · `inverse` in the format of `cast`.
+    """Cast `x` · `inverse` to the format of `cast`.
 
-    `into` names memory that is taken again for the next operand of that name: there a CPU keeps the codes' values, if
-    it makes them faster, for an operand that is used up at once.
+    `into` names a buffer that is reused by the next operand of the same name. A CPU stores the decoded values there if
+    that is faster than storing codes; use it only for an operand that is multiplied immediately.
     """
     spec = cast.spec
     if cast.scale == "mx":
@@ -165,7 +165,7 @@ def coded_product(a: Coded, b: Coded, *, bias: Tensor | None = None, out_dtype: 
 
 
 def _number(scale: float | Tensor, device: torch.device) -> Tensor | None:
-    """A scale as `matmul` takes it."""
+    """Convert a scale to the type that `matmul` expects; None for 1."""
     if isinstance(scale, Tensor):
         return scale
     return None if scale == 1.0 else torch.full((), scale, device=device)
@@ -176,7 +176,7 @@ def _bounded(size: Tensor) -> Tensor:
 
 
 def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:
-    """The largest magnitude of the calls before this one, which is put in the oldest one's place."""
+    """Return the largest magnitude in earlier calls, and replace the oldest entry of the history by `largest`."""
     assert history is not None, "`use_recipe` makes it"
     before = history.amax()
     history.copy_(torch.cat([largest.view(1), history[:-1]]))
@@ -184,7 +184,7 @@ def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:
 
 
 def _encode_blocks(x: Tensor, spec: Format) -> Coded:
-    """Codes (R, C), padded with zeros to whole blocks, and scales (R, blocks)."""
+    """Encode `x` (R, C), padded with zeros to whole blocks, with scales (R, blocks)."""
     x = F.pad(x, (0, -x.shape[1] % _MX_BLOCK))
     blocks = x.float().reshape(x.shape[0], -1, _MX_BLOCK)
     scale = (pow2_floor(blocks.abs().amax(-1)) * 2.0**-spec.max_exponent).clamp(min=2.0**-126)

@@ -86,9 +86,9 @@ def scaled_codes(x: Tensor, inverse: Tensor | None, spec: Format, *, saturate: b
 
 
 def scaled_values(x: Tensor, inverse: Tensor, spec: Format, into: str) -> Tensor | None:
-    """What the codes of `scaled_codes` without saturation stand for, in bfloat16 memory of an operand's name.
+    """The decoded values of `scaled_codes` without saturation, in the bfloat16 buffer called `into`.
 
-    None if the matrix has no compiled kernel (`kernels.fused`): codes and their decoding are as fast then.
+    None if the matrix has no compiled kernel (`kernels.fused`), because encoding and decoding is as fast then.
     """
     x = x.detach()
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
