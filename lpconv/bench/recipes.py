@@ -33,7 +33,7 @@ def check_peers(case: Case) -> None:
 
 
 def check_codes(case: Case, known: Blueprint) -> None:
-    """Raise UnsupportedError if a case of stored codes has none, or trains."""
+    """Raise UnsupportedError if a case needs the codes of a checkpoint that has none, or if it trains on codes."""
     if case.format != CODES:
         return
     if case.mode == "train":

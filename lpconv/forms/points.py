@@ -34,7 +34,7 @@ _IN_BYTES = {f.name: f for f in FORMATS.values() if f.storage_bits <= 8}
 
 @dataclass(frozen=True, kw_only=True)
 class PointRows(Form):
-    """Rows with `points_total` points in all, at most `points_max` per row if they are still to be fitted."""
+    """Rows as sums of points: `points_total` for the whole tensor, and at most `points_max` per row."""
 
     kind: ClassVar[str] = "points"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, _POINTS_SUFFIX)
