@@ -223,15 +223,16 @@ def _tensors_text(check: WeightsCheck) -> str:
 
 
 def _weights_words(check: WeightsCheck) -> str:
+    """The result in words. An element is correct if it equals the reference rounding, or what error feedback chose."""
     if check.mismatched:
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
-        return f"{bad} differ from the reference cast: {name_list(check.mismatched)}"
+        return f"{bad} are wrong: {name_list(check.mismatched)}"
     comparison = _tensors_text(check)
     if not check.num_elements_checked:
         return comparison
     checked, total = check.num_elements_checked, check.num_elements
     share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
-    words = f"{comparison}; {share}{count_text(total or checked)} stored elements equal the reference cast"
+    words = f"{comparison}; {share}{count_text(total or checked)} stored elements are correct"
     if not check.miss_probability:
         return words
     return f"{words} (the probability of missing one bad block elsewhere is {check.miss_probability:.2g})"

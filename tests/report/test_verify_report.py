@@ -45,7 +45,7 @@ def test_every_step_of_a_failure_says_what_failed() -> None:
     assert document.section("Verification: failed (level weights)").outcome == "failed"
     assert steps(document) == {
         "hashes": ("failed", "1 of 3 files differ: model.safetensors"),
-        "weights": ("failed", "1 of 2 tensors differ from the reference cast: a"),
+        "weights": ("failed", "1 of 2 tensors are wrong: a"),
         "outputs": ("not run", "no config.json"),
         "gate sqnr>=25": ("failed", "the value is 3"),
     }
