@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpconv.formats.narrow import nearest_
+from lpconv.formats.narrow import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.plan.workers import SingleThreadedTorch
 
@@ -73,7 +73,7 @@ def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Te
 
 def round_to_nearest(weight_RC: Tensor, scales_RC: Tensor, element: Format) -> Tensor:
     """Round to the nearest code · scale, fp32, without feedback."""
-    return _codes(weight_RC / scales_RC, element).mul_(scales_RC)
+    return nearest_code_(weight_RC / scales_RC, element).mul_(scales_RC)
 
 
 def output_error(weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor) -> float:
@@ -92,15 +92,8 @@ def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, eleme
         errors_BR = torch.empty_like(weight_CR[first:last])
         with SingleThreadedTorch():  # waking other threads takes longer than rounding one column
             for c in range(first, last):
-                rounded = torch.mul(_codes(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
+                rounded = torch.mul(nearest_code_(weight_CR[c] / scales_CR[c], element), scales_CR[c], out=out_CR[c])
                 error = torch.sub(weight_CR[c], rounded, out=errors_BR[c - first]).div_(upper_CC[c, c])
                 weight_CR[c + 1 : last].addr_(upper_CC[c, c + 1 : last], error, alpha=-1)
         weight_CR[last:].addmm_(upper_CC[first:last, last:].t(), errors_BR, alpha=-1)
     return out_CR
-
-
-def _codes(unit: Tensor, element: Format) -> Tensor:
-    """The nearest codes of an element, in place; values beyond its range are clamped."""
-    if element.twos_complement:
-        return unit.round_().clamp_(-element.max - 1, element.max)
-    return nearest_(unit, element)

@@ -22,6 +22,13 @@ def nearest_(x: Tensor, element: Format) -> Tensor:
     return x.add_(shift).sub_(shift)
 
 
+def nearest_code_(x: Tensor, element: Format) -> Tensor:
+    """Round like `nearest_`, in place, but let integers use all their codes, including -8 or -128."""
+    if not element.twos_complement:
+        return nearest_(x, element)
+    return x.round_().clamp_(-element.max - 1, element.max)
+
+
 def encode_narrow_(x: Tensor, element: Format, codes: Tensor, spare: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Round finite float32 (1-D) to e2m1, int4 or int8 in place, write one code per byte into `codes`, and return `x`.
 

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lpconv.formats.narrow import nearest_code_
 from lpconv.formats.scale import pow2_ceil
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Over
-from lpconv.forms.search import codes_
 
 # A function of numbers and scales, both [H, W], to facts [facts, H, W] in fp64, reduced by maximum over each tile.
 Facts = Callable[[Tensor, Tensor], Tensor]
@@ -166,7 +166,7 @@ class OnGrid:
         return torch.stack([p.amax(1) for p in torch.split(parts, height, 1)], 1)
 
     def _codes(self, x: Tensor, scales: Tensor) -> Tensor:
-        return codes_((x.float() / scales).contiguous(), self.format)
+        return nearest_code_((x.float() / scales).contiguous(), self.format)
 
     def _mismatch(self, x: Tensor, scales: Tensor) -> Tensor:
         """1 where a code does not decode to its number, in the dtype of the file."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpconv.formats.narrow import nearest_
+from lpconv.formats.narrow import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace, as_float32
 from lpconv.forms.form import Over
@@ -89,16 +89,9 @@ class ScaleSearch:
         scales = self.factor_of(stored, start, start + len(x))
         tiled = rows.view(*scales.shape[:-1], -1)
         error = work.scratch.coded[: len(x)].view(tiled.shape)
-        codes_(torch.div(tiled, scales, out=error), self.format).mul_(scales).sub_(tiled).square_()
+        nearest_code_(torch.div(tiled, scales, out=error), self.format).mul_(scales).sub_(tiled).square_()
         squares = error.view(rows.shape)
         return self.sum_tiles(squares if self.importance is None else squares.mul_(self.importance))
-
-
-def codes_(x: Tensor, format: Format) -> Tensor:
-    """Round finite fp32 to the numbers of a format of at most 8 bits, in place; for integers including -8 or -128."""
-    if not format.twos_complement:
-        return nearest_(x, format)
-    return x.round_().clamp_(-format.max - 1, format.max)
 
 
 def best_scales(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:
