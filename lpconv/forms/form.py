@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.ranges import block_ranges
 from lpconv.forms.stored import Side, Stored
 from lpconv.results import RoundingRecord
 
@@ -156,26 +155,11 @@ class Form(Stored):
         """
         return self.combine(list(over(self.look)), over, fused)
 
-    def side_for(self, weight: Tensor, *, importance: Tensor | None = None, fused: Sequence[Tensor] = ()) -> Side:
-        """Side tensors (scales, factors, counts) for a whole weight held in memory, the same as from `measure`.
-
-        `importance`, fp32 [cols], weights the squared error of each column in a scale search; without a search it has
-        no effect. `fused` are the weights that share a scale with this one. Raises InputError like `measure`.
-        """
-        from lpconv.forms.blocks import Workspace
-
-        work = Workspace()
-
-        def over(whole: Tensor) -> Over:
-            flat = whole.reshape(-1)
-            ranges = list(block_ranges(flat.numel(), self.cols))
-            return lambda job: (job(flat[a:b], a, work) for a, b in ranges)
-
-        form = self if importance is None else self.with_importance(importance)
-        return form.measure(over(weight), [over(each) for each in fused]).side
-
     def with_importance(self, importance: Tensor) -> Form:
-        """The form whose scale search weights the squared error of each column by `importance`, fp32 [cols]."""
+        """The form whose scale search weights the squared error of each column by `importance`.
+
+        It is fp32 [cols], or [matrices, cols] for a tensor of several matrices.
+        """
         return self
 
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:

@@ -46,27 +46,29 @@ class ScaleSearch:
 
     `factor_of(stored, start, stop)` expands stored scales for the elements `start` to `stop`, to [rows, tiles, 1] or
     [rows, cols]: what their codes are multiplied by. `sum_tiles` sums rows [rows, cols] over each tile's part of them,
-    to [rows, tiles]. `importance`, fp32 [cols], weights the squared error of each column.
+    to [rows, tiles]. `importance` weights the squared error of each column: fp32 [cols], or [matrices, cols] if the
+    `num_rows` rows belong to several matrices.
     """
 
     format: Format
     height: int
+    num_rows: int
     cols: int
     factor_of: Callable[[Tensor, int, int], Tensor]
     sum_tiles: Callable[[Tensor], Tensor]
     importance: Tensor | None = None
 
-    def in_rows(self, x: Tensor, usual: Tensor, work: Workspace) -> Tensor:
-        """The best scales, as stored, for a block (1-D) whose tiles are parts of one row."""
-        tried = candidates(usual, self.format)
-        return best_scales(tried, [self._errors(x, 0, scales, work) for scales in tried])
+    def in_rows(self, x: Tensor, usual: Tensor, work: Workspace, start: int = 0) -> Tensor:
+        """The best scales, as stored, for a block (1-D) from element `start` on, whose tiles are parts of one row."""
+        tried, weights = candidates(usual, self.format), self._weights(start, len(x))
+        return best_scales(tried, [self._errors(x, 0, scales, weights, work) for scales in tried])
 
     def over_blocks(self, over: Over, usual: Tensor) -> Tensor:
         """The best scales, as stored, for all tiles; blocks may end within tiles of several rows."""
         if self.height == 1:
 
             def find(x: Tensor, start: int, work: Workspace) -> Tensor:
-                return self.in_rows(x, usual[start // self.cols : (start + len(x)) // self.cols], work)
+                return self.in_rows(x, usual[start // self.cols : (start + len(x)) // self.cols], work, start)
 
             return torch.cat(list(over(find)))
         tried = candidates(usual, self.format)
@@ -76,22 +78,30 @@ class ScaleSearch:
             tile_of_row = torch.arange(start // self.cols, (start + len(x)) // self.cols) // self.height
             first = int(tile_of_row[0])
             num_rows = torch.bincount(tile_of_row - first).tolist()
-            errors = torch.stack([self._errors(x, start, scales, work) for scales in tried]).double()
+            weights = self._weights(start, len(x))
+            errors = torch.stack([self._errors(x, start, scales, weights, work) for scales in tried]).double()
             return first, torch.stack([part.sum(1) for part in torch.split(errors, num_rows, 1)], 1)
 
         for first, errors in over(add):
             sums[:, first : first + errors.shape[1]] += errors
         return best_scales(tried, list(sums))
 
-    def _errors(self, x: Tensor, start: int, stored: Tensor, work: Workspace) -> Tensor:
-        """Σ importance · (x - code · scale)² for each tile's part of the rows of a block (1-D), [rows, tiles]."""
+    def _weights(self, start: int, count: int) -> Tensor | None:
+        """The importance of `count` elements from `start` on, [cols] or [rows, cols]."""
+        if self.importance is None or self.importance.ndim == 1:
+            return self.importance
+        rows = torch.arange(start // self.cols, (start + count) // self.cols)
+        return self.importance[rows * len(self.importance) // self.num_rows]
+
+    def _errors(self, x: Tensor, start: int, stored: Tensor, weights: Tensor | None, work: Workspace) -> Tensor:
+        """Σ weight · (x - code · scale)² for each tile's part of the rows of a block (1-D), [rows, tiles]."""
         rows = as_float32(x, work).view(-1, self.cols)
         scales = self.factor_of(stored, start, start + len(x))
         tiled = rows.view(*scales.shape[:-1], -1)
         error = work.scratch.coded[: len(x)].view(tiled.shape)
         nearest_code_(torch.div(tiled, scales, out=error), self.format).mul_(scales).sub_(tiled).square_()
         squares = error.view(rows.shape)
-        return self.sum_tiles(squares if self.importance is None else squares.mul_(self.importance))
+        return self.sum_tiles(squares if weights is None else squares.mul_(weights))
 
 
 def best_scales(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:

@@ -60,7 +60,7 @@ class Tiles(ScaledCodes):
     """Codes with a scale per tile.
 
     With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
-    `importance` (fp32 [cols]; None: equally); see `search.py`.
+    `importance` (None: equally); see `search.py`.
     """
 
     kind: ClassVar[str] = "tiles"
@@ -366,6 +366,7 @@ class Tiles(ScaledCodes):
         return ScaleSearch(
             format=self.format,
             height=self.grain.sizes(*self.matrix)[0],
+            num_rows=self.matrix[0],
             cols=self.cols,
             factor_of=lambda scales, start, stop: self.factor({**common, self.scales.name: scales}, start, stop),
             sum_tiles=self._rule().sum_tiles,

@@ -210,17 +210,6 @@ def test_blocks_make_the_same_bytes_as_the_whole(form: Form) -> None:
 
 
 @every_form
-def test_a_weight_in_memory_gets_the_side_tensors_of_a_conversion(form: Form) -> None:
-    x, other = _values(torch.bfloat16), 4 * _values(torch.bfloat16)
-    work = Workspace()
-    fused = [other] if form.shares_scale else []
-    found = form.measure(lambda job: [job(x, 0, work)], [lambda job, t=t: [job(t, 0, work)] for t in fused])
-    side = form.side_for(x.view(SHAPE), importance=torch.ones(COLS), fused=[t.view(SHAPE) for t in fused])
-    assert side.keys() == {c.name for c in form.side}
-    assert all(bits_of(side[n]) == bits_of(t) for n, t in found.side.items())
-
-
-@every_form
 def test_the_reference_sees_every_changed_number(form: Form) -> None:
     stored, x = _store(form, _values(), ROWS), _values()
     for at in (0, 100, ROWS * COLS - 1):

@@ -48,6 +48,13 @@ def usual_of(kind: str, name: str, grain: str) -> Tiles:
     return form_of(kind, name, grain, "exact" if FORMATS[name].twos_complement else "pow2")
 
 
+def side_for(form: Tiles, weight: Tensor, *, importance: Tensor | None = None) -> Side:
+    """The side tensors of a whole weight in memory."""
+    work, flat = Workspace(), weight.reshape(-1)
+    form = form if importance is None else form.with_importance(importance)
+    return form.measure(lambda job: [job(flat, 0, work)]).side
+
+
 def errors(form: Tiles, side: Side, x: Tensor = WEIGHT, importance: Tensor | None = None) -> Tensor:
     """Squared error of every tile in fp64, by the slow reference rounding."""
     from lpconv.forms.codes import _reference
@@ -63,8 +70,8 @@ def errors(form: Tiles, side: Side, x: Tensor = WEIGHT, importance: Tensor | Non
 @asked
 def test_no_tile_gets_worse_and_some_get_better(kind: str, name: str, grain: str) -> None:
     usual, searched = usual_of(kind, name, grain), form_of(kind, name, grain)
-    before = errors(usual, usual.side_for(WEIGHT))
-    after = errors(searched, searched.side_for(WEIGHT))
+    before = errors(usual, side_for(usual, WEIGHT))
+    after = errors(searched, side_for(searched, WEIGHT))
     assert bool((after <= before * (1 + 1e-6)).all())
     assert float(after.sum()) < float(before.sum())
 
@@ -72,7 +79,7 @@ def test_no_tile_gets_worse_and_some_get_better(kind: str, name: str, grain: str
 @asked
 def test_no_scale_that_was_tried_is_better(kind: str, name: str, grain: str) -> None:
     form = form_of(kind, name, grain)
-    found, usual = form.side_for(WEIGHT), usual_of(kind, name, grain).side_for(WEIGHT)
+    found, usual = side_for(form, WEIGHT), side_for(usual_of(kind, name, grain), WEIGHT)
     tried = [errors(form, {**found, form.scales.name: s}) for s in candidates(usual[form.scales.name], form.format)]
     least = torch.stack(tried).amin(0)
     assert bool((errors(form, found) <= least * (1 + 1e-6)).all())
@@ -82,13 +89,25 @@ def test_no_scale_that_was_tried_is_better(kind: str, name: str, grain: str) -> 
 def test_columns_count_by_their_importance(kind: str, name: str, grain: str) -> None:
     importance = torch.logspace(-3, 3, COLS)[torch.randperm(COLS, generator=torch.Generator().manual_seed(1))]
     form = form_of(kind, name, grain)
-    plain, weighted = form.side_for(WEIGHT), form.side_for(WEIGHT, importance=importance)
+    plain, weighted = side_for(form, WEIGHT), side_for(form, WEIGHT, importance=importance)
     by_weight = [errors(form, s, importance=importance) for s in (plain, weighted)]
     assert bool((by_weight[1] <= by_weight[0] * (1 + 1e-5)).all())
     assert float(by_weight[1].sum()) < float(by_weight[0].sum())
-    assert bits_of(form.side_for(WEIGHT, importance=torch.full((COLS,), 4.0))[form.scales.name]) == bits_of(
+    assert bits_of(side_for(form, WEIGHT, importance=torch.full((COLS,), 4.0))[form.scales.name]) == bits_of(
         plain[form.scales.name]
     )
+
+
+@asked
+def test_columns_of_each_matrix_count_by_their_own_importance(kind: str, name: str, grain: str) -> None:
+    several = torch.logspace(-3, 3, COLS)[torch.stack([torch.arange(COLS), torch.arange(COLS).flip(0)])]
+    form = form_of(kind, name, grain)
+    found, *alone = (side_for(form, WEIGHT, importance=x)[form.scales.name] for x in (several, *several))
+    if form.grain.tile[0] == 1:
+        assert not torch.equal(*alone)
+        assert torch.equal(found, torch.cat([alone[0][: ROWS // 2], alone[1][ROWS // 2 :]]))
+    same = side_for(form, WEIGHT, importance=several[[0, 0]])[form.scales.name]
+    assert torch.equal(same, alone[0])
 
 
 @asked
@@ -96,7 +115,7 @@ def test_a_search_does_not_depend_on_how_a_weight_is_cut(kind: str, name: str, g
     form, flat, work = form_of(kind, name, grain), WEIGHT.view(-1), Workspace()
     ranges = [(a * COLS, min(a + 33, ROWS) * COLS) for a in range(0, ROWS, 33)]
     found = form.measure(lambda job: (job(flat[a:b], a, work) for a, b in ranges))
-    assert all(bits_of(t) == bits_of(found.side[n]) for n, t in form.side_for(WEIGHT).items())
+    assert all(bits_of(t) == bits_of(found.side[n]) for n, t in side_for(form, WEIGHT).items())
 
 
 def decoded(form: Tiles, x: Tensor) -> Tensor:
@@ -127,14 +146,14 @@ def test_equals_go_to_the_usual_scale() -> None:
     error = [torch.tensor([[1.0, 1.0, torch.nan]]), torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[1.0, 0.5, 0.0]])]
     assert best_scales(scales, error).tolist() == [[1.0, 2.0, 1.0]]
     form = form_of("tiles", "int4", "group:32")
-    assert form.side_for(torch.zeros(ROWS, COLS))[form.scales.name].unique().tolist() == [1.0]
+    assert side_for(form, torch.zeros(ROWS, COLS))[form.scales.name].unique().tolist() == [1.0]
 
 
 def test_numbers_that_are_not_finite_keep_their_usual_scale() -> None:
     x = WEIGHT.clone()
     x[3, 7], x[9, 1] = torch.nan, torch.inf
     searched, usual = form_of("tiles", "e4m3fn", "row"), usual_of("tiles", "e4m3fn", "row")
-    found, wanted = (f.side_for(x)[f.scales.name] for f in (searched, usual))
+    found, wanted = (side_for(f, x)[f.scales.name] for f in (searched, usual))
     assert torch.equal(found[[3, 9]], wanted[[3, 9]])
     assert not torch.equal(found, wanted)
 
@@ -142,7 +161,7 @@ def test_numbers_that_are_not_finite_keep_their_usual_scale() -> None:
 @pytest.mark.parametrize("name", ["int4", "int8", "e4m3fn"])
 def test_readers_that_keep_scales_in_bf16_change_none(name: str) -> None:
     form = form_of("tiles", name, "row" if name == "e4m3fn" else "group:32")
-    scales = form.side_for(WEIGHT)[form.scales.name]
+    scales = side_for(form, WEIGHT)[form.scales.name]
     assert torch.equal(scales, scales.bfloat16().float())
     assert bool((scales.frexp()[0] != 0.5).any())
 
