@@ -12,7 +12,6 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 """
 
 import dataclasses
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,26 +23,18 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lpconv.convert.calibrate import calibration_windows, windows_together
-from lpconv.convert.gptq import (
-    DAMPING,
-    InverseFactor,
-    inverse_factor,
-    output_error,
-    round_to_nearest,
-    round_with_feedback,
-)
+from lpconv.convert.gptq import inverse_factor
+from lpconv.convert.rounded_tensor import TensorRounding
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
-from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import Measurement
-from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
-from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.rounded import Rounded
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Side
-from lpconv.models.coded import CodedTensor, Codes, watched_products
+from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk
 from lpconv.models.load import load_from_files
+from lpconv.models.moments import Matrix, Moment, WatchOfNext, collected, matrices_of
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture
@@ -51,7 +42,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
 from lpconv.plan.options import FEEDBACK_BITS
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.workers import SingleThreadedTorch, Workers
+from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -61,9 +52,7 @@ from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
-_SAMPLED = 1024  # rows of a weight used for its output errors
 _HINT = "use --rounding nearest"
-_INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,9 +186,8 @@ class _Rounding:
     """Rounds the layers of a walk in order; the results are in `weights.rounded`."""
 
     def __init__(self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk) -> None:
-        self._job, self._workers, self._weights, self._walk = job, workers, weights, walk
+        self._workers, self._weights, self._walk = workers, weights, walk
         self._planned = {t.name: t for t in job.plan.tensors if _can_be_rounded(t)}
-        self._work = Workspace()
 
     def take(self, files: Iterator[dict[str, Tensor]]) -> None:
         """Load the rounded weights of a layer from the files of an earlier run."""
@@ -211,78 +199,35 @@ class _Rounding:
 
     def round_layer(self, index: int) -> dict[str, RoundingRecord]:
         """Round the weights of layer `index`, the next one of the walk."""
-        records: dict[str, RoundingRecord] = {}
-        left = {n for n in _names_of(self._walk.layers[index]) if n in self._planned}
+        tensors: dict[str, TensorRounding | None] = {}
+        left = {m for m in matrices_of(self._walk.layers[index]) if m.name in self._planned}
         while left:
-            moments = self._moments(index, left)
+            moments = collected(self._walk, index, WatchOfNext(left, MOMENTS_BYTES))
             if not moments:
                 break  # no input reaches the remaining weights
             left -= moments.keys()
             for moment in {id(m): m for m in moments.values()}.values():
-                records |= self._round_together([n for n, m in moments.items() if m is moment], moment)
+                shared = [m for m, own in moments.items() if own is moment]
+                for name in (m.name for m in shared if m.name not in tensors):
+                    tensors[name] = TensorRounding.begin(self._planned[name], self._workers, moments)
+                self._round_together([(m, t) for m in shared if (t := tensors[m.name]) is not None], moment)
                 moment.hessian_CC = torch.empty(0)  # frees the largest tensor
-        return records
+        return {name: rounding.record() for name, rounding in tensors.items() if rounding is not None}
 
-    def _moments(self, index: int, left: set[str]) -> dict[str, "_Moment"]:
-        """Second moments of the inputs, by weight name, for the weights of `left` that are used next."""
-        watch = _Watch(left)
-        for batch in self._walk.batches:
-            watch.begin()
-            try:
-                with watched_products(watch):
-                    self._walk.run(index, batch)
-            except _EnoughSeen:
-                pass
-        return watch.moments
-
-    def _round_together(self, names: list[str], moment: "_Moment") -> dict[str, RoundingRecord]:
+    def _round_together(self, matrices: list[tuple[Matrix, TensorRounding]], moment: Moment) -> None:
         """Round weights that share their inputs."""
+        if not matrices:
+            return
         try:
             inverse = inverse_factor(moment.hessian_CC)
         except ValueError as e:
             raise InputError(
-                f"`{names[0]}`: {e} on the text",
+                f"`{matrices[0][0].name}`: {e} on the text",
                 hint="check with `lpconv inspect --stats` whether the weights are finite",
             ) from e
-        records = ((name, self._round(self._planned[name], inverse, moment)) for name in names)
-        return {name: record for name, record in records if record is not None}
-
-    def _round(self, t: PlannedTensor, inverse: InverseFactor, moment: "_Moment") -> RoundingRecord | None:
-        """Round one weight. Returns None if it has NaN or Inf; it is then rounded to nearest."""
-        form, element = t.form, t.form.format
-        assert isinstance(form, ScaledCodes)
-        assert element is not None
-        diagonal = moment.hessian_CC.diagonal()
-        weighted = form.with_importance(diagonal + DAMPING * diagonal.mean())  # used by searched scales
-        with SingleThreadedTorch():
-            measured = self._workers.measure(dataclasses.replace(t, form=weighted))
-        if not measured.stats.is_finite:
-            return None
-        weight_RC = read_tensor(self._job.source, t.name).float()
-        scales_RC = form.scale_of_each(measured.side, 0, weight_RC.numel()).view(weight_RC.shape)
-        rounded_RC = round_with_feedback(weight_RC, inverse, scales_RC, element)
-        parts = self._stored(form, rounded_RC, measured)
-        self._weights.rounded[t.name] = form, parts
-        step = -(-len(weight_RC) // _SAMPLED)
-        sample, nearest = weight_RC[::step], round_to_nearest(weight_RC[::step], scales_RC[::step], element)
-        return RoundingRecord(
-            output_error=output_error(sample, rounded_RC[::step], moment.hessian_CC),
-            nearest_error=output_error(sample, nearest, moment.hessian_CC),
-            num_inputs=moment.num_inputs,
-            max_steps=float(rounded_RC.sub_(weight_RC).abs_().div_(scales_RC).amax()),
-            sha256=digest_of(parts),
-        )
-
-    def _stored(self, form: ScaledCodes, rounded_RC: Tensor, measured: Measurement) -> dict[str, Tensor]:
-        """The components to store, by name, for numbers on the form's grid."""
-        values, data = rounded_RC.view(-1), []
-        for start, stop in block_ranges(len(values), form.cols):
-            codes = form.encode(values[start:stop], start, measured, self._work).data
-            assert torch.equal(form.decode(codes, start, stop, measured.side), values[start:stop]), form.name
-            data.append(codes[0].view(torch.uint8).clone())
-        (component,) = form.data
-        (example,) = codes
-        return {**measured.side, component.name: torch.cat(data).view(example.dtype).view(component.shape)}
+        for matrix, rounding in matrices:
+            rounding.round(matrix, inverse, moment)
+            self._weights.rounded[matrix.name] = rounding.form, rounding.parts
 
 
 def _can_be_rounded(t: PlannedTensor) -> bool:
@@ -293,77 +238,3 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
         and t.form.format.storage_bits <= FEEDBACK_BITS
         and len(t.info.shape) == 2
     )
-
-
-def _names_of(layer: torch.nn.Module) -> Iterator[str]:
-    """Names of the stored tensors of a layer."""
-    for parameter in layer.parameters():
-        if isinstance(parameter, CodedTensor):
-            yield from (piece.form.name for piece in parameter.pieces)
-
-
-class _EnoughSeen(Exception):
-    """Stops a layer whose remainder depends on weights that have yet to be rounded."""
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Moment:
-    """Σ x xᵀ over the inputs x that some weights share."""
-
-    hessian_CC: Tensor
-    num_inputs: int = 0
-
-    def add(self, x: Tensor) -> None:
-        x_NC = x.reshape(-1, x.shape[-1])
-        self.hessian_CC.addmm_(x_NC.t(), x_NC)
-        self.num_inputs += len(x_NC)
-
-
-class _Watch:
-    """Collects the moments of the weights of `left` that are used first.
-
-    These are the first weight that a layer multiplies by, others with the same input, and for experts all weights of
-    that kind. Raises _EnoughSeen at another weight of `left`.
-    """
-
-    def __init__(self, left: set[str]) -> None:
-        self.moments: dict[str, _Moment] = {}
-        self._left, self._kinds, self._room = left, set[str](), MOMENTS_BYTES
-        self._last: tuple[Tensor, _Moment] | None = None
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._last = None
-
-    def __call__(self, x: Tensor, weight: CodedTensor) -> None:
-        names = [p.form.name for p in weight.pieces if p.is_whole and p.form.name in self._left]
-        if not names:
-            return
-        if self._last is not None and self._last[0] is x:  # already counted
-            self._share(names, self._last[1])
-            return
-        moment = self.moments.get(names[0]) or self._begun(names, x.shape[-1])
-        if moment is not None:
-            moment.add(x)
-            self._share(names, moment)
-            self._last = x, moment
-
-    def _share(self, names: list[str], moment: _Moment) -> None:
-        self._kinds |= {*map(_kind, names)}
-        self.moments |= dict.fromkeys(names, moment)
-
-    def _begun(self, names: list[str], columns: int) -> _Moment | None:
-        """A new moment for weights that are used for the first time; None if another pass collects it."""
-        is_next = not self._kinds or bool(self._kinds & {*map(_kind, names)})
-        if not is_next and not ("*" in _kind(names[0]) and any("*" in k for k in self._kinds)):
-            raise _EnoughSeen
-        needed = 4 * columns**2
-        if not is_next or (self.moments and needed > self._room):
-            return None
-        self._room -= needed
-        return _Moment(hessian_CC=torch.zeros(columns, columns))
-
-
-def _kind(name: str) -> str:
-    """The name of a weight within its layer, with a star for the number of an expert."""
-    return _INDEX.sub(".*.", _INDEX.sub(".", name, count=1))

@@ -76,13 +76,6 @@ def round_to_nearest(weight_RC: Tensor, scales_RC: Tensor, element: Format) -> T
     return nearest_code_(weight_RC / scales_RC, element).mul_(scales_RC)
 
 
-def output_error(weight_RC: Tensor, rounded_RC: Tensor, hessian_CC: Tensor) -> float:
-    """‖(W - Q)X‖² / ‖WX‖², the relative squared error of a layer's output due to rounding."""
-    lost_RC = weight_RC - rounded_RC
-    signal, noise = (float(torch.mm(x, hessian_CC).mul_(x).sum(dtype=torch.float64)) for x in (weight_RC, lost_RC))
-    return max(noise, 0.0) / signal if signal > 0 else 0.0
-
-
 def _round_columns(weight_CR: Tensor, scales_CR: Tensor, upper_CC: Tensor, element: Format) -> Tensor:
     """The loop of the paper's algorithm 1 on transposed weights (overwritten): columns are rows here."""
     num = len(weight_CR)

@@ -37,7 +37,7 @@ from lpconv.storage.header import DTYPE_BITS
 _BLOCK = 2**18  # numbers that are decoded at once: they fit a core's cache
 # Enough for the largest block in fp32: equal blocks of whole rows may have up to half more numbers.
 _KEPT = Buffers(lambda device: (torch.empty(8 * _BLOCK, dtype=torch.uint8, device=device),))
-_WATCHES: list[Callable[[Tensor, "CodedTensor"], None]] = []
+_WATCHES: list[Callable[[Tensor, "CodedTensor", bool], None]] = []
 _HINT = "open the model without resident=True to train or change it"
 
 
@@ -195,6 +195,8 @@ class CodedTensor(torch.Tensor):
         special = _AS_CODES.get(func)
         if special is not None and (result := special(*args, **kwargs)) is not None:
             return result
+        if func in _PRODUCTS and isinstance(args[-1], CodedTensor):
+            _tell_watches(args[-2], args[-1], is_transposed=True)
         if func._schema.is_mutable:
             raise UnsupportedError("a weight that is kept as codes cannot be written to", hint=_HINT)
         args, kwargs = tree_map_only(CodedTensor, CodedTensor.decode, (args, kwargs))
@@ -224,8 +226,11 @@ def _refuse_gradient(gradient: Tensor) -> NoReturn:
 
 
 @contextmanager
-def watched_products(watch: Callable[[Tensor, CodedTensor], None]) -> Iterator[None]:
-    """Call `watch` with the input and the weight of every linear product in the block, before it is computed."""
+def watched_products(watch: Callable[[Tensor, CodedTensor, bool], None]) -> Iterator[None]:
+    """Call `watch` before every product of an input and a weight in the block.
+
+    Its arguments are the input, the weight, and whether the weight is stored as [inputs, outputs], unlike `Linear`'s.
+    """
     _WATCHES.append(watch)
     try:
         yield
@@ -233,11 +238,15 @@ def watched_products(watch: Callable[[Tensor, CodedTensor], None]) -> Iterator[N
         _WATCHES.remove(watch)
 
 
+def _tell_watches(x: Tensor, weight: CodedTensor, *, is_transposed: bool) -> None:
+    for watch in _WATCHES:
+        watch(x, weight, is_transposed)
+
+
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, CodedTensor) or weight.ndim != 2 or isinstance(x, CodedTensor):
         return functional.linear(x, weight, bias)
-    for watch in _WATCHES:
-        watch(x, weight)
+    _tell_watches(x, weight, is_transposed=False)
     output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return output
 
@@ -317,6 +326,7 @@ _BY_BLOCKS: dict[Any, Any] = {
     Tensor.__getitem__: _getitem,
 }
 _ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default)  # of GPT-2's Conv1D, and of experts that are stored so
 _AS_CODES: dict[Any, Any] = {
     _ATEN.detach.default: _alias,
     _ATEN.alias.default: _alias,

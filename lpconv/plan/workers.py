@@ -105,6 +105,10 @@ class Workers:
         """The elements of a block in the source's dtype, 1-D, stored in the workspace."""
         return read_range(self._source, block.tensor.name, block.start, block.stop, buffer=work.raw)
 
+    def read_numbers(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of a tensor in the source's dtype, 1-D."""
+        return read_range(self._source, name, start, stop)
+
     def apply(
         self, tensor: PlannedTensor, job: Callable[[Tensor, int, Workspace], T]
     ) -> Generator[tuple[TensorBlock, T]]:

@@ -14,7 +14,8 @@ class RoundingRecord:
 
     `output_error` is ‖(W - Q)X‖² / ‖WX‖², the relative squared error of the layer's output due to rounding, and
     `nearest_error` the same for rounding to nearest with equal scales. Every number is within `max_steps` times its
-    scale of the source's. `sha256` is the hash of the stored components.
+    scale of the source's. `sha256` is the hash of the stored components. `num_nearest` of the experts in the tensor
+    were rounded to nearest, because no input reaches them.
     """
 
     output_error: float
@@ -22,6 +23,7 @@ class RoundingRecord:
     num_inputs: int
     max_steps: float
     sha256: str
+    num_nearest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

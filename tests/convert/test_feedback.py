@@ -54,14 +54,20 @@ INT4 = KINDS["int4 group:32"]
 
 def llama(folder: Path, **changed: Any) -> Path:
     """A random Llama of two layers that reads text as the demo does."""
-    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
     settings = {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": words, "max_position_embeddings": 32, "tie_word_embeddings": False,
+        "num_key_value_heads": 2, "vocab_size": num_words(), "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | changed)).save_pretrained(folder)
     return with_tokenizer(folder)
+
+
+def num_words() -> int:
+    """The size of the demo's vocabulary."""
+    config = json.loads((demo_checkpoint() / "config.json").read_text())
+    return int(config["vocab_size"])
 
 
 def with_tokenizer(folder: Path) -> Path:
@@ -73,6 +79,15 @@ def with_tokenizer(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama(tmp_path_factory.mktemp("feedback") / "plain")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=num_words(), n_positions=32)
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("feedback") / "gpt2"
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return with_tokenizer(folder)
 
 
 def rounded(model: Path, output: Path, **asked: Any) -> ConvertResult:
@@ -105,15 +120,34 @@ def test_outputs_of_layers_change_less_and_the_output_verifies(plain: Path, tmp_
     assert check.weights.num_elements_checked == check.weights.num_elements
 
 
-def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int4 group:32", "e2m1 mx", "e4m3fn 128x128"])
+def test_weights_that_are_stored_as_inputs_by_outputs_are_rounded_too(gpt2: Path, tmp_path: Path, kind: str) -> None:
+    """GPT-2's Conv1D: groups of numbers with one scale lie along the outputs."""
+    asked = {"format": "e2m1", "granularity": "mx"} if kind == "e2m1 mx" else KINDS[kind]
+    result = rounded(gpt2, tmp_path / "output", scale="search", **asked)
+    records = [t.rounding for t in result.tensors if t.rounding is not None]
+    assert len(records) == 8
+    assert all(r.output_error < 0.7 * r.nearest_error for r in records)
+    assert verified(tmp_path / "output", gpt2).passed
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("plain", "model.layers.1.self_attn.q_proj.weight"), ("gpt2", "transformer.h.1.attn.c_attn.weight")],
+)
+def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
+    kind: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """The codes of the second layer's first weight, found again by plain transformers with the first layer rounded."""
+    plain: Path = request.getfixturevalue(kind)
     rounded(plain, tmp_path / "output", **INT4)
-    name = "model.layers.1.self_attn.q_proj.weight"
     with StoredTensors.open(tmp_path / "output") as stored:
         got, form, side = stored.tensor(name), stored.forms[name], stored.side(name)
     weight = load_file(plain / FILE)[name]
     assert isinstance(form, ScaledCodes)
     scales = form.scale_of_each(side, 0, weight.numel()).view(weight.shape)
+    if kind == "gpt2":
+        got, weight, scales = got.t(), weight.t(), scales.t()
 
     def share_of_other_codes(path: Path) -> float:
         x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows_of(plain))
@@ -273,7 +307,7 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
     model = tiny("mixtral", tmp_path / "plain")
     with_tokenizer(model)
     tensors = load_file(model / FILE)
-    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
+    words = num_words()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.randn(words, 32, generator=torch.Generator().manual_seed(1))
     tensors["model.layers.1.post_attention_layernorm.weight"].fill_(0.0)  # all tokens choose the first two experts
@@ -293,9 +327,8 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
 
 
 def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
-    words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
     config = transformers.BertConfig(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=words,
+        num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, vocab_size=num_words(),
         max_position_embeddings=32,
     )  # fmt: skip
     torch.manual_seed(0)

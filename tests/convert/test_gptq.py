@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import DAMPING, inverse_factor, output_error, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import DAMPING, inverse_factor, round_to_nearest, round_with_feedback
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.models.moments import Moment
 
 NAMES = ("int4", "int8", "e2m1", "e4m3fn", "e5m2")
 ROWS, COLS = 12, 150  # columns beyond two blocks
@@ -23,6 +24,12 @@ def _layer(element: Format, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def _feedback(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
     return round_with_feedback(weight, inverse_factor(hessian), scales, element)
+
+
+def output_error(weight: Tensor, rounded: Tensor, hessian: Tensor) -> float:
+    """The share of the squared output that changes."""
+    moment = Moment(hessian_CC=hessian, is_transposed=False)
+    return moment.squared_outputs(weight - rounded) / moment.squared_outputs(weight)
 
 
 def _textbook(weight: Tensor, hessian: Tensor, scales: Tensor, element: Format) -> Tensor:
