@@ -236,5 +236,5 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
         t.action == "convert"
         and isinstance(t.form, ScaledCodes)
         and t.form.format.storage_bits <= FEEDBACK_BITS
-        and len(t.info.shape) == 2
+        and len(t.info.shape) in (2, 3)  # or one matrix for each expert
     )

@@ -4,6 +4,7 @@ The constants were measured on Linux with torch 2.13 and transformers 5.23 and a
 to 15 % below the estimate. Once loaded, torch is part of the process's memory; dry runs end before that.
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -145,12 +146,16 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 def _rounding(plan: Plan) -> int:
     """Memory of `--rounding gptq`: states of the text and of one pass, moments, copies of the largest weight."""
     narrow = [t for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
-    weights = [t.info for t in narrow if len(t.info.shape) == 2]
-    cols = [i.shape[1] for i in weights] or [0]
+    weights = [t.info for t in narrow if len(t.info.shape) in (2, 3)]
+    cols = [i.shape[-1] for i in weights] or [0]
     states = 4 * (plan.options.calibration_tokens or 0) * min(cols)
     factors = 20 * max(cols) ** 2  # the moment in fp32, its factor and the inverse in fp64
-    experts = MOMENTS_BYTES if any(".experts." in i.name for i in weights) else 0
-    return CALIBRATING_BYTES + 2 * states + factors + experts + 24 * max((i.num_elements for i in weights), default=0)
+    experts = MOMENTS_BYTES if any(".experts." in i.name or len(i.shape) == 3 for i in weights) else 0
+    matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
+    codes = 3 * max(
+        (i.num_elements for i in weights if len(i.shape) == 3), default=0
+    )  # a layer's experts, in two copies
+    return CALIBRATING_BYTES + 2 * states + factors + experts + matrix + codes
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:

@@ -80,6 +80,12 @@ def _nearest_warnings(plan: Plan) -> Iterator[str]:
     left = [form.name for form in narrow if form.rounding is None]
     if plan.options.rounding != NEAREST and left and len(left) < len(narrow):
         yield f"{code_list(left)}: rounded to nearest, because no input from the calibration text reaches them"
+    partly = {form.name: form.rounding.num_nearest for form in narrow if form.rounding and form.rounding.num_nearest}
+    if partly:
+        yield (
+            f"{plural(sum(partly.values()), 'expert')} in {code_list(list(partly))}: rounded to nearest, because no "
+            "token from the calibration text reaches them"
+        )
 
 
 def _joined_warnings(plan: Plan) -> Iterator[str]:

@@ -302,7 +302,8 @@ def test_zeros_that_become_numbers_are_no_overflow(plain: Path, tmp_path: Path) 
     assert verified(tmp_path / "output", model).passed
 
 
-def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
+def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str) -> None:
     """And one that none reaches is rounded to nearest, which the result says."""
     model = tiny("mixtral", tmp_path / "plain")
     with_tokenizer(model)
@@ -314,7 +315,7 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
     save_file(tensors, model / FILE, metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": words}))
-    result = rounded(model, tmp_path / "output", format="int4", granularity="group:16")
+    result = rounded(model, tmp_path / "output", format="int4", granularity="group:16", layout=layout)
     experts = {t.name: t.rounding for t in result.tensors if ".experts." in t.name}
     first = [r for n, r in experts.items() if ".layers.0." in n]
     assert len(first) == 9
@@ -324,6 +325,50 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path) -> None:
     assert left == [n for n in experts if ".layers.1." in n and ".experts.2." in n]
     assert any("`" + left[0] + "`" in w and "nearest" in w for w in result.warnings)
     assert verified(tmp_path / "output", model).passed
+
+
+EXPERTS = {
+    "GraniteMoe": {},
+    "GptOss": {"head_dim": 32},  # experts are stored as inputs by outputs
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, kind: str) -> None:
+    """Two of three experts of the second layer are reached. The codes of the other one are the nearest."""
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=num_words(), max_position_embeddings=32, num_local_experts=3, num_experts_per_tok=2, **EXPERTS[kind],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        router = next(p for n, p in model.model.layers[1].named_parameters() if "router" in n)
+        router.zero_()  # all tokens choose the same two experts
+    model.save_pretrained(tmp_path / "plain")
+    with_tokenizer(tmp_path / "plain")
+    result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
+    records = {t.name: t.rounding for t in result.tensors if len(t.shape) == 3 and t.rounding is not None}
+    assert len(records) == 4
+    assert all(r.output_error < 0.8 * r.nearest_error for r in records.values())
+    assert all(r.num_inputs == 2 * 512 for r in records.values())
+    assert [r.num_nearest for r in records.values()] == [0, 0, 1, 1]
+    assert any("2 experts in `model.layers.1." in w and "nearest" in w for w in result.warnings)
+    assert verified(tmp_path / "output", tmp_path / "plain").passed
+    convert(str(tmp_path / "plain"), tmp_path / "nearest", ConvertOptions(verify="none", **INT4))
+    with StoredTensors.open(tmp_path / "output") as ours, StoredTensors.open(tmp_path / "nearest") as nearest:
+        for name in records:
+            is_same = [torch.equal(a, b) for a, b in zip(ours.tensor(name), nearest.tensor(name), strict=True)]
+            assert sum(is_same) == (".layers.1." in name)
+
+
+def test_moments_that_do_not_fit_are_collected_in_more_passes(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, room in (("usual", feedback.MOMENTS_BYTES), ("short", 0)):
+        monkeypatch.setattr(feedback, "MOMENTS_BYTES", room)
+        rounded(plain, tmp_path / name, **INT4)
+    assert (tmp_path / "usual" / FILE).read_bytes() == (tmp_path / "short" / FILE).read_bytes()
 
 
 def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
