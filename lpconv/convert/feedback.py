@@ -44,6 +44,7 @@ from lpconv.plan.options import FEEDBACK_BITS
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
+from lpconv.report.convert_words import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
@@ -138,7 +139,8 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
                 else:
                     records = rounding.round_layer(index)
                     layers.append(_written(staging, index, len(walk.layers), weights, records))
-                    progress.advance(1, _figures(records))
+                    errors = output_errors(records.values())
+                    progress.advance(1, "output error {:.2g} → {:.2g}".format(*errors) if errors else "no weights")
                 if index + 1 < len(walk.layers):
                     walk.advance(index)
                 weights.rounded.clear()
@@ -158,15 +160,6 @@ def _written(
     layer = _Layer(rounded_layer=index, count=count, files=(file,), records=records)
     staging.append(to_json(layer))
     return layer
-
-
-def _figures(records: dict[str, RoundingRecord]) -> str:
-    if not records:
-        return "no weights"
-    before, after = (
-        sum(getattr(r, n) for r in records.values()) / len(records) for n in ("nearest_error", "output_error")
-    )
-    return f"output error {before:.2g} → {after:.2g}"
 
 
 class _Weights(StoredTensors):

@@ -76,7 +76,7 @@ def _number(text: str, value: float | None) -> Cell:
 def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
     groups = layer_groups(tensors)
     columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
-    has_feedback = output_errors(tensors) is not None
+    has_feedback = output_errors(t.rounding for t in tensors) is not None
     table = Table(
         columns=(*columns, "Saturated", "To zero", *(_FEEDBACK if has_feedback else ())),
         rows=tuple(
@@ -92,7 +92,7 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
 
 def _feedback_cells(tensors: Sequence[TensorRecord]) -> tuple[Cell, ...]:
     """Mean output errors to nearest and with error feedback."""
-    return tuple(_number(error_text(e), e) for e in output_errors(tensors) or (None, None))
+    return tuple(_number(error_text(e), e) for e in output_errors(t.rounding for t in tensors) or (None, None))
 
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
@@ -155,7 +155,7 @@ def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _
     is_empty = {
         "Scale": all(t.scale is None for t in tensors),
         "Largest input": not inputs,
-        **dict.fromkeys(_FEEDBACK, output_errors(tensors) is None),
+        **dict.fromkeys(_FEEDBACK, output_errors(t.rounding for t in tensors) is None),
         "Saturated": not any(t.num_saturated for t in tensors),
         "To zero": not any(t.num_flushed for t in tensors),
         "NaN, Inf": not any(t.num_nan or t.num_inf for t in tensors),

@@ -12,7 +12,7 @@ from lpconv.report.numbers import (
 )
 from lpconv.report.tensors import converted_tensors, has_finer_scales, num_elements, worst_tensors
 from lpconv.report.verify import outcome_of, verify_headline
-from lpconv.results import ConvertResult, TensorRecord
+from lpconv.results import ConvertResult, RoundingRecord, TensorRecord
 
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 
@@ -90,7 +90,7 @@ def _inputs_sentence(result: ConvertResult) -> str:
 
 def _feedback_sentence(result: ConvertResult) -> str:
     """Mean output errors with error feedback and to nearest; empty without error feedback."""
-    errors = output_errors(result.tensors)
+    errors = output_errors(t.rounding for t in result.tensors)
     if errors is None:
         return ""
     before, after = errors
@@ -100,12 +100,13 @@ def _feedback_sentence(result: ConvertResult) -> str:
     )
 
 
-def output_errors(tensors: Iterable[TensorRecord]) -> tuple[float, float] | None:
+def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, float] | None:
     """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
-    records = [t.rounding for t in tensors if t.rounding is not None]
-    if not records:
+    errors = [(r.nearest_error, r.output_error) for r in records if r is not None]
+    if not errors:
         return None
-    return sum(r.nearest_error for r in records) / len(records), sum(r.output_error for r in records) / len(records)
+    before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+    return before, after
 
 
 def _stored_form(result: ConvertResult) -> str:
