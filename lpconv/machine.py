@@ -41,11 +41,6 @@ def is_first_process() -> bool:
 _Limit = tuple[int, int]  # a memory limit and the memory used under it, in bytes
 
 
-def memory_limit(root: Path = _ROOT) -> int | None:
-    """The tightest memory limit of container and process in bytes, or None if there is none."""
-    return min((size for size, _ in _memory_limits(root)), default=None)
-
-
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes that can be allocated without swapping, an out-of-memory kill or a refusal: the minimum over all limits."""
     left = [size - used for size, used in _memory_limits(root)]

@@ -31,7 +31,6 @@ sys.path.insert(0, str(common.TESTS))
 from block_reference import cast_blocks  # after the path to the helpers of the tests
 
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.formats.scale import tensor_scale
 from lpconv.formats.spec import BLOCK_FORMATS, FORMATS
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.mcf.multipoint import decode, encode, fit
@@ -79,7 +78,8 @@ def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
 
 
 def by_rows(w: Tensor, *, name: str) -> tuple[Tensor, float]:
-    scale = tensor_scale(w, name, block=(1, -1), pow2=None)
+    largest = w.abs().amax(1, keepdim=True)
+    scale = torch.where(largest > 0, largest / FORMATS[name].max, 1.0)
     return fake_quantise(w / scale, name) * scale, w.numel() * FORMATS[name].storage_bits + 32 * w.shape[0]
 
 

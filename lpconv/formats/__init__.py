@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         pow2_floor as pow2_floor,
         pow2_nearest as pow2_nearest,
         rms as rms,
-        tensor_scale as tensor_scale,
     )
     from lpconv.formats.spec import (
         BLOCK_FORMATS as BLOCK_FORMATS,

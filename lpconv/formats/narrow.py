@@ -74,13 +74,6 @@ def pack_nibbles(codes: Tensor, spare: Tensor | None = None) -> Tensor:
     return spare[count : count + count // 2].copy_(both)
 
 
-def pack_narrow(x: Tensor, element: Format) -> Tensor:
-    """Codes of finite float32 (1-D, overwritten) in e2m1, int4 or int8, packed as in files."""
-    codes = torch.empty(x.shape, dtype=torch.uint8)
-    encode_narrow_(x, element, codes)
-    return pack_nibbles(codes) if element.storage_bits == 4 else codes
-
-
 def _shift(x: Tensor, element: Format, out: Tensor) -> Tensor:
     """1.5 · 2^23 steps of each number's binade; adding and subtracting them rounds a number within the range."""
     power = torch.bitwise_and(x.view(torch.int32), 0x7F800000, out=out.view(torch.int32)).view(torch.float32)

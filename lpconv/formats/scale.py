@@ -1,4 +1,4 @@
-"""Scales: powers of two near a number, and the scales of a tensor, its rows or its blocks.
+"""Powers of two near a number, and the statistics of a tensor, its rows or its blocks that scales come from.
 
 A scaled value is `scale · component`, and components are stored in the format, so x is *divided* by its scale. With
 powers of two that division is exact (barring underflow), so they are the default everywhere in lpconv.
@@ -6,17 +6,14 @@ powers of two that division is exact (barring underflow), so they are the defaul
 
 import math
 import sys
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.formats.spec import Format, get_format
 
-Pow2 = Literal["floor", "ceil", "nearest"]
-Stat = Literal["amax", "rms"]
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 Array = np.ndarray[Any, Any]
 
@@ -100,51 +97,6 @@ def rms(x: Tensor, block: tuple[int, ...] | None = None) -> Tensor:
     count = math.prod(blocks.shape[a] for a in axes)
     norm: Tensor = torch.linalg.vector_norm(blocks, dim=axes, dtype=torch.float64)
     return norm / math.sqrt(max(count, 1))
-
-
-def tensor_scale(
-    x: Tensor,
-    format: str | Format,
-    *,
-    stat: Stat = "amax",
-    block: tuple[int, ...] | None = None,
-    pow2: Pow2 | None = "ceil",
-) -> Tensor:
-    """Return the scale that brings `x`, or each block of it (as in `amax`), into the range of `format`; cast x / scale.
-
-    "amax" maps the largest element to the format's largest number; "rms" gives components a mean square of 1 (unit
-    scaling: most values are where every format is dense, and outliers may saturate). `pow2` rounds the scale to a power
-    of two, and None keeps it exact; with "amax" only "ceil" and None never overflow.
-
-    Returns float32. If the statistic is 0, Inf or NaN the scale is 1, so that zeros stay zero and Inf and NaN remain
-    visible in the components.
-    """
-    spec = get_format(format)
-    if stat == "amax":
-        scale = amax(x, block).double() / spec.max
-    elif stat == "rms":
-        scale = rms(x, block)
-    else:
-        raise UsageError(f"unknown statistic `{stat}`", hint="known: amax, rms")
-    scale = torch.where((scale == 0) | ~scale.isfinite(), 1.0, scale)
-    if pow2 is not None:
-        rounders = {"floor": pow2_floor, "ceil": pow2_ceil, "nearest": pow2_nearest}
-        if pow2 not in rounders:
-            raise UsageError(f"unknown scale rounding `{pow2}`", hint="known: floor, ceil, nearest, or None")
-        scale = rounders[pow2](scale)
-    return scale.clamp(math.ldexp(1.0, _MIN_EXPONENT), torch.finfo(torch.float32).max).float()
-
-
-def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Expand a grid of block scales so that it broadcasts against `shape`."""
-    if scale.ndim == 0:
-        return scale
-    if scale.ndim != len(shape) or any(n % g for n, g in zip(shape, scale.shape, strict=True) if g):
-        raise UsageError(f"scales of shape {tuple(scale.shape)} do not fit a tensor of shape {tuple(shape)}")
-    for axis, (size, grid) in enumerate(zip(shape, scale.shape, strict=True)):
-        if 1 < grid < size:
-            scale = scale.repeat_interleave(size // grid, dim=axis)
-    return scale
 
 
 def _blocks(x: Tensor, block: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...]]:

@@ -6,8 +6,15 @@ from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import encode_narrow_, nearest_, num_zero_codes, pack_narrow
+from lpconv.formats.narrow import encode_narrow_, nearest_, num_zero_codes, pack_nibbles
 from lpconv.formats.spec import FORMATS, Format
+
+
+def pack_narrow(x: Tensor, element: Format) -> Tensor:
+    """Codes of finite numbers (overwritten), packed as in files."""
+    packed = torch.empty(x.shape, dtype=torch.uint8)
+    encode_narrow_(x, element, packed)
+    return pack_nibbles(packed) if element.storage_bits == 4 else packed
 
 
 def edges(element: Format) -> Tensor:

@@ -1,4 +1,4 @@
-"""Powers of two are exact, and scales put a tensor, its rows or its blocks where the format wants them."""
+"""Powers of two are exact, and statistics are those of a tensor, its rows or its blocks."""
 
 import math
 
@@ -10,14 +10,12 @@ from hypothesis import given, settings, strategies as st
 from lpconv.errors import UsageError
 from lpconv.formats.scale import (
     amax,
-    expand_scale,
     normal_pow2_ceil,
     normal_pow2_floor,
     pow2_ceil,
     pow2_floor,
     pow2_nearest,
     rms,
-    tensor_scale,
 )
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -93,42 +91,12 @@ def test_statistics_per_tensor_row_and_block() -> None:
     assert amax(torch.empty(0, 4)).item() == rms(torch.empty(0, 4)).item() == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [None, (1, -1), (1, 16), (4, 8)])
-def test_an_amax_scale_rounded_up_never_saturates_and_is_tight(dtype: torch.dtype, block: tuple[int, int]) -> None:
-    x = (torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) * 100).to(dtype)
-    scale = tensor_scale(x, "e4m3fn", block=block)
-    assert scale.dtype == torch.float32
-    component = x.double() / expand_scale(scale, x.shape)
-    assert 224 < component.abs().max().item() <= 448
-    exact = tensor_scale(x, "e4m3fn", block=block, pow2=None)
-    top = amax(x.double() / expand_scale(exact, x.shape), block)
-    assert torch.allclose(top, torch.full_like(top, 448.0), rtol=1e-6)
-
-
-def test_an_rms_scale_gives_unit_components() -> None:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4)) * 0.02
-    assert (x / tensor_scale(x, "e4m3fn", stat="rms", pow2=None)).pow(2).mean().item() == pytest.approx(1, rel=1e-5)
-    scale = tensor_scale(x, "e4m3fn", stat="rms", pow2="nearest")
-    assert scale.item() == 2.0**-6  # 0.02 lies between 2^-6 and 2^-5, nearer the first in ratio
-
-
-@pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
-@pytest.mark.parametrize("stat", ["amax", "rms"])
-def test_no_usable_statistic_gives_scale_one(value: float, stat: str) -> None:
-    assert tensor_scale(torch.full((4,), value), "e4m3fn", stat=stat).item() == 1  # type: ignore[arg-type]
-    assert tensor_scale(torch.empty(0), "e4m3fn", stat=stat).item() == 1  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "call",
     [
         lambda x: amax(x, (1, 3)),
         lambda x: amax(x, (1, 0)),
         lambda x: rms(x, (4,)),
-        lambda x: tensor_scale(x, "e4m3fn", stat="mean"),  # type: ignore[arg-type]
-        lambda x: tensor_scale(x, "e4m3fn", pow2="up"),  # type: ignore[arg-type]
-        lambda x: expand_scale(torch.ones(3, 1), x.shape),
     ],
 )
 def test_bad_arguments_are_refused(call) -> None:  # type: ignore[no-untyped-def]
