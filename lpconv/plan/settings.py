@@ -19,6 +19,10 @@ from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
+_WHY_NO_FEEDBACK = {
+    "collage": "its residual keeps what rounding loses",
+    "multipoint": "its second points correct the rows that lose most, and its codes must follow from the scales",
+}
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
 _SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
 
@@ -119,8 +123,9 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
         return options
     if not method.has_granularity or fmt.storage_bits > FEEDBACK_BITS:
         what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
+        why = _WHY_NO_FEEDBACK.get(method.name, f"{fmt.bits} bits lose too little")
         raise UsageError(
-            f"{what} does not support --rounding gptq",
+            f"{what} does not support --rounding gptq: {why}",
             hint="use --method unit or scalify with format int4, int8, e2m1, e4m3fn or e5m2",
         )
     if options.calibrate is None:

@@ -386,8 +386,8 @@ def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"method": "collage"}, "method `collage`"),
-        ({"method": "multipoint"}, "method `multipoint`"),
+        ({"method": "collage"}, "method `collage`.*residual"),
+        ({"method": "multipoint"}, "method `multipoint`.*follow from the scales"),
         ({"format": "fp16"}, "format `fp16`"),
         ({**INT4, "calibrate": None}, "needs a text"),
         ({**INT4, "rounding": "nearest", "calibrate": None}, "--calibration-tokens"),
