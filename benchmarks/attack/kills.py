@@ -50,6 +50,11 @@ COMMANDS: Mapping[str, _Command] = {
                    "--calibrate", "demo", "--verify", "weights", "-q", "-o", "out"),
         again="--resume", output="out", reads=("llama",),
     ),
+    "gptq": _Command(
+        arguments=("convert", "llama", "--format", "int4", "--granularity", "group:16", "--rounding", "gptq",
+                   "--calibrate", "demo", "--calibration-tokens", "1024", "--verify", "weights", "-q", "-o", "out"),
+        again="--resume", output="out", reads=("llama",),
+    ),
     "init": _Command(
         arguments=("init", "llama", "--reinit", "-q", "-o", "out"), again="--force", output="out", reads=("llama",)
     ),
@@ -153,7 +158,7 @@ def undisturbed(name: str, material: Path, folder: Path) -> tuple[dict[str, Any]
     return comparable(folder / command.output), time.monotonic() - started
 
 
-def _run(count: int, seed: int, work: Path) -> list[Chain]:
+def _run(names: Sequence[str], count: int, seed: int, work: Path) -> list[Chain]:
     material = work / "material"
     if not material.exists():
         made = forked(lambda: make_material(material), patience_s=600)
@@ -161,22 +166,23 @@ def _run(count: int, seed: int, work: Path) -> list[Chain]:
     import_everything(material)
     rng = random.Random(seed)
     found: list[Chain] = []
-    for name in COMMANDS:
+    for name in names:
         expected, takes_s = undisturbed(name, material, work / "trial")
         again, _ = undisturbed(name, material, work / "trial")
         assert expected == again, f"{name} does not repeat itself"
-        while sum(c.kills for c in found if c.command == name) < count / len(COMMANDS):
+        while sum(c.kills for c in found if c.command == name) < count / len(names):
             found.append(kill_chain(name, rng, material, work / "trial", expected, takes_s))
             print(json.dumps(asdict(found[-1])), flush=True)
     return found
 
 
 def _summary(found: Sequence[Chain], seed: int) -> dict[str, Any]:
+    names = dict.fromkeys(c.command for c in found)
     return {
         "command": common.command(),
         "seed": seed,
-        "kills": {name: sum(c.kills for c in found if c.command == name) for name in COMMANDS},
-        "chains": {name: sum(c.command == name for c in found) for name in COMMANDS},
+        "kills": {name: sum(c.kills for c in found if c.command == name) for name in names},
+        "chains": {name: sum(c.command == name for c in found) for name in names},
         "faults": [asdict(c) for c in found if c.fault],
     }
 
@@ -185,9 +191,10 @@ def main() -> None:
     parser = common.parser(__doc__, work="a folder to keep; the material in it is used again")
     parser.add_argument("--count", type=int, default=100, help="kills in all, at least")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=tuple(COMMANDS), help="the commands to kill")
     args = parser.parse_args()
     with common.work_folder(args.work) as work:
-        result = _summary(_run(args.count, args.seed, work), args.seed)
+        result = _summary(_run(args.only, args.count, args.seed, work), args.seed)
     print(json.dumps(result, indent=1))
     common.save(result, args.out)
 

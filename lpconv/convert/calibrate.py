@@ -6,9 +6,7 @@ machine finds the same scales however much memory is free.
 """
 
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,24 +17,22 @@ from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
-from lpconv.models.opening import model_errors, read_text_config
+from lpconv.models.opening import model_errors
 from lpconv.models.tokenizer import Tokens
 from lpconv.plan.job import Job
-from lpconv.plan.memory import CALIBRATING_BYTES
-from lpconv.plan.options import CALIBRATION_TOKENS
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import CalibrationRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
-from lpconv.verify.text import AT_ONCE, window_bytes, windows_of
+from lpconv.verify.text import calibration_windows, windows_together
 
 _HINT = "leave --calibrate out to keep inputs unquantized"
 
 
 def check_calibration(job: Job) -> None:
     """Raise an error, before the work, if the model does not read text, or if its tokenizer cannot read this text."""
-    calibration_windows(job)
+    job_windows(job)
 
 
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
@@ -44,7 +40,7 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 
     Raises InputError for inputs that are NaN or infinite, UnsupportedError for modules that the text never reaches.
     """
-    config, tokens, length = calibration_windows(job)
+    config, tokens, length = job_windows(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
     progress.start("calibrating", tokens.windows.numel())
     largest = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress) if modules else {}
@@ -60,29 +56,9 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     )
 
 
-def calibration_windows(job: Job) -> tuple[Any, Tokens, int]:
-    """(config of the model, windows of the text, their length) for calibration.
-
-    The windows are the first ones, or with `calibration_seed` a random choice.
-    """
-    config, options = read_text_config(job.plain, hint=_HINT), job.plan.options
-    path = text_at(str(options.calibrate))
-    if options.calibration_seed is None:
-        return config, *windows_of((job.plain,), config, path, None, options.calibration_tokens or CALIBRATION_TOKENS)
-    tokens, length = windows_of((job.plain,), config, path, None, sys.maxsize)
-    count = max((options.calibration_tokens or 0) // length, 1)
-    generator = torch.Generator().manual_seed(options.calibration_seed)
-    chosen = torch.randperm(len(tokens.windows), generator=generator)[:count].sort().values
-    return config, replace(tokens, windows=tokens.windows[chosen]), length
-
-
-def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
-    """Number of windows per pass, from the model alone, so that results do not depend on free memory.
-
-    `num_outputs` is the number of outputs per token if the head runs as well.
-    """
-    size = window_bytes(config, length) + 4 * length * num_outputs
-    return max(min(AT_ONCE // length, CALIBRATING_BYTES // size), 1)
+def job_windows(job: Job) -> tuple[Any, Tokens, int]:
+    """`calibration_windows` of a conversion."""
+    return calibration_windows(job.plain, job.plan.options, text_at(str(job.plan.options.calibrate)))
 
 
 def _largest_inputs(

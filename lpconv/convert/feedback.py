@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lpconv.convert.calibrate import calibration_windows, windows_together
+from lpconv.convert.calibrate import job_windows
 from lpconv.convert.gptq import inverse_factor
 from lpconv.convert.rounded_tensor import TensorRounding
 from lpconv.errors import InputError, UnsupportedError
@@ -33,11 +33,9 @@ from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Side
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk
-from lpconv.models.load import load_from_files
 from lpconv.models.moments import Matrix, Moment, WatchOfNext, collected, matrices_of
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import architecture
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
 from lpconv.plan.options import FEEDBACK_BITS
@@ -51,6 +49,7 @@ from lpconv.storage.partfile import write_small
 from lpconv.storage.resolve import Resolved
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
+from lpconv.verify.text import windows_together
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
@@ -115,7 +114,7 @@ def _as_checkpoint(staging: Staging, layers: Sequence[_Layer]) -> Checkpoint:
 
 def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:
     """All layers: those in `done` run with their rounded weights, the others are rounded and written."""
-    config, tokens, length = calibration_windows(job)
+    config, tokens, length = job_windows(job)
     layers = list(done)
     workers = Workers(job.source, job.memory.workers)
     try:
@@ -124,13 +123,8 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
             _Weights.open(job.checkpoint) as weights,
             quiet_transformers(),
         ):
-            model, missing = load_from_files(
-                job.checkpoint, weights, model_class=architecture(job.plain.config), experts_implementation="eager"
-            )
-            if missing:
-                raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
-            model.config.use_cache = False
-            walk = LayerWalk(model, tokens.windows, at_once=windows_together(config, length))
+            at_once = windows_together(config, length)
+            walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
             progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
             rounding = _Rounding(job, workers, weights, walk)
             for index in range(len(walk.layers)):

@@ -8,14 +8,19 @@ architecture is named. After that every layer can run alone, any number of times
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
+from lpconv.forms.reader import StoredTensors
 from lpconv.layers import blocks_of
+from lpconv.models.load import load_from_files
+from lpconv.models.tasks import architecture
+from lpconv.storage.checkpoint import Checkpoint
 
+_HINT = "its weights can be rounded to nearest only: --rounding nearest"
 # The index of a layer, its input state, and its other arguments.
 _Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
 
@@ -42,6 +47,19 @@ class LayerWalk:
         with torch.no_grad():
             self.batches = tuple(self._noted(model, ids_NL) for ids_NL in torch.split(windows_NL, at_once))
 
+    @classmethod
+    def from_files(cls, checkpoint: Checkpoint, stored: StoredTensors, windows_NL: Tensor, *, at_once: int) -> Self:
+        """The walk through a checkpoint's model, whose matrices are read from `stored` as they are used.
+
+        `checkpoint` has the config of the decoded values.
+        """
+        cls_of_model = architecture(checkpoint.config)
+        model, missing = load_from_files(checkpoint, stored, model_class=cls_of_model, experts_implementation="eager")
+        if missing:
+            raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
+        model.config.use_cache = False
+        return cls(model, windows_NL, at_once=at_once)
+
     def run(self, index: int, batch: _Batch) -> Tensor:
         """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
@@ -64,7 +82,7 @@ class LayerWalk:
         if not is_in_turn or any(state is not states[0] for state in states):
             raise UnsupportedError(
                 f"`{self._model_name}` does not run its layers once each, one on the output of the other",
-                hint="its weights can be rounded to nearest only: --rounding nearest",
+                hint=_HINT,
             )
         return _Batch(state=states[0], arguments=[(args, kwargs) for _, _, args, kwargs in called])
 

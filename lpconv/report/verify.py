@@ -22,6 +22,7 @@ from lpconv.report.numbers import MISSING, count_text, error_text, name_list, nu
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
+    FeedbackCheck,
     FilesCheck,
     HashCheck,
     LogitsCheck,
@@ -169,7 +170,7 @@ def _reasons(v: VerifyResult) -> list[str]:
 
 
 def checks(v: VerifyResult) -> tuple[Check, ...]:
-    """Every step of the verification in order: hashes, files, weights, outputs, gates."""
+    """Every step of the verification in order: hashes, files, weights, output errors, outputs, gates."""
     steps = []
     if v.hash:
         steps.append(Check(name="hashes", outcome=_outcome(not v.hash.mismatched), text=_hash_words(v.hash)))
@@ -179,6 +180,9 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     if v.weights:
         words = _tensors_text if v.level == "values" else _weights_words
         steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=words(v.weights)))
+    if v.feedback:
+        outcome = "not run" if v.feedback.skipped else _outcome(not v.feedback.wrong)
+        steps.append(Check(name="output errors", outcome=outcome, text=_feedback_words(v.feedback)))
     if v.logits:
         outcome = "not run" if v.logits.skipped else "passed"
         steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
@@ -236,6 +240,15 @@ def _weights_words(check: WeightsCheck) -> str:
     if not check.miss_probability:
         return words
     return f"{words} (the probability of missing one bad block elsewhere is {check.miss_probability:.2g})"
+
+
+def _feedback_words(check: FeedbackCheck) -> str:
+    if check.skipped:
+        return check.skipped
+    tensors = f"{plural(check.num_tensors, 'tensor')} of the first {plural(check.num_layers, 'layer')}"
+    if check.wrong:
+        return f"{count_text(len(check.wrong))} of {tensors} differ from the record"
+    return f"{tensors}: as recorded, on the calibration text"
 
 
 def _logits_words(check: LogitsCheck) -> str:

@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     )
     from lpconv.results.verify import (
         ComparedTensor as ComparedTensor,
+        FeedbackCheck as FeedbackCheck,
         FilesCheck as FilesCheck,
         GateRecord as GateRecord,
         HashCheck as HashCheck,

@@ -44,6 +44,20 @@ class WeightsCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FeedbackCheck:
+    """Comparison of output errors recorded by error feedback with those of the stored codes on the calibration text.
+
+    `num_tensors` of the first `num_layers` layers were compared; `wrong` describes those that differ. `skipped` says
+    why none were.
+    """
+
+    num_layers: int = 0
+    num_tensors: int = 0
+    wrong: tuple[str, ...] = ()
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
     """Comparison of the outputs of source and result on the same inputs. All other fields are None if it was `skipped`.
 
@@ -99,7 +113,8 @@ _SHOWN = 3  # most problems in an error message
 class VerifyResult:
     """The outcome of a verification. `level` is the deepest level that ran; `problems` describe the failures.
 
-    `tensors` are the compared ones, worst first; at the level ``values``, which compares any two checkpoints, of both.
+    `feedback` is set for outputs of error feedback. `tensors` are the compared ones, worst first; at the level
+    ``values``, which compares any two checkpoints, of both.
     """
 
     level: str
@@ -107,6 +122,7 @@ class VerifyResult:
     hash: HashCheck | None = None
     files: FilesCheck | None = None
     weights: WeightsCheck | None = None
+    feedback: FeedbackCheck | None = None
     logits: LogitsCheck | None = None
     gates: tuple[GateRecord, ...] = ()
     problems: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from lpconv.results import CalibrationRecord, ComparedTensor, SourceRecord, Tens
 from lpconv.storage.contents import read_json
 from lpconv.storage.staging import MARKER
 from lpconv.storage.urls import is_url
+from lpconv.verify.feedback import check_output_errors
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.written import check_outputs, check_stored, output_problems, weights_problems
 
@@ -118,6 +119,7 @@ def _check_weights(
         weights = check_stored(job, output, planned, progress)
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
+        feedback = check_output_errors(job, directory, output, provenance, progress)
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
         files = {n: e.file for n, e in output.entries.items()}
@@ -125,10 +127,16 @@ def _check_weights(
     ties = {t.name: t.tied_to for t in job.plan.tensors}
     untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
     problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
-    problems = (*result.problems, *weights_problems(weights), *problems)
+    problems = (*result.problems, *weights_problems(weights), *(feedback.wrong if feedback else ()), *problems)
     tensors = _compare_records(planned, records, set(weights.mismatched))
     return dataclasses.replace(
-        result, level="weights", passed=not problems, weights=weights, problems=problems, tensors=tensors
+        result,
+        level="weights",
+        passed=not problems,
+        weights=weights,
+        feedback=feedback,
+        problems=problems,
+        tensors=tensors,
     )
 
 

@@ -10,6 +10,7 @@ Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden 
 
 import math
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from lpconv.models.opening import model_errors, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, task_of
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
+from lpconv.plan.memory import CALIBRATING_BYTES
+from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
@@ -130,6 +133,30 @@ def windows_of(
         tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
     windows = tokens.windows[: max(max_tokens // length, 1)]
     return replace(tokens, windows=windows), length
+
+
+def calibration_windows(model: Checkpoint, options: ConvertOptions, text: Path) -> tuple[Any, Tokens, int]:
+    """(config of the model, windows of the text, their length) for a calibration with these options.
+
+    The windows are the first ones, or with `calibration_seed` a random choice.
+    """
+    config = read_text_config(model, hint="leave --calibrate out to keep inputs unquantized")
+    if options.calibration_seed is None:
+        return config, *windows_of((model,), config, text, None, options.calibration_tokens or CALIBRATION_TOKENS)
+    tokens, length = windows_of((model,), config, text, None, sys.maxsize)
+    count = max((options.calibration_tokens or 0) // length, 1)
+    generator = torch.Generator().manual_seed(options.calibration_seed)
+    chosen = torch.randperm(len(tokens.windows), generator=generator)[:count].sort().values
+    return config, replace(tokens, windows=tokens.windows[chosen]), length
+
+
+def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
+    """Number of windows per pass, from the model alone, so that results do not depend on free memory.
+
+    `num_outputs` is the number of outputs per token if the head runs as well.
+    """
+    size = window_bytes(config, length) + 4 * length * num_outputs
+    return max(min(AT_ONCE // length, CALIBRATING_BYTES // size), 1)
 
 
 @contextmanager
