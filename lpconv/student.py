@@ -1,6 +1,10 @@
 """Student's t distribution, for confidence intervals of small samples."""
 
 import math
+import statistics
+from collections.abc import Sequence
+
+from lpconv.results import GapEstimate
 
 
 def t_quantile(freedom: int, confidence: float = 0.95) -> float:
@@ -30,3 +34,25 @@ def _probability_within(angle: float, freedom: int) -> float:
         total += term
         term *= cosine**2 * power / (power + 1)
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
+    """The mean of paired differences with Student's interval, which is infinite for a single or non-finite gap."""
+    mean, count = statistics.fmean(gaps), len(gaps)
+    if count == 1 or not math.isfinite(mean):
+        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
+    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
+    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
+
+
+def estimate_share(num_up: int, num_down: int, count: int) -> GapEstimate:
+    """Mean of `count` paired differences that are 1 `num_up` times, -1 `num_down` times, and otherwise 0.
+
+    The standard error is that of four more half pairs, one for each of the four outcomes (Agresti and Min, Statistics
+    in Medicine 24, 2005). Student's interval would have no width without any difference, and with few of them contain
+    the truth in 33 to 90 % of cases instead of 95 % (tests/test_student.py).
+    """
+    mean, further = (num_up - num_down) / count, count + 2
+    squares = num_up + num_down + 1 - (num_up - num_down) ** 2 / further
+    width = t_quantile(count - 1) * math.sqrt(squares) / further if count > 1 else math.inf
+    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)

@@ -1,24 +1,13 @@
-"""Estimate gaps, check rows against the budget, and choose one: the smallest, or the one with least memory."""
+"""Check rows against the budget, and choose one: the smallest, or the one with least memory."""
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from lpconv.advise.options import Budget
-from lpconv.results import AdviceRow, GapEstimate
-from lpconv.student import t_quantile
+from lpconv.results import AdviceRow
 
 _ORDER = ("measured", "unmeasured", "pruned", "failed")
-
-
-def estimate_mean(gaps: Sequence[float], confidence: float = 0.95) -> GapEstimate:
-    """The mean of paired differences with Student's interval, which is infinite for a single or non-finite gap."""
-    mean, count = statistics.fmean(gaps), len(gaps)
-    if count == 1 or not math.isfinite(mean):
-        return GapEstimate(value=mean, low=-math.inf, high=math.inf, count=1)
-    width = t_quantile(count - 1, confidence) * statistics.stdev(gaps) / count**0.5
-    return GapEstimate(value=mean, low=mean - width, high=mean + width, count=count)
 
 
 def judge_row(row: AdviceRow, budget: Budget) -> AdviceRow:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lpconv.advise.candidates import Settings, conversions
-from lpconv.advise.choice import estimate_mean, judge_row
+from lpconv.advise.choice import judge_row
 from lpconv.advise.forecast import opened_in
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
@@ -26,6 +26,7 @@ from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import example_inputs
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate
+from lpconv.student import estimate_mean
 from lpconv.verify.logits import compare_outputs, outputs_of
 
 _SAMPLE = 2**13  # elements per tensor

@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lpconv.advise.choice import estimate_mean, judge_row
+from lpconv.advise.choice import judge_row
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, GapEstimate, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.student import estimate_mean
 from lpconv.train.critical import with_critical
 from lpconv.train.job import TrainingRun, training_job
 from lpconv.train.memory import weight_bytes

@@ -8,9 +8,10 @@ from lpconv.results.documents import Purpose, RunResult
 
 @dataclass(frozen=True, kw_only=True)
 class GapEstimate:
-    """Cost of a candidate: nats of loss for training, a relative error of the outputs for inference.
+    """Mean of `count` paired differences, and its 95 % interval from `low` to `high`.
 
-    `low` and `high` are its 95 % interval, from `count` windows of text or seeds.
+    In an advice it is the cost of a candidate, in nats of loss or as a relative error of the outputs, and the pairs are
+    windows of text or seeds. In a verification it is the drop of a score, and the pairs are the questions of a task.
     """
 
     value: float

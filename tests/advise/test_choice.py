@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from advice_examples import a_row, gap
 
-from lpconv.advise.choice import best, estimate_mean, judge_row, rank_rows
+from lpconv.advise.choice import best, judge_row, rank_rows
 from lpconv.advise.infer import least_gap, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
@@ -16,6 +16,7 @@ from lpconv.batch.manifest import load_manifest
 from lpconv.errors import UsageError
 from lpconv.plan.options import ConvertOptions
 from lpconv.results import AdviceRow
+from lpconv.student import estimate_mean
 from lpconv.train.options import FinetuneOptions
 
 
