@@ -31,7 +31,7 @@ from lpconv.results.doctor import (
 )
 from lpconv.version import __version__
 
-EXTRAS = ("onnx", "gguf", "gpu", "ray", "remote", "peers", "test")
+EXTRAS = ("onnx", "gguf", "gpu", "ray", "remote", "eval", "peers", "test")
 _GROUPS = {"fp8": ("e4m3fn", "e5m2"), "fp6": ("e3m2", "e2m3"), "fp4": ("e2m1",)}  # groups of formats with a common name
 # CPU flags in Linux (x86, then Arm) for matrix products in a 16-bit format.
 _CPU_FLAGS = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "asimdhp")}

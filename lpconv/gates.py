@@ -4,7 +4,7 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from lpconv.errors import UsageError
@@ -35,18 +35,24 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True)
 class GateTable(Generic[R]):
-    """The metrics of one kind of result that gates can use. A metric is None if it was not measured."""
+    """The metrics of one kind of result that gates can use. A metric is None if it was not measured.
+
+    `families` are metrics with a name of the user's after a colon, which they get: "task:arc_easy:acc_drop".
+    """
 
     metrics: Mapping[str, Callable[[R], float | None]]
     example: str
+    families: Mapping[str, Callable[[R, str], float | None]] = field(default_factory=dict)
 
     def parse(self, text: str) -> Gate:
         """Parse ``METRIC>=NUMBER`` (or <=, >, <, ==). Raises UsageError that says what is wrong."""
         hint = f"for example --gate '{self.example}'"
-        match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|==|>|<)\s*([-+.\w]+)\s*", text)
+        match = re.fullmatch(r"\s*(\w+(?::[^\s<>=]+)?)\s*(>=|<=|==|>|<)\s*([-+.\w]+)\s*", text)
         if not match:
             raise UsageError(f"gate `{text}` is not METRIC>=NUMBER", hint=hint)
-        find("metric", match[1], self.metrics)
+        family, _, name = match[1].partition(":")
+        if not (name and family in self.families):
+            find("metric", match[1], self.metrics)
         try:
             bound = float(match[3])
         except ValueError as e:
@@ -55,7 +61,11 @@ class GateTable(Generic[R]):
 
     def check(self, gates: Sequence[Gate], result: R) -> tuple[GateRecord, ...]:
         """Check each gate against the result. A metric that was not measured fails its gate."""
-        return tuple(g.check(self.metrics[g.metric](result)) for g in gates)
+        return tuple(g.check(self._value(g.metric, result)) for g in gates)
+
+    def _value(self, metric: str, result: R) -> float | None:
+        family, _, name = metric.partition(":")
+        return self.families[family](result, name) if name else self.metrics[metric](result)
 
 
 def _weights_metric(figure: Callable[[WeightsCheck], float]) -> Callable[[VerifyResult], float | None]:
@@ -85,9 +95,29 @@ CONVERT_GATES = GateTable[VerifyResult](
 )
 
 
+def _task_metric(result: VerifyResult, name: str) -> float | None:
+    """The drop of a score, such as "arc_easy:acc_drop", or the upper end of its interval, "arc_easy:acc_drop_high"."""
+    for check in result.tasks:
+        ends = {"_drop": check.drop.value, "_drop_high": check.drop.high} if check.drop else {}
+        for end, value in ends.items():
+            if name == f"{check.task}:{check.metric}{end}":
+                return value
+    return None
+
+
+VERIFY_GATES = GateTable[VerifyResult](
+    metrics=CONVERT_GATES.metrics, example=CONVERT_GATES.example, families={"task": _task_metric}
+)
+
+
 def needs_logits(gates: Sequence[Gate]) -> bool:
     """Whether any gate of a conversion needs the logits, and so a run of both models."""
     return any(g.metric in _LOGITS_METRICS for g in gates)
+
+
+def is_of_task(gate: str) -> bool:
+    """Whether a gate needs the answers to a task."""
+    return VERIFY_GATES.parse(gate).metric.startswith("task:")
 
 
 def _final_metric(name: str) -> Callable[[FinetuneResult], float | None]:
@@ -146,6 +176,7 @@ BENCH_GATES = GateTable[BenchRow](
 
 GATES: Mapping[str, GateTable[Any]] = {
     "convert": CONVERT_GATES,
+    "verify": VERIFY_GATES,
     "finetune": FINETUNE_GATES,
     "bench": BENCH_GATES,
 }

@@ -2,8 +2,9 @@
 
 import pytest
 
-from lpconv.gates import CONVERT_GATES
-from lpconv.results import VerifyResult, WeightsCheck
+from lpconv.errors import UsageError
+from lpconv.gates import CONVERT_GATES, VERIFY_GATES
+from lpconv.results import GapEstimate, TaskCheck, VerifyResult, WeightsCheck
 
 _WEIGHTS = WeightsCheck(
     max_rel_error=0.5, min_sqnr_db=25.0, worst="w", num_tensors=1, num_elements_checked=1, num_elements=1, mismatched=()
@@ -23,3 +24,29 @@ def test_a_bound_that_is_met_exactly(expression: str, passed: bool) -> None:
 def test_a_figure_that_was_not_measured_fails_its_gate() -> None:
     (record,) = CONVERT_GATES.check([CONVERT_GATES.parse("kl<=1")], VerifyResult(level="weights", passed=True))
     assert (record.value, record.passed) == (None, False)
+
+
+_DROP = GapEstimate(value=0.012, low=0.004, high=0.02, count=400)
+_TASK = TaskCheck(
+    task="arc_easy", metric="exact_match,strict-match", num_questions=400, score=0.5, source_score=0.512, drop=_DROP
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("task:arc_easy:exact_match,strict-match_drop<=0.02", 0.012),
+        ("task:arc_easy:exact_match,strict-match_drop_high<=0.02", 0.02),
+        ("task:arc_easy:acc_drop<=0.02", None),
+    ],
+)
+def test_a_gate_on_a_task(expression: str, value: float | None) -> None:
+    result = VerifyResult(level="weights", passed=True, tasks=(_TASK,))
+    (record,) = VERIFY_GATES.check([VERIFY_GATES.parse(expression)], result)
+    assert (record.value, record.passed) == (value, value is not None)
+
+
+@pytest.mark.parametrize("expression", ["task:arc_easy:acc_drop<=0.1", "sqnr:x>=1"])
+def test_a_conversion_knows_no_tasks(expression: str) -> None:
+    with pytest.raises(UsageError, match="unknown metric"):
+        CONVERT_GATES.parse(expression)

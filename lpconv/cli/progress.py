@@ -25,7 +25,7 @@ class Bars:
     def __init__(self) -> None:
         from rich.console import Console
 
-        self._console = Console(stderr=True)
+        self._console = Console(file=sys.stderr)  # also while a library's messages are dropped
         self._bar: rich.progress.Progress | None = None
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:

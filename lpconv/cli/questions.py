@@ -14,6 +14,7 @@ QUESTIONS = {
     "Is this quantised checkpoint valid?": "lpconv inspect PATH",
     "Does this output still match its source?": "lpconv verify PATH --against MODEL",
     "How do its outputs differ on my text?": "lpconv verify PATH --against MODEL --data FILE",
+    "Does it still answer questions as well?": "lpconv verify PATH --against MODEL --tasks NAME",
     "What does my machine support?": "lpconv doctor",
 }
 

@@ -1,4 +1,4 @@
-"""Features with optional dependencies: object stores (obstore), GGUF files (gguf) and Ray clusters.
+"""Features with optional dependencies: object stores (obstore), GGUF files (gguf), tasks (lm-eval) and Ray clusters.
 
 The rest of lpconv imports these names only from here, never from the modules in this package, so that the optional
 packages need not be installed. Each name loads its module on first use.
@@ -10,6 +10,7 @@ from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
     from lpconv.extras.gguf import make_view as make_view
+    from lpconv.extras.lm_eval import answer_tasks as answer_tasks, read_tasks as read_tasks
     from lpconv.extras.ray import RayExecutor as RayExecutor
     from lpconv.extras.remote import head as head, upload_bytes as upload_bytes
     from lpconv.extras.remote_file import WINDOW_BYTES as WINDOW_BYTES, RemoteFile as RemoteFile

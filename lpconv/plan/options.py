@@ -215,8 +215,21 @@ class VerifyOptions:
     ] = None
     gates: Annotated[
         tuple[str, ...],
-        gate_option("Fail with exit code 5 unless this holds, such as 'top1>=0.99'", kind="convert"),
+        gate_option(
+            "Fail with exit code 5 unless this holds, such as 'top1>=0.99' or 'task:arc_easy:acc_drop<=0.01'",
+            kind="verify",
+        ),
     ] = ()
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(
+            "Tasks of lm-eval on which to compare the answers of both models: names, task files (.yaml), or folders "
+            "of task files (./FOLDER)",
+            comma=True,
+            metavar="NAME,…",
+        ),
+    ] = ()
+    task_limit: Annotated[int | None, Ge(1), Option("Largest number of questions per task", default="all")] = None
     data: Annotated[
         Path | None,
         Option(
@@ -241,6 +254,6 @@ class VerifyOptions:
 def check_verify(options: VerifyOptions) -> None:
     """Raise UsageError for options out of range, and for a comparison without a checkpoint to compare with."""
     check(options)
-    if options.against is None and (options.data is not None or options.level == "values"):
-        what = "a text" if options.data is not None else "--level values"
+    what = "a text" if options.data is not None else "--tasks" if options.tasks else "--level values"
+    if options.against is None and (options.data is not None or options.tasks or options.level == "values"):
         raise UsageError(f"{what} needs a checkpoint to compare with", hint="pass it to --against")

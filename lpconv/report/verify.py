@@ -19,6 +19,7 @@ from lpconv.report.document import (
     sections_of,
 )
 from lpconv.report.numbers import MISSING, count_text, error_text, name_list, number_text, plural, share_text, sqnr_text
+from lpconv.report.tasks import task_text, tasks_section
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
@@ -48,6 +49,7 @@ def verify_document(result: Verification) -> Document:
             verification_section(result),
             section("Worst tensors", _worst_table(result.tensors), only="terminal"),
             _outputs_section(logits) if logits else None,
+            tasks_section(result.tasks),
             section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
             section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
@@ -189,6 +191,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     elif v.files:
         text = "not compared; use --data FILE or --level logits to do so"
         steps.append(Check(name="outputs", outcome="not run", text=text))
+    steps += [Check(name="task", outcome="passed", text=task_text(t)) for t in v.tasks]
     steps += [
         Check(name=f"gate {g.expression}", outcome=_outcome(g.passed), text=f"the value is {number_text(g.value)}")
         for g in v.gates

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
         GateRecord as GateRecord,
         HashCheck as HashCheck,
         LogitsCheck as LogitsCheck,
+        TaskCheck as TaskCheck,
         Verification as Verification,
         VerifyResult as VerifyResult,
         WeightsCheck as WeightsCheck,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lpconv.results.advise import GapEstimate
 from lpconv.results.documents import Result
 
 
@@ -81,6 +82,25 @@ class LogitsCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskCheck:
+    """Scores of both models in one `metric` of an lm-eval task, on the same `num_questions`.
+
+    `drop` is how much worse the result answers than the source, as a mean of paired differences; None if the score is
+    not a mean over questions. For metrics that are 0 or 1, `num_lost` questions are right only in the source, and
+    `num_won` only in the result.
+    """
+
+    task: str
+    metric: str
+    num_questions: int
+    score: float
+    source_score: float
+    drop: GapEstimate | None = None
+    num_lost: int | None = None
+    num_won: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class GateRecord:
     """One ``--gate``: its expression, the measured value, and whether it passed."""
 
@@ -124,6 +144,7 @@ class VerifyResult:
     weights: WeightsCheck | None = None
     feedback: FeedbackCheck | None = None
     logits: LogitsCheck | None = None
+    tasks: tuple[TaskCheck, ...] = ()
     gates: tuple[GateRecord, ...] = ()
     problems: tuple[str, ...] = ()
     tensors: tuple[ComparedTensor, ...] = ()

@@ -4,12 +4,13 @@ docs/verify.md shows which planted damage each level detects.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from lpconv.data import check_text
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
-from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.gates import CONVERT_GATES, VERIFY_GATES, Gate, is_of_task, needs_logits
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult
@@ -17,6 +18,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.staging import TUNED, is_output
 from lpconv.verify.hashes import check_hashes
 from lpconv.verify.reader import read_provenance
+from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
 
 def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
@@ -30,10 +32,19 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     output of a conversion, or was trained.
 
     With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
-    size (`text.py`).
+    size (`text.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
     check_verify(options)
+    check_tasks(options)
     against, level = options.against, options.level
+    if options.tasks:
+        assert against is not None  # required by check_verify
+        tasks = load_tasks(options, progress)
+        others = tuple(g for g in options.gates if not is_of_task(g))
+        checked = verify_output(directory, dataclasses.replace(options, tasks=(), gates=others), progress=progress)
+        answers = compare_on_tasks(directory, against, tasks, limit=options.task_limit, progress=progress)
+        result = dataclasses.replace(checked, tasks=answers)
+        return _with_gates(result, [VERIFY_GATES.parse(g) for g in options.gates])
     is_tuned = (directory / TUNED).exists()
     if options.data is not None:
         check_text(options.data)
@@ -106,5 +117,10 @@ def _with_text(
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
     result = dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
-    met = CONVERT_GATES.check(parsed, result)
+    return _with_gates(result, parsed)
+
+
+def _with_gates(result: VerifyResult, gates: Sequence[Gate]) -> VerifyResult:
+    """Check the gates on all that was measured."""
+    met = VERIFY_GATES.check(gates, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))

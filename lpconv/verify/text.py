@@ -123,16 +123,21 @@ def windows_of(
     where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
 ) -> tuple[Tokens, int]:
     """A text cut into windows, and their length. Raises InputError if no checkpoint has a tokenizer."""
-    length = sequence_length(config, seq_len)
+    length, tokenizer = sequence_length(config, seq_len), tokenizer_of(where)
+    with quiet_transformers():
+        tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
+    windows = tokens.windows[: max(max_tokens // length, 1)]
+    return replace(tokens, windows=windows), length
+
+
+def tokenizer_of(where: Sequence[Checkpoint]) -> Any:
+    """The tokenizer of the first checkpoint that has one. Raises InputError if none does."""
     tokenizers = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
     tokenizer = next(tokenizers, None)
     if tokenizer is None:
         who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
         raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
-    with quiet_transformers():
-        tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
-    windows = tokens.windows[: max(max_tokens // length, 1)]
-    return replace(tokens, windows=windows), length
+    return tokenizer
 
 
 def calibration_windows(model: Checkpoint, options: ConvertOptions, text: Path) -> tuple[Any, Tokens, int]:

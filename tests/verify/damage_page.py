@@ -55,6 +55,36 @@ long as no block's squared error grows by more than 0.1 %. A manipulation within
 **`lpconv restore`** does not read the source. It refuses files that do not match SHA256SUMS. It says "bit for bit"
 only if the conversion recorded no error and the values still have the recorded RMS and largest magnitude.
 
+## Answers to tasks
+
+With `pip install 'lpconv[eval]'`, `lpconv verify PATH --against MODEL --tasks NAME,NAME` lets both models answer
+tasks of [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), in fp32 on the CPU. A name is a task or group
+of lm-eval, the path of a task file, or a folder of task files with a slash (`./tasks`). Task files may run Python
+code: read them first. `--task-limit N` uses the first N questions of each task. Data on the hub needs a network; a
+task file can name a JSONL file instead:
+
+```yaml
+task: next_line
+dataset_path: json
+dataset_kwargs: {data_files: {test: items.jsonl}}   # {"question": "…", "choices": ["…", "…"], "label": 1}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+metric_list: [{metric: acc}]
+```
+
+Both models answer the same questions, so the result is a *paired* difference: "loses 1.2 ± 0.8 points on arc_easy
+(acc, 400 questions)", with how many answers became wrong and how many became right. ± is the 95 % interval:
+Student's, or for scores that are 0 or 1 the one of Agresti and Min, which is right for few differences, too. If it
+contains 0, the text says "no difference on arc_easy that 400 questions could show", which is not the same as no
+difference. It treats questions as independent; if several belong to one passage, the true interval is wider.
+Perplexities and F1 of a whole task are reported without an interval.
+
+Gates: `--gate 'task:arc_easy:acc_drop<=0.01'` for the loss itself, and `acc_drop_high` for the upper end of its
+interval, which asks for evidence: about 2,000 questions for 0.01, if one in 20 is answered differently.
+
 ## Planted damage
 
 A small Llama is damaged in every form: zeros, 0xFF, single bits from the lowest to the highest, NaN, -1, the data

@@ -1,0 +1,143 @@
+"""Compare two models by their answers to tasks of lm-eval, question by question.
+
+The score of a model on n questions depends on the choice of these questions. Both models answer the same ones, so the
+uncertainty of the difference comes only from the questions that they answer differently.
+"""
+
+import importlib.util
+import math
+import numbers
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.gates import VERIFY_GATES, is_of_task
+from lpconv.lookup import find, nearest
+from lpconv.plan.options import VerifyOptions
+from lpconv.progress import Progress
+from lpconv.results import TaskCheck
+from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.student import estimate_mean, estimate_share
+
+_HINT = "leave --tasks out to compare weights only"
+
+
+def check_tasks(options: VerifyOptions) -> None:
+    """Check the tasks and their gates as far as possible without lm-eval, which takes seconds to import.
+
+    Raises UsageError for a gate without tasks, InputError for a missing file, UnsupportedError if lm-eval is missing.
+    """
+    for gate in filter(is_of_task, options.gates):
+        if not options.tasks:
+            raise UsageError(f"gate `{gate}` needs the answers to a task", hint="pass the task to --tasks")
+    for path in map(Path, filter(_is_path, options.tasks)):
+        if not path.exists():
+            near = nearest(path.name, [p.name for p in path.parent.glob("*")])
+            hint = f"did you mean `{path.parent / near}`?" if near else "pass the path of a task file for lm-eval"
+            raise InputError(f"task file `{path}` does not exist", hint=hint)
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UnsupportedError("--tasks needs the package lm-eval", hint="pip install 'lpconv[eval]'")
+
+
+def _is_path(task: str) -> bool:
+    """Whether a task is given by a path: of a YAML file, or of a folder with a slash."""
+    return "/" in task or task.endswith((".yaml", ".yml"))
+
+
+def load_tasks(options: VerifyOptions, progress: Progress) -> Mapping[str, Any]:
+    """The tasks by name, with their questions.
+
+    Raises UsageError for unknown tasks and for gates on scores that they lack, InputError for tasks that cannot be
+    loaded.
+    """
+    from lpconv.extras import read_tasks
+
+    progress.start("loading tasks", 0)
+    tasks = read_tasks(options.tasks, _is_path)
+    scores = [f"task:{name}:{metric}_drop" for name, task in tasks.items() for metric in task.aggregation()]
+    for gate in filter(is_of_task, options.gates):
+        metric = re.sub(r",[^:]*(?=_drop)", "", VERIFY_GATES.parse(gate).metric)  # without the name of a filter
+        find("metric", metric.removesuffix("_high"), dict.fromkeys(scores))
+    return tasks
+
+
+def compare_on_tasks(
+    model: Openable, reference: Openable, tasks: Mapping[str, Any], *, limit: int | None, progress: Progress
+) -> tuple[TaskCheck, ...]:
+    """Let the models of two checkpoints answer the tasks, in fp32, and compare their answers.
+
+    The tokenizer is the reference's, if it has one. Raises UnsupportedError for models that generate no text,
+    ResourceError if memory cannot hold a model.
+    """
+    from lpconv.extras import answer_tasks
+    from lpconv.models.opening import model_errors
+    from lpconv.verify.text import tokenizer_of
+
+    checkpoints = Checkpoint.open(reference), Checkpoint.open(model)
+    tokenizer = tokenizer_of(checkpoints)
+    with model_errors("lm-eval fails on the tasks", hint=_HINT):
+        source, result = (
+            answer_tasks(_open_model(c, progress), tokenizer, tasks, limit=limit, progress=progress)
+            for c in checkpoints
+        )
+    return tuple(compare_answers(source, result))
+
+
+def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
+    import torch
+
+    from lpconv.models.load import load
+    from lpconv.models.quiet import quiet_transformers
+    from lpconv.verify.logits import check_model
+
+    check_model(checkpoint)
+    progress.start(f"opening {checkpoint.origin.name}", 0)
+    with quiet_transformers():
+        model = load(checkpoint, dtype=torch.float32)
+    if not model.can_generate():
+        raise UnsupportedError(f"`{type(model).__name__}` generates no text, so it has no answers", hint=_HINT)
+    return model
+
+
+def compare_answers(source: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[TaskCheck]:
+    """Compare the results of lm-eval for two models, with samples: one record for each score of each task."""
+    for task, samples in source["samples"].items():
+        others = {(s["doc_id"], s["filter"]): s for s in result["samples"][task]}
+        pairs = [(s, others[s["doc_id"], s["filter"]]) for s in samples]
+        assert all(a["prompt_hash"] == b["prompt_hash"] for a, b in pairs), f"{task}: the models got different prompts"
+        for metric, name in dict.fromkeys((m, s["filter"]) for s in samples for m in s["metrics"]):
+            scores = [r["results"][task].get(f"{metric},{name}") for r in (source, result)]
+            if all(isinstance(score, numbers.Real) for score in scores):
+                yield _compare_scores(
+                    task,
+                    metric if name == "none" else f"{metric},{name}",
+                    scores,
+                    [(a[metric], b[metric]) for a, b in pairs if a["filter"] == name],
+                    is_loss=source["higher_is_better"][task].get(metric) is False,
+                )
+
+
+def _compare_scores(
+    task: str, metric: str, scores: Sequence[float], values: Sequence[tuple[Any, Any]], *, is_loss: bool
+) -> TaskCheck:
+    """Compare the scores of source and result, with the value of each question for both."""
+    check = TaskCheck(
+        task=task, metric=metric, num_questions=len(values), source_score=float(scores[0]), score=float(scores[1])
+    )
+    if not all(_is_mean(score, column) for score, column in zip(scores, zip(*values, strict=True), strict=True)):
+        return check
+    losses = [float(b - a if is_loss else a - b) for a, b in values]
+    if not {x for pair in values for x in pair} <= {0, 1}:
+        return replace(check, drop=estimate_mean(losses))
+    lost, won = losses.count(1), losses.count(-1)
+    return replace(check, drop=estimate_share(lost, won, len(losses)), num_lost=lost, num_won=won)
+
+
+def _is_mean(score: float, values: Sequence[Any]) -> bool:
+    """Whether a score is the mean of one number per question; perplexities and F1 of a whole task are not."""
+    return all(isinstance(v, numbers.Real) for v in values) and math.isclose(
+        score, math.fsum(values) / len(values), rel_tol=1e-6, abs_tol=1e-9
+    )
