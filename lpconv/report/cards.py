@@ -19,14 +19,35 @@ from lpconv.results import ConvertResult, FinetuneResult
 _TAGS = {"unit": "unit-scaling", "scalify": "scalify", "collage": "collage"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WORST = 5
-# How to open layouts other than lpconv's own, by name.
-_LAYOUTS = {
-    "compressed-tensors": "This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
-    "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
-    "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 or NVFP4. transformers opens it with "
-    "`pip install compressed-tensors`; lpconv is not needed:",
-    "transformers": "This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
-    "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """What a card says about a third-party layout: how to open it, and its tag on the hub.
+
+    `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
+    """
+
+    opening: str
+    tag: str
+    served: tuple[tuple[str, str], ...] = ()
+
+
+# Every layout but lpconv's own, by name.
+LAYOUTS = {
+    "compressed-tensors": _Layout(
+        opening="This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
+        "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
+        "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 or NVFP4. transformers opens it with "
+        "`pip install compressed-tensors`; lpconv is not needed:",
+        tag="compressed-tensors",
+        served=(("e4m3fn", "row"), ("int4", "group:")),
+    ),
+    "transformers": _Layout(
+        opening="This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
+        "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
+        tag="fp8",
+    ),
 }
 _REFUSED = (
     "Plain transformers refuses these weights on purpose. The codes are useless without their scales, so they are "
@@ -67,14 +88,21 @@ def model_card(result: ConvertResult) -> Document:
 
 
 def _conversion_header(result: ConvertResult) -> dict[str, object]:
-    header: dict[str, object] = {"library_name": "lpconv"}
+    opens_plainly = _is_foreign(result) or result.method == "collage"
+    header: dict[str, object] = {"library_name": "transformers" if opens_plainly else "lpconv"}
     if _is_hub_id(result):
         header["base_model"] = result.source.resolved
     header |= result.card
     if "base_model" in header:
         header["base_model_relation"] = "quantized"
     methods = [_TAGS.get(part, part) for part in result.method.split("+")]
-    return header | {"tags": ["lpconv", *methods, result.format, "low-precision"]}
+    own = [LAYOUTS[result.options["layout"]].tag] if _is_foreign(result) else ["lpconv", *methods]
+    return header | {"tags": [*dict.fromkeys((*own, result.format, "low-precision"))]}
+
+
+def _is_foreign(result: ConvertResult) -> bool:
+    """Whether the output has a third-party layout."""
+    return result.options.get("layout", "lpconv") != "lpconv"
 
 
 def _is_hub_id(result: ConvertResult) -> bool:
@@ -83,11 +111,14 @@ def _is_hub_id(result: ConvertResult) -> bool:
 
 
 def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
-    auto, layout = auto_class(result.architecture), result.options.get("layout")
+    auto = auto_class(result.architecture)
     plainly = _loading_code(auto, needs_lpconv=False)
-    if layout in _LAYOUTS:
-        words = _LAYOUTS[layout].format(codes=f"{result.format} codes with {scale_words(result)}")
-        return Prose(text=words), plainly
+    if _is_foreign(result):
+        layout, granularity = LAYOUTS[result.options["layout"]], str(result.options.get("granularity"))
+        words = layout.opening.format(codes=f"{result.format} codes with {scale_words(result)}")
+        is_served = any(result.format == f and granularity.startswith(g) for f, g in layout.served)
+        serving = (Prose(text="To serve it with vLLM:"), Code(lines=("vllm serve PATH",)))
+        return Prose(text=words), plainly, *(serving if is_served else ())
     if result.method == "collage":
         ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
         kept = "What {} rounded away is stored next to it, under `collage/`. lpconv adds the residual again:"

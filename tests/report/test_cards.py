@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from report_examples import bert_result
 
+from lpconv.plan.options import LAYOUTS
+from lpconv.report import cards
 from lpconv.report.cards import model_card
 from lpconv.report.document import Code, Document, Prose, Table, texts_of
 from lpconv.report.markdown import markdown
@@ -63,6 +65,36 @@ def test_collage_opens_anywhere_and_keeps_its_residual() -> None:
     assert "an ordinary bf16 checkpoint" in prose(document)
     assert "lpconv.load" in programs(document)
     assert "import lpconv.hf" not in programs(document)
+
+
+def test_every_layout_says_how_to_open_it() -> None:
+    assert {"lpconv", *cards.LAYOUTS} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "library", "tags"),
+    [
+        ("unit", {"layout": "lpconv"}, "lpconv", ["lpconv", "unit-scaling", "fp16", "low-precision"]),
+        ("collage", {}, "transformers", ["lpconv", "collage", "bf16", "low-precision"]),
+        ("unit", {"layout": "compressed-tensors"}, "transformers", ["compressed-tensors", "fp16", "low-precision"]),
+    ],
+)
+def test_the_library_is_the_one_that_opens_the_files(
+    method: str, options: dict[str, Any], library: str, tags: list[str]
+) -> None:
+    header = model_card(
+        replace(bert_result("bf16" if method == "collage" else "fp16", method), options=options)
+    ).front_matter
+    assert (header["library_name"], header["tags"]) == (library, tags)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "granularity", "is_served"),
+    [("e4m3fn", "row", True), ("int4", "group:128", True), ("e4m3fn", "tensor", False), ("int8", "group:128", False)],
+)
+def test_a_card_shows_vllm_for_what_vllm_served(fmt: str, granularity: str, is_served: bool) -> None:
+    document = card(format=fmt, options={"layout": "compressed-tensors", "granularity": granularity})
+    assert ("vllm serve PATH" in programs(document)) == is_served
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "transformers"])
