@@ -15,6 +15,8 @@ import torch
 from onnx_ir import tensor_adapters
 from torch import Tensor
 
+from lpconv.export.options import integer_grid
+from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.stored import Stored
 from lpconv.results import FormatCount
@@ -26,10 +28,14 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentValues:
-    """Floating-point codes of the weight's shape, and their scale: one factor, or one per row."""
+    """Codes of the weight's shape, and their scale: one factor, one per row, or, for integers, [rows, groups].
+
+    `format` names the format of integer codes.
+    """
 
     codes: Tensor
     scale: float | Tensor = 1.0
+    format: str = ""
 
     @property
     def is_scaled(self) -> bool:
@@ -39,7 +45,15 @@ class ComponentValues:
     @property
     def value(self) -> Tensor:
         """codes · scale in fp32."""
-        return self.codes.float() * (self.scale.unsqueeze(1) if isinstance(self.scale, Tensor) else self.scale)
+        if not isinstance(self.scale, Tensor):
+            return self.codes.float() * self.scale
+        groups = self.codes.float().view(*self.scale.shape, -1)
+        return (groups * self.scale.unsqueeze(-1)).view(self.codes.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the codes in bytes."""
+        return self.codes.numel() * (4 if self.format == "int4" else 8 * self.codes.element_size()) // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +75,47 @@ class StoredWeight:
     @property
     def form(self) -> str:
         """Description of the form, such as ``e4m3fn × scale``."""
-        return " + ".join(_DTYPE_NAMES[c.codes.dtype] + (" × scale" if c.is_scaled else "") for c in self.components)
+        names = (c.format or _DTYPE_NAMES[c.codes.dtype] for c in self.components)
+        return " + ".join(n + (" × scale" if c.is_scaled else "") for n, c in zip(names, self.components, strict=True))
 
     @property
     def size_bytes(self) -> int:
         """Size of the codes of all components in bytes."""
-        return sum(c.codes.numel() * c.codes.element_size() for c in self.components)
+        return sum(c.size_bytes for c in self.components)
 
 
 _DTYPE_NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2",
 }  # fmt: skip
+_ONNX_INTEGERS = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8}
 
 
 def stored_weights(checkpoint: Checkpoint) -> Iterator[StoredWeight]:
     """Every floating-point tensor of a checkpoint, one at a time, as the sum of its stored components.
 
-    A graph cannot add Collage's integer residuals or multipoint rows, or apply block scales: those weights are decoded
-    to fp32.
+    A graph cannot add Collage's integer residuals or multipoint rows, or apply the scales of blocks of floating-point
+    codes: those weights are decoded to fp32.
     """
     with StoredTensors.open(checkpoint) as stored:
-        for name in stored.forms:
+        for name, stored_form in stored.forms.items():
+            if (grid := integer_grid(stored_form)) is not None:
+                yield StoredWeight(name=name, components=(_integers(stored, grid),))
+                continue
             components = tuple(ComponentValues(codes=codes, scale=factor) for codes, factor in stored.summands(name))
             if components[0].codes.dtype in _FLOATS:
                 form, plain = stored.forms[name], not any(c.is_scaled for c in components)
                 is_decoded = plain and _is_other(components[0].codes, form)
                 yield StoredWeight(name=name, components=components, decoded_from=form.words if is_decoded else None)
+
+
+def _integers(stored: StoredTensors, grid: Grid) -> ComponentValues:
+    """The integer codes of a matrix, with a scale per group of a row."""
+    side = stored.side(grid.name)
+    (span,) = grid.spans(0, grid.num_elements)
+    codes, scales = stored.read(grid, 0, grid.num_elements, side)
+    scale = grid.scales_of(scales, span, side)
+    return ComponentValues(codes=grid.codes.numbers(codes, span).to(torch.int8), scale=scale, format=grid.format.name)
 
 
 def _is_other(codes: Tensor, form: Stored) -> bool:
@@ -159,9 +187,16 @@ def _replace(graph: ir.Graph, initializers: Sequence[ir.Value], weight: StoredWe
 
 
 def _add_decoding(graph: ir.Graph, nodes: list[ir.Node], name: str, component: ComponentValues) -> ir.Value:
-    """The value of one component: for fp8 by DequantizeLinear, which runtimes recognise; for others by Cast and Mul."""
-    codes = _add_initializer(graph, name, component.codes)
+    """The value of one component by DequantizeLinear, which runtimes recognise; for 16 and 32 bits by Cast and Mul."""
     scale = torch.as_tensor(component.scale, dtype=torch.float32)
+    if component.format:
+        codes = _add_tensor(graph, ir.tensor(component.codes.numpy(), dtype=_ONNX_INTEGERS[component.format]), name)
+        inputs = [codes, _add_initializer(graph, f"{name}_scale", scale)]
+        # A scale per row is a group as well: ONNX Runtime 1.32 rounds the inputs of integers with a scale per row.
+        sizes = {"axis": 1, "block_size": component.codes.shape[1] // scale.shape[1]}
+        attributes = [ir.AttrInt64(key, size) for key, size in sizes.items()]
+        return _add_node(nodes, "DequantizeLinear", inputs, f"{name}_add_decoding", attributes)
+    codes = _add_initializer(graph, name, component.codes)
     if component.codes.dtype in FLOAT8:
         zero = _add_initializer(graph, f"{name}_zero_point", torch.zeros(scale.shape, dtype=component.codes.dtype))
         inputs = [codes, _add_initializer(graph, f"{name}_scale", scale), zero]
@@ -177,7 +212,11 @@ def _add_decoding(graph: ir.Graph, nodes: list[ir.Node], name: str, component: C
 
 
 def _add_initializer(graph: ir.Graph, name: str, x: Tensor) -> ir.Value:
-    tensor = tensor_adapters.TorchTensor(x.contiguous(), name=name)
+    return _add_tensor(graph, tensor_adapters.TorchTensor(x.contiguous()), name)
+
+
+def _add_tensor(graph: ir.Graph, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+    tensor.name = name
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lpconv.errors import ResourceError
-from lpconv.export.options import ExportOptions, choose_opset, has_fp8, require_packages
+from lpconv.export.options import ExportOptions, check_has_cache, choose_opset, oldest_opset, require_packages
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
@@ -26,7 +26,9 @@ def export_onnx(
     checkpoint = open_readable(model, revision=options.revision)
     check_apart(checkpoint.directory, output)
     check_free(output, force=options.force)
-    opset = choose_opset(options.opset, has_fp8=has_fp8(checkpoint))
+    if options.cache:
+        check_has_cache(checkpoint.config)
+    opset = choose_opset(options.opset, oldest=oldest_opset(checkpoint))
     require_packages("onnxscript", *(["onnxruntime"] if options.validate else []))
     from lpconv.export.write import export  # imports torch and transformers (seconds)
 

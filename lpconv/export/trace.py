@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import dynamic_axes, tracing_inputs
-from lpconv.models.opening import model_errors, open_to_trace
+from lpconv.models.inputs import dynamic_axes, resize_inputs, tracing_inputs
+from lpconv.models.opening import Opened, model_errors, open_to_trace
 from lpconv.storage.checkpoint import Checkpoint
 
 # The model, ONNX Runtime's copy of it, and the fp32 values into which it folds 16-bit weights.
@@ -30,30 +30,29 @@ _OP = re.compile(r"target=torch\.ops\.([\w.]+)")
 _PREFIX = "model."
 
 
+TracedCase = tuple[dict[str, Tensor], tuple[Tensor, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traceable:
-    """A model in evaluation mode, the inputs to trace it with, and the name of the exported output."""
+    """A model in evaluation mode, the inputs to trace it with, and the names of the exported inputs and outputs.
+
+    `axes` are the dynamic axes of each input (position → name). `forward` computes the `outputs` in order. `cases` are
+    inputs with their right outputs, to check the graph with. `missing` are parameters that the checkpoint lacks.
+    """
 
     model: nn.Module
     inputs: dict[str, Tensor]
-    output: str
-    missing: tuple[str, ...]
+    axes: dict[str, dict[int, str]]
+    outputs: tuple[str, ...]
+    forward: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, ...]]
+    cases: tuple[TracedCase, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter under each of its names. A tied weight has several, and the graph uses one of them."""
         return {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
-
-    @property
-    def axes(self) -> dict[str, dict[int, str]]:
-        """The dynamic axes of each input."""
-        return {name: dynamic_axes(name) for name in self.inputs}
-
-    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Compute the exported output in PyTorch."""
-        with torch.inference_mode():
-            output: Tensor = self.model(**inputs)[self.output]
-        return output
 
 
 def open_traceable(checkpoint: Checkpoint) -> Traceable:
@@ -62,43 +61,60 @@ def open_traceable(checkpoint: Checkpoint) -> Traceable:
     Raises UnsupportedError for models that transformers does not open or that lpconv has no inputs for, ResourceError
     if memory is insufficient.
     """
-    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="exporting")
-    opened = open_to_trace(checkpoint)
+    opened = open_in_memory(checkpoint)
     inputs = tracing_inputs(opened.model)
-    with torch.inference_mode(), model_errors("the model fails when it runs", hint="this model cannot be exported"):
-        out = opened.model(**inputs)
-    output = next((k for k in ("logits", "last_hidden_state") if out.get(k) is not None), None)
-    if output is None:
+    cases = (inputs, resize_inputs(inputs))
+    with running():
+        outputs = [opened.model(**case) for case in cases]
+    name = next((k for k in ("logits", "last_hidden_state") if outputs[0].get(k) is not None), None)
+    if name is None:
         raise UnsupportedError(f"{type(opened.model).__name__} returns no logits", hint="this model cannot be exported")
-    return Traceable(model=opened.model, inputs=inputs, output=output, missing=opened.missing)
+    return Traceable(
+        model=opened.model,
+        inputs=inputs,
+        axes={input_name: dynamic_axes(input_name) for input_name in inputs},
+        outputs=(name,),
+        forward=lambda model, given: (model(**given)[name],),
+        cases=tuple((case, (out[name],)) for case, out in zip(cases, outputs, strict=True)),
+        missing=opened.missing,
+    )
+
+
+def open_in_memory(checkpoint: Checkpoint) -> Opened:
+    """Open a model to trace it. Raises ResourceError, before it reads weights, if memory is insufficient."""
+    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="exporting")
+    return open_to_trace(checkpoint)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Run a model without gradients. Raises UnsupportedError if it fails."""
+    with torch.inference_mode(), model_errors("the model fails when it runs", hint="this model cannot be exported"):
+        yield
 
 
 class _Positional(nn.Module):
-    """A transformers model as a function of tensors: positional inputs, one output."""
+    """The exported function of a model: positional tensors in, a tuple of tensors out."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], output: str) -> None:
+    def __init__(self, traceable: Traceable) -> None:
         super().__init__()
-        self.model = model
-        self._names, self._output = tuple(names), output
+        self.model = traceable.model
+        self._names, self._forward = tuple(traceable.inputs), traceable.forward
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        output: Tensor = self.model(**dict(zip(self._names, inputs, strict=True)))[self._output]
-        return output
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self._forward(self.model, dict(zip(self._names, inputs, strict=True)))
 
 
-def trace(
-    model: nn.Module, inputs: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, str]], *, output: str, opset: int
-) -> ir.Model:
-    """The ONNX graph of `model`'s `output` in fp32, with dynamic `axes` (input → position → name).
+def trace(traceable: Traceable, *, opset: int) -> ir.Model:
+    """The ONNX graph of a model in fp32, with its dynamic axes.
 
     Constants are folded but weights are not: they stay initializers under their parameters' names. Raises
     UnsupportedError with the name of the module that PyTorch cannot capture, or of the operator (and its module) that
     ONNX lacks.
     """
-    wrapper = _Positional(model, list(inputs), output).eval()
     with _silence_exporter():
-        program = _capture(wrapper, tuple(inputs.values()), [axes[name] for name in inputs])
-        graph = _translate(program, list(inputs), [dict(axes[name]) for name in inputs], output, opset)
+        program = _capture(_Positional(traceable).eval(), traceable)
+        graph = _translate(program, traceable, opset)
     reached = graph.opset_imports.get("")
     if reached != opset:
         raise UnsupportedError(
@@ -106,7 +122,7 @@ def trace(
             hint=f"pass --opset {reached}",
         )
     _clean(graph)
-    _fold_constants(graph, {name for name, _ in model.named_parameters(remove_duplicate=False)})
+    _fold_constants(graph, set(traceable.parameters))
     return graph
 
 
@@ -123,10 +139,9 @@ def _silence_exporter() -> Iterator[None]:
         logging.disable(before)
 
 
-def _capture(
-    wrapper: nn.Module, inputs: tuple[Tensor, ...], axes: Sequence[Mapping[int, str]]
-) -> torch.export.ExportedProgram:
-    dynamic = tuple(dict.fromkeys(names, torch.export.Dim.AUTO) for names in axes)
+def _capture(wrapper: nn.Module, traceable: Traceable) -> torch.export.ExportedProgram:
+    inputs = tuple(traceable.inputs.values())
+    dynamic = tuple(dict.fromkeys(traceable.axes[name], torch.export.Dim.AUTO) for name in traceable.inputs)
     entered: list[str] = []
     hooks = list(_track_modules(wrapper, entered))
     try:
@@ -159,17 +174,16 @@ def _track_modules(wrapper: nn.Module, entered: list[str]) -> Iterator[Any]:
             yield module.register_forward_hook(leave)
 
 
-def _translate(
-    program: torch.export.ExportedProgram, names: list[str], axes: list[dict[int, str]], output: str, opset: int
-) -> ir.Model:
+def _translate(program: torch.export.ExportedProgram, traceable: Traceable, opset: int) -> ir.Model:
+    names = list(traceable.inputs)
     try:
         exported = torch.onnx.export(
             program,
             dynamo=True,
             opset_version=opset,
-            dynamic_shapes=(tuple(axes),),  # names of the axes
+            dynamic_shapes=(tuple(traceable.axes[name] for name in names),),  # names of the axes
             input_names=names,
-            output_names=[output],
+            output_names=list(traceable.outputs),
             optimize=False,  # optimising would fold the transposes of small weights into new initializers
             verbose=False,
         )

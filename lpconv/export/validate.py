@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import VerificationError
+from lpconv.export.options import PAST
+from lpconv.export.trace import TracedCase
 from lpconv.machine import out_of_memory
 from lpconv.results import OnnxCheck
-
-TracedCase = tuple[Mapping[str, Tensor], Tensor]
 
 
 def check_graph(path: Path) -> None:
@@ -38,13 +38,14 @@ def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: fl
     options.log_severity_level = 3  # errors only; it warns about every initializer that it folds
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()})[0] for inputs, _ in cases]
+        outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()}) for inputs, _ in cases]
     except Exception as e:  # its exceptions have no common base class
         raise out_of_memory(e) or VerificationError(
             f"ONNX Runtime {onnxruntime.__version__} cannot run the file: {_first_line(e)}",
             hint="try another --opset, or pass --no-validate to write the file for another runtime",
         ) from e
-    differences = [_differences(wanted, got) for (_, wanted), got in zip(cases, outputs, strict=True)]
+    pairs = [zip(wanted, got, strict=True) for (_, wanted), got in zip(cases, outputs, strict=True)]
+    differences = [_differences(*pair) for case in pairs for pair in case]
     return OnnxCheck(
         runtime=f"onnxruntime {onnxruntime.__version__}",
         cases=tuple(_shapes(inputs) for inputs, _ in cases),
@@ -67,7 +68,10 @@ def _differences(wanted: Tensor, got: np.ndarray) -> tuple[float, float]:
 
 
 def _shapes(inputs: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(x.shape)}" for name, x in inputs.items() if name != "attention_mask")
+    """Sizes of the inputs; keys and values have the same sizes in each layer, and the mask follows from the others."""
+    skipped = ("attention_mask", "position_ids")
+    shapes = {name: list(x.shape) for name, x in inputs.items() if name not in skipped}
+    return ", ".join(f"{n} {s}" for n, s in shapes.items() if not n.startswith(PAST) or n == f"{PAST}0.key")
 
 
 def _first_line(e: Exception) -> str:

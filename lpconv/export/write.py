@@ -10,11 +10,11 @@ from pathlib import Path
 import onnx_ir as ir
 
 from lpconv.errors import VerificationError
+from lpconv.export.cache import open_with_cache
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import StoredWeight, rewrite, stored_weights
-from lpconv.export.trace import open_traceable, trace
-from lpconv.export.validate import TracedCase, check_graph, compare_with_torch
-from lpconv.models.inputs import resize_inputs
+from lpconv.export.trace import TracedCase, open_traceable, trace
+from lpconv.export.validate import check_graph, compare_with_torch
 from lpconv.models.whole import check_complete
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config
 from lpconv.plan.provenance import public_source, versions
@@ -56,14 +56,14 @@ def _write_model(
     """Write the graph and check it. The record lacks the output's name and the time."""
     provenance = read_marker(checkpoint.directory)
     progress.start("opening the model", 0)
-    opened = open_traceable(checkpoint)
+    opened = open_with_cache(checkpoint) if options.cache else open_traceable(checkpoint)
     progress.start("tracing the graph", 0)
-    graph = trace(opened.model, opened.inputs, opened.axes, output=opened.output, opset=opset)
+    graph = trace(opened, opset=opset)
     progress.start("storing the weights", 0)
     weights, unmatched, decoded = rewrite(graph, opened.parameters, stored_weights(checkpoint))
     _describe(graph, source, checkpoint)
     files = _save(graph, folder, external=options.external_data)
-    cases = [(inputs, opened.run(inputs)) for inputs in (opened.inputs, resize_inputs(opened.inputs))]
+    cases = opened.cases
     result = ExportResult(
         source=source,
         output="",

@@ -1,5 +1,7 @@
 """The document of an export: what was written, and how the file compares with the model."""
 
+import re
+
 from lpconv.report.document import Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import duration_text, size_text
 from lpconv.results import ExportResult, OnnxCheck
@@ -25,7 +27,9 @@ def export_document(result: ExportResult) -> Document:
 
 
 def _signature(values: dict[str, tuple[str, ...]]) -> str:
-    return ", ".join(f"{name} [{', '.join(axes)}]" for name, axes in values.items())
+    """Names and axes; keys and values of all layers as one name each."""
+    by_name = {re.sub(r"\.\d+\.", ".N.", name): axes for name, axes in values.items()}
+    return ", ".join(f"{name} [{', '.join(axes)}]" for name, axes in by_name.items())
 
 
 def _verdict(check: OnnxCheck | None) -> Verdict:

@@ -23,7 +23,7 @@ class OnnxCheck:
     """Comparison of the ONNX file in ONNX Runtime with the model in PyTorch, on the same inputs, both in fp32.
 
     `max_abs_diff` is over all outputs of all `cases` (descriptions of input shapes), `max_rel_diff` relative to the
-    largest output of a case; both are infinite if finiteness differs between the two sides.
+    largest element of an output; both are infinite if finiteness differs between the two sides.
     """
 
     runtime: str

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
-from lpconv.export.trace import trace
+from lpconv.export.trace import Traceable, trace
 from lpconv.export.validate import check_graph, compare_with_torch
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
@@ -133,8 +134,9 @@ class Model(nn.Module):
     ids=["operator", "branch"],
 )
 def test_what_does_not_export_is_named_with_its_module(inner: nn.Module, words: tuple[str, ...]) -> None:
+    whole: Any = {"model": Model(inner).eval(), "forward": lambda model, inputs: (model(**inputs)["logits"],)}
     with pytest.raises(UnsupportedError) as caught:
-        trace(Model(inner).eval(), {"x": torch.randn(2, 5, 4)}, AXES, output="logits", opset=18)
+        trace(Traceable(**whole, inputs={"x": torch.randn(2, 5, 4)}, axes=AXES, outputs=("logits",)), opset=18)
     assert all(w in caught.value.message for w in words), caught.value.message
     assert caught.value.hint
     assert caught.value.details["module"] == "layers.1"
