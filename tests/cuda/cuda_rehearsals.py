@@ -133,7 +133,7 @@ def functional_linear() -> None:
             assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
 
 
-def _fp8_linear(recipe: str, n: int, k: int) -> nn.Module:
+def fp8_layer(recipe: str, n: int, k: int) -> nn.Module:
     from lpconv.kernels import FP8_RECIPES, use_recipe
 
     layer = nn.Linear(k, n)
@@ -151,7 +151,7 @@ def fp8_linear() -> None:
 
     for recipe in FP8_RECIPES:
         for m, k, n in ODD:
-            layer, x = _fp8_linear(recipe, n, k), on_gpu(1, m, k).requires_grad_()
+            layer, x = fp8_layer(recipe, n, k), on_gpu(1, m, k).requires_grad_()
             with products(3 if recipe != "mx" else sum(summed <= 32 for summed in (m, k, n))):
                 layer(x).sum().backward()
             assert x.grad is not None
@@ -161,7 +161,7 @@ def fp8_linear() -> None:
 def frozen_fp8_linear() -> None:
     """Inference from codes."""
     for recipe in ("tensor", "row", "mx"):
-        layer: Any = _fp8_linear(recipe, 33, 65)
+        layer: Any = fp8_layer(recipe, 33, 65)
         layer.freeze()
         with torch.no_grad(), products(0 if recipe == "mx" else 1):  # 65 columns are three blocks
             assert layer(on_gpu(7, 65)).shape == (7, 33)
@@ -169,7 +169,7 @@ def frozen_fp8_linear() -> None:
 
 def fp8_linear_compiled() -> None:
     """One graph each way, at odd shapes; products stay in fp8, except with scales per block."""
-    layers = [_fp8_linear("tensor", 65, 33), _fp8_linear("row", 1, 65), _fp8_linear("mx", 40, 1)]
+    layers = [fp8_layer("tensor", 65, 33), fp8_layer("row", 1, 65), fp8_layer("mx", 40, 1)]
     run, found = compiled(nn.Sequential(*layers))
     run(on_gpu(49, 33).requires_grad_()).sum().backward()
     assert found == [3, 4], found  # mx: the one input is a block, 40 outputs and 49 rows are two each
@@ -191,7 +191,7 @@ def codecs() -> None:
         assert torch.mm(on_gpu(4, 4, dtype=torch.float16), on_gpu(4, 4, dtype=torch.float16)).dtype == torch.float16
 
 
-def _moved(model: nn.Module) -> nn.Module:
+def moved_to_gpu(model: nn.Module) -> nn.Module:
     """A scaled model from the CPU with every tensor replaced by a fake one on the GPU."""
     from dataclasses import replace
 
@@ -240,7 +240,7 @@ def scaled_training() -> None:
         model = scaled(Model(), method="scalify", compute="fp8", operand_scale=kind, strict=True)
         with fake_gpu():
             with products(9):
-                _moved(model)(_tokens()).backward()
+                moved_to_gpu(model)(_tokens()).backward()
             AdamW(model.parameters(), lr=1e-3).step()
 
 
@@ -251,7 +251,7 @@ def scaled_training_compiled() -> None:
     for kind in ("tensor", "row"):
         model = scaled(Model(), compute="fp8", operand_scale=kind, save_codes=False, strict=True)
         with fake_gpu():
-            run, found = compiled(_moved(model))
+            run, found = compiled(moved_to_gpu(model))
             run(_tokens()).backward()
             assert found == [3, 6], found
 

@@ -1,0 +1,117 @@
+"""Compile what lpconv runs on a GPU to machine code, on a machine without one, and see what it costs and rounds.
+
+    pip install triton     # 1 GB, for this benchmark alone
+    python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_compile.json    # all targets
+    python -m benchmarks.cross_compile --targets sm_90 --only "cast row"
+
+For each path (optimizer steps, casts, decoding, fp8 layers, training steps of small models) and target: kernels,
+registers, bytes that do not fit registers, bytes that the code reads and writes beside the least that it must. For
+optimizer steps, casts and decoding the PTX for sm_90 also runs on the CPU and is compared with eager mode bit for bit.
+
+What this cannot show: whether a GPU accepts the code, how fast it is, and the products, which cuBLASLt computes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.cross_compile.inductor import TARGETS
+
+_ROOT = Path(__file__).parents[2]
+_CHECKED = ("step", "round", "cast", "decode")  # paths without products
+
+
+def main() -> int:
+    """Write the results of all targets, each from a process of its own."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--only", default="", help="only paths whose names contain this")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        _work(options.worker, options.only)
+        return 0
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for target in options.targets:
+            rows += run_worker(target, options.only, Path(folder))
+    seconds = round(time.perf_counter() - start)
+    document = {"command": common.command(), **common.machine("triton"), "seconds": seconds, "rows": rows}
+    common.save(document, options.out)
+    return 0
+
+
+def run_worker(target: str, only: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of one target. `folder` is for the library that gives a torch for CPUs a device "cuda"."""
+    sys.path.append(str(_ROOT / "tests" / "cuda"))
+    from cuda_page import build_guard
+
+    library = folder / "guard.so"
+    if not torch.version.cuda and not library.exists():
+        build_guard(library)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.cross_compile", "--worker", target, "--only", only],
+        cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        env={
+            **os.environ, "LPCONV_COMPILE": "never", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests' / 'cuda'}",
+            **({"LD_PRELOAD": str(library)} if library.exists() else {}),
+        },
+    )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _work(target_name: str, only: str) -> None:
+    """Print a row as JSON for each path."""
+    os.environ.pop("LD_PRELOAD", None)  # compilers start here
+    from benchmarks.cross_compile.inductor import pretend
+
+    target = TARGETS[target_name]
+    pretend(target)
+    from benchmarks.cross_compile.paths import paths
+
+    for path in paths():
+        if only in path.name:
+            row = _row(path, target)
+            print(json.dumps(row), flush=True)
+            print(f"{target.name} {path.name}: {row['kernels']} kernels", file=sys.stderr)
+
+
+def _row(path: Any, target: Any) -> dict[str, Any]:
+    from benchmarks.cross_compile.check import compare, inputs_of
+    from benchmarks.cross_compile.machine_code import NotSupported, compile_kernel
+
+    graphs = path.graphs()
+    row: dict[str, Any] = {
+        "target": target.name,
+        "path": path.name,
+        "kernels": [len(g.calls) for g in graphs],
+        "products": [g.num_products for g in graphs],
+        "bytes_moved": sum(g.bytes_moved for g in graphs),
+    }
+    if path.elements:
+        row |= {"elements": path.elements, "least_bytes": sum(g.least_bytes for g in graphs)}
+    try:
+        codes = [compile_kernel(c.kernel, c.source, target) for g in graphs for c in g.calls]
+    except NotSupported as error:
+        return row | {"not_supported": str(error)}
+    row["registers"] = max((c.registers for c in codes), default=0)
+    row["spilled"] = sum(c.spilled for c in codes)
+    if target.name == "sm_90" and path.name.split()[0] in _CHECKED:
+        found = [compare(g, inputs_of(g), target) for g in graphs]
+        row["unequal"] = sum(d.unequal for d in found)
+        row["compared"] = sum(d.elements for d in found)
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""What lpconv compiles for a GPU: each path runs once, on fake tensors, while its graphs are kept."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from cuda_rehearsals import fake_gpu, fp8_layer, moved_to_gpu, on_gpu
+from torch import Tensor, nn
+
+from benchmarks.cross_compile.inductor import Graph, captured
+from lpconv.formats.spec import get_format
+from lpconv.kernels import FP8_RECIPES, quantise
+from lpconv.kernels.operands import OperandCast, encode_operand
+from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
+from lpconv.mcf.transforms import EXACT_OPTIONS
+from lpconv.optim.kernel import STEPS, _check_inputs, _compile
+from lpconv.optim.storage import VARIANTS
+from lpconv.scaled import scaled
+
+_ROWS, _COLUMNS = 1024, 4096  # of matrices
+_HIDDEN, _TOKENS = 512, 256  # of models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A path by name; `elements` is what bytes are counted per, None if no number of elements says much."""
+
+    name: str
+    run: Callable[[], None]
+    elements: int | None = None
+
+    def graphs(self) -> list[Graph]:
+        """The graphs that it compiles."""
+        with captured() as graphs:
+            self.run()
+        return graphs
+
+
+def paths() -> Iterator[Path]:
+    """All paths, by kind: optimizer steps, casts, layers, models."""
+    for name in STEPS:
+        for variant in VARIANTS if name == "adamw" else ("plus",):
+            yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=4096)
+    yield Path(name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=4096)
+    for kernel in (quantise._NEAREST, quantise._WIDE, quantise._STOCHASTIC):
+        name = kernel.function.__name__.strip("_")
+        yield Path(name=f"round {name} bf16", run=partial(_round, kernel), elements=65664)
+    for scale in ("static", "l2", "max", "tensor", "row", "mx"):
+        for axis in (-1, -2) if scale == "row" else (-1,):
+            along = {"row": " along columns" if axis == -2 else " along rows"}.get(scale, "")
+            yield Path(name=f"cast {scale}{along}", run=partial(_cast, scale, axis), elements=_ROWS * _COLUMNS)
+    for name in ("e4m3fn", "e5m2"):
+        yield Path(name=f"decode {name}", run=partial(_decode, name), elements=_ROWS * _COLUMNS)
+    for recipe in FP8_RECIPES:
+        yield Path(name=f"linear {recipe}", run=partial(_linear, recipe))
+    yield Path(name="linear bf16, uncast", run=partial(_linear, None))
+    for kind in ("llama", "bert"):
+        for method, compute in (("plain", "bf16"), ("unit", "fp8"), ("scalify", "fp8")):
+            yield Path(name=f"{kind} step {method} {compute}", run=partial(_model, kind, method))
+
+
+def on_fake_gpu(x: Tensor) -> Tensor:
+    """A fake CUDA tensor like `x`, which `real_value` finds again."""
+    fake = on_gpu(*x.shape, dtype=x.dtype)
+    fake.real_value = x  # type: ignore[attr-defined]
+    return fake
+
+
+def _step(name: str, variant: str, *, by_bits: bool = False) -> None:
+    storages = (VARIANTS[variant].weight, *VARIANTS[variant].moments)
+    storages = storages[: 1 + (1 if name in ("sgd", "lion") else 2)]
+    kind = STEPS[name]
+    step = kind.build(storages, nearest_by_bits if by_bits else nearest_by_cast)
+    parts, gradient, coefficients, random = _check_inputs(kind, storages, torch.device("cpu"))
+    with fake_gpu():
+        fakes = tuple(tuple(map(on_fake_gpu, p)) for p in parts), on_fake_gpu(gradient)
+        rest = tuple(map(on_fake_gpu, coefficients)), None if random is None else on_fake_gpu(random)
+        _compile(step, None if by_bits else EXACT_OPTIONS)(*fakes, *rest)
+
+
+def _round(kernel: Any) -> None:
+    examples = kernel.examples(torch.bfloat16, torch.device("cpu"))
+    with fake_gpu(), torch.no_grad():
+        torch.compile(kernel.function, dynamic=True, fullgraph=True)(*map(on_fake_gpu, examples))
+
+
+def _cast(scale: str, axis: int) -> None:
+    cast = OperandCast(scale=scale)
+
+    def function(x: Tensor, state: Tensor | None) -> tuple[Tensor, float | Tensor]:
+        return tuple(encode_operand(x, cast, axis=axis, state=state))  # type: ignore[return-value]
+
+    with fake_gpu(), torch.no_grad():
+        state = on_gpu(dtype=torch.float32) if scale == "static" else None
+        torch.compile(function, fullgraph=True)(on_gpu(_ROWS, _COLUMNS), state)
+
+
+def _decode(name: str) -> None:
+    from lpconv.kernels.decode import decode
+
+    with fake_gpu(), torch.no_grad():
+        codes = on_gpu(_ROWS, _COLUMNS, dtype=getattr(torch, get_format(name).torch or ""))
+        torch.compile(lambda c, s: decode(c) * s, fullgraph=True)(codes, on_gpu(_ROWS, 1))
+
+
+def _linear(recipe: str | None) -> None:
+    with fake_gpu():
+        layer: Any = nn.Linear(1, 1) if recipe is None else fp8_layer(recipe, _COLUMNS, 2 * _COLUMNS)
+        if recipe is None:
+            layer.weight, layer.bias = nn.Parameter(on_gpu(_COLUMNS, 2 * _COLUMNS)), nn.Parameter(on_gpu(_COLUMNS))
+        x = on_gpu(_TOKENS, 2 * _COLUMNS).requires_grad_()
+        torch.compile(layer, fullgraph=True)(x).float().square().sum().backward()
+
+
+def _model(kind: str, method: str) -> None:
+    model = _LLAMA() if kind == "llama" else _BERT()
+    if method == "plain":
+        model.to(torch.bfloat16)
+        with fake_gpu():
+            _to_gpu(model)
+    else:
+        model = scaled(model, method=method, compute="fp8", strict=True)
+    with fake_gpu():
+        model = model if method == "plain" else moved_to_gpu(model)
+        ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="cuda")
+        torch.compile(lambda: model(input_ids=ids, labels=ids).loss)().backward()
+
+
+def _to_gpu(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            module._parameters[name] = None if p is None else nn.Parameter(on_gpu(*p.shape, dtype=p.dtype))
+        for name, b in module._buffers.items():
+            module._buffers[name] = None if b is None else on_gpu(*b.shape, dtype=b.dtype)
+
+
+def _LLAMA() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=_HIDDEN, intermediate_size=3 * _HIDDEN, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=1024, use_cache=False,
+    ))  # fmt: skip
+
+
+def _BERT() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(
+        hidden_size=_HIDDEN, intermediate_size=4 * _HIDDEN, num_hidden_layers=1, num_attention_heads=8,
+        vocab_size=1024, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    ))  # fmt: skip
