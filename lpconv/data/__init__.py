@@ -13,13 +13,20 @@ from typing import Any
 from lpconv.errors import InputError
 from lpconv.lookup import find
 
-__all__ = ["SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "read_text", "text_at", "usual_seq_len"]
+__all__ = [
+    "FILE_KINDS", "SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "file_kind", "read_text", "text_at",
+    "usual_seq_len",
+]  # fmt: skip
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
 _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
 SEQ_LEN = 128  # default, if the model has that many positions
 
+FILE_KINDS = {
+    ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet",
+}  # fmt: skip
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
 
@@ -34,6 +41,11 @@ def demo_checkpoint() -> Path:
 def text_at(name: str) -> Path:
     """The text file for a name: a path, or ``demo`` for the plays that the demo checkpoint was trained on."""
     return demo_text("train") if name == "demo" else Path(name)
+
+
+def file_kind(path: Path) -> str:
+    """``text``, ``json``, ``csv`` or ``parquet`` by the suffix of a file; other files are text."""
+    return FILE_KINDS.get(path.suffix.lower(), "text")
 
 
 def read_text(path: Path, limit: int = -1) -> str:
@@ -58,8 +70,10 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
     """Raise as `read_text` does, and InputError for a text shorter than one sequence of `seq_len` tokens.
 
     Without a tokenizer each byte counts as a token, the upper bound. With a `tokenizer` (the path of a tokenizer.json)
-    the tokens of a short text are counted.
+    the tokens of a short text are counted. A file of rows only has to be there.
     """
+    if file_kind(path) != "text" and path.is_file() and path.stat().st_size:
+        return
     text = read_text(path, _LOOKED_AT)
     num, unit = len(text.encode()), "bytes"
     if tokenizer is not None and num < _MOST_BYTES * seq_len:

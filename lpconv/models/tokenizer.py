@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.data import read_text
+from lpconv.data.rows import text_of
 from lpconv.errors import InputError, UsageError
 from lpconv.models.quiet import quiet_transformers
 
@@ -112,12 +112,12 @@ class Tokens:
 
 
 def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> Tokens:
-    """Consecutive windows of a text file, each with the special tokens that the tokenizer adds to a text.
+    """Consecutive windows of a text file, or of the texts in a file of rows, each with the usual special tokens.
 
     Raises InputError for a file that is not text, is too short for one window, or has ids that the model does not
     embed.
     """
-    text = read_text(path, _MAX_CHARACTERS)
+    text = text_of(path, _MAX_CHARACTERS)
     ids = token_ids(tokenizer, text=text, add_special_tokens=False)
     prefix, suffix = special_tokens(tokenizer)
     room = seq_len - len(prefix) - len(suffix)

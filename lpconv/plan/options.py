@@ -114,7 +114,7 @@ class ConvertOptions:
         str | None,
         _what(
             "Calibration text, for --rounding gptq or otherwise for input scales of NVFP4 and "
-            "e4m3fn with one scale: a file, or demo for the sample text",
+            "e4m3fn with one scale: a file of text or rows, or demo for the sample text",
             default="inputs are not quantised",
             metavar="FILE",
             is_path=True,

@@ -4,9 +4,7 @@
 """
 
 import csv
-import functools
 import json
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -14,31 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import demo_text, read_text
+from lpconv.data import FILE_KINDS, demo_text, file_kind, read_text
+from lpconv.data.rows import TEXT_COLUMNS, datasets_library, read_file
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
 
-# The builder of `datasets` for a file by suffix; other files are text.
-_BUILDERS = {
-    ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
-    ".parquet": "parquet",
-}  # fmt: skip
-_TEXTS, _LABELS = ("text", "sentence", "content", "source", "input"), ("label", "labels", "target", "output", "summary")
+_LABELS = ("label", "labels", "target", "output", "summary")
 _OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
 _QUICK_BYTES = 64 * 2**20  # takes about a second to read
 
 
 def _is_file_name(name: str) -> bool:
     """Whether `--data` is a file rather than a data set on the hub."""
-    return Path(name).exists() or looks_like_path(name) or Path(name).suffix in _BUILDERS
+    return Path(name).exists() or looks_like_path(name) or Path(name).suffix in FILE_KINDS
 
 
 def is_text(name: str) -> bool:
     """Whether `--data` is a file of plain text."""
-    return _is_file_name(name) and _BUILDERS.get(Path(name).suffix.lower(), "text") == "text"
+    return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 
 def check_data(options: FinetuneOptions) -> None:
@@ -91,10 +85,10 @@ def _plain(name: str) -> str:
 def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
     """The columns of texts and labels, by their usual names unless given. Raises UsageError if one is missing."""
     name = str(options.data)
-    text = _column(columns, options.text_column, _TEXTS, name)
+    text = _column(columns, options.text_column, TEXT_COLUMNS, name)
     if text is None:
         raise UsageError(
-            f"`{name}` has no text column called {' or '.join(_TEXTS)}",
+            f"`{name}` has no text column called {' or '.join(TEXT_COLUMNS)}",
             hint=f"pass --text-column with one of: {', '.join(columns)}",
         )
     label = _column(columns, options.label_column, _LABELS, name)
@@ -121,7 +115,7 @@ def _columns(path: Path) -> Sequence[str] | None:
     """Column names from the head of a file; None if only `datasets` can determine them."""
     suffix = path.suffix.lower()
     try:
-        if _BUILDERS.get(suffix, "text") == "text":
+        if file_kind(path) == "text":
             return ("text",)
         if suffix in (".csv", ".tsv"):
             with path.open(encoding="utf-8-sig", newline="") as file:
@@ -168,7 +162,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
     missing columns.
     """
     if options.data is None:
-        parts = {split: _read(str(demo_text(split))) for split in ("train", "heldout")}
+        parts = {split: read_file(demo_text(split)) for split in ("train", "heldout")}
         return Rows(
             train=parts["train"],
             held_out=parts["heldout"],
@@ -189,22 +183,12 @@ def read_rows(options: FinetuneOptions) -> Rows:
     return Rows(train=train, held_out=held_out, text=text, label=label, words=Path(options.data).name)
 
 
-@functools.cache
-def _datasets() -> Any:
-    """The library with progress bars and logging turned off; our errors contain what it would log."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    return datasets
-
-
 def _splits(name: str) -> tuple[Any, Any | None]:
     """(training part, held-out part or None) of a file or a data set on the hub."""
     if _is_file_name(name):
-        return _read(name), None
+        return read_file(Path(name)), None
     try:
-        dataset = _datasets().load_dataset(name)
+        dataset = datasets_library().load_dataset(name)
     except Exception as e:  # datasets raises many kinds, including connection errors
         raise InputError(
             f"cannot load the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
@@ -212,25 +196,6 @@ def _splits(name: str) -> tuple[Any, Any | None]:
         ) from e
     train = dataset.get("train") or next(iter(dataset.values()))
     return train, next((dataset[s] for s in ("validation", "test") if s in dataset), None)
-
-
-def _read(name: str) -> Any:
-    path = Path(name)
-    builder = _BUILDERS.get(path.suffix.lower(), "text")
-    if builder == "text":  # one text: lines are not documents
-        return _datasets().Dataset.from_dict({"text": [read_text(path)]})
-    options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
-    try:
-        dataset = _datasets().load_dataset(builder, data_files=str(path), split="train", **options)
-    except Exception as e:  # each builder raises its own
-        cause = e.__cause__ or e
-        why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise InputError(
-            f"`{name}` cannot be read as {builder}: {why}", hint="check that its suffix matches its contents"
-        ) from e
-    if len(dataset) == 0:
-        raise InputError(f"`{name}` has no rows", hint="pass a file with rows in it")
-    return dataset
 
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:

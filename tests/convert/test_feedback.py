@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -20,7 +21,7 @@ from lpconv.convert.calibrate import job_windows
 from lpconv.convert.gptq import inverse_factor, round_with_feedback
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.errors import LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import digest_of
@@ -429,6 +430,25 @@ def test_moments_that_do_not_fit_are_collected_in_more_passes(
         monkeypatch.setattr(feedback, "MOMENTS_BYTES", room)
         rounded(plain, tmp_path / name, **INT4)
     assert (tmp_path / "usual" / FILE).read_bytes() == (tmp_path / "short" / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+def test_a_file_of_rows_calibrates_like_its_texts(plain: Path, tmp_path: Path, suffix: str) -> None:
+    texts = demo_text("heldout").read_text()[:30_000].split("\n\n")
+    (tmp_path / "rows.txt").write_text("\n\n".join(x for x in texts if x.strip()))
+    rows = datasets.Dataset.from_dict({"number": [*range(len(texts))], "text": texts})
+    write = {"jsonl": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[suffix]
+    write(str(tmp_path / f"rows.{suffix}"))
+    for name in ("txt", suffix):
+        rounded(plain, tmp_path / name, calibrate=str(tmp_path / f"rows.{name}"), **INT4)
+    assert (tmp_path / "txt" / FILE).read_bytes() == (tmp_path / suffix / FILE).read_bytes()
+
+
+def test_rows_without_texts_are_refused(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"number": 1}\n')
+    with pytest.raises(InputError, match="no text column") as caught:
+        rounded(plain, tmp_path / "output", calibrate=str(tmp_path / "rows.jsonl"), **INT4)
+    assert "number" in str(caught.value.hint)
 
 
 def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
