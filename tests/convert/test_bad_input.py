@@ -53,7 +53,7 @@ class TestPickles:
         error = refusal(run, output)
         assert isinstance(error, InputError)
         assert "weights_only" in str(error.hint)
-        assert "would run `posix.mkdir`" in str(error)
+        assert "`posix.mkdir`" in str(error)
         assert "torch." not in str(error).replace(str(bin_file), ""), "its advice is how to run the code after all"
         assert not proof.exists()
         torch.load(bin_file, weights_only=False)
@@ -78,12 +78,12 @@ class TestPickles:
     @pytest.mark.parametrize(
         ("content", "says"),
         [
-            ([torch.ones(2, 2)], "dictionary of tensors"),
-            (torch.ones(2, 2), "dictionary of tensors"),
-            ({"state_dict": {"a": torch.ones(2)}}, "not a tensor"),
-            ({"epoch": 3}, "not a tensor"),
-            ({0: torch.ones(2)}, "not the name"),
-            ({"__metadata__": torch.ones(2)}, "not the name"),
+            ([torch.ones(2, 2)], "dictionary"),
+            (torch.ones(2, 2), "dictionary"),
+            ({"state_dict": {"a": torch.ones(2)}}, "`state_dict`"),
+            ({"epoch": 3}, "`epoch`"),
+            ({0: torch.ones(2)}, ": 0 is"),
+            ({"__metadata__": torch.ones(2)}, "'__metadata__'"),
             ({"a\nb": torch.ones(2)}, "unprintable"),
             ({"\udcff": torch.ones(2)}, "unprintable"),
             ({"a": torch.zeros(1).expand(2**50)}, "claims"),
@@ -152,7 +152,7 @@ class TestConfig:
         data = (output / "model.safetensors").read_bytes()
         (output / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         again = tmp_path / "again"
-        with pytest.raises(InputError, match="has changed since its residual was written"):
+        with pytest.raises(InputError, match=r"`model\.safetensors`.*residual"):
             convert(str(output), again, ConvertOptions())
         assert not published(again)
 
@@ -162,14 +162,14 @@ class TestFiles:
 
     def test_no_weights(self, run: Run, source: Path, output: Path) -> None:
         (source / "model.safetensors").unlink()
-        assert "no weights" in refusal(run, output).message
+        assert "weights" in refusal(run, output).message
 
     def test_several_weight_files_and_no_index(self, run: Run, source: Path, output: Path) -> None:
         for name in ("one", "two"):
             (source / "model.safetensors").rename(source / f"{name}.safetensors")
             write_checkpoint(source)
         (source / "model.safetensors").unlink()
-        assert "no index" in refusal(run, output).message
+        assert "2 safetensors" in refusal(run, output).message
 
     @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
     def test_a_link_out_of_the_directory(self, run: Run, source: Path, output: Path, tmp_path: Path, name: str) -> None:
@@ -179,21 +179,21 @@ class TestFiles:
         (source / name).symlink_to(secret)
         error = refusal(run, output)
         assert isinstance(error, InputError)
-        assert "points outside" in error.message
+        assert f"`{source / name}` points" in error.message
 
     @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-    @pytest.mark.parametrize("kind", ["link to itself", "pipe", "directory link"])
+    @pytest.mark.parametrize("kind", ["self-link", "pipe", "directory"])
     def test_not_a_file(self, run: Run, source: Path, output: Path, name: str, kind: str) -> None:
         (source / name).unlink(missing_ok=True)
         if kind == "pipe":
             os.mkfifo(source / name)
         else:
-            (source / name).symlink_to(name if kind == "link to itself" else ".")
+            (source / name).symlink_to(name if kind == "self-link" else ".")
         assert isinstance(refusal(run, output), InputError)
 
     def test_an_index_that_is_a_pipe_is_not_waited_for(self, run: Run, source: Path, output: Path) -> None:
         os.mkfifo(source / "model.safetensors.index.json")
-        assert "not a regular file" in refusal(run, output).message
+        assert "regular" in refusal(run, output).message
 
     def test_links_inside_the_directory_are_followed(self, run: Run, source: Path, output: Path) -> None:
         (source / "tokenizer.json").write_text("[]")
@@ -254,18 +254,18 @@ class TestIndex:
     @pytest.mark.parametrize(
         ("weight_map", "says"),
         [
-            ({"a": "{1}", "b": "model-00003-of-00003.safetensors"}, "do not exist"),
-            ({"a": "{1}", "b": "{1}"}, "no file"),
-            ({"a": "{2}", "b": "{1}"}, "but it is in"),
-            ({"a": "{1}", "b": "{2}", "c": "{2}"}, "no file"),
-            ({"a": "{1}", "b": "../source/{2}"}, "not a file of this directory"),
-            ({"a": "{1}", "b": "/etc/passwd"}, "not a file of this directory"),
-            ({"a": "{1}", "b": ""}, "not a file of this directory"),
-            ({"a": "{1}", "b": "."}, "not a regular file"),
-            ({"a": "{1}", "b": "x\0y"}, "not a file of this directory"),
-            ({"a": "{1}", "b": "..\\x"}, "not a file of this directory"),
-            ({"a": "{1}", "b": 2}, "not a file of this directory"),
-            ({"a": "{1}", "b": "config.json"}, "safetensors file"),
+            ({"a": "{1}", "b": "model-00003-of-00003.safetensors"}, "`model-00003-of-00003.safetensors`"),
+            ({"a": "{1}", "b": "{1}"}, "tensor `b`"),
+            ({"a": "{2}", "b": "{1}"}, "tensor `a` in `model-00002"),
+            ({"a": "{1}", "b": "{2}", "c": "{2}"}, "tensor `c`"),
+            ({"a": "{1}", "b": "../source/{2}"}, "'../source/"),
+            ({"a": "{1}", "b": "/etc/passwd"}, "'/etc/passwd'"),
+            ({"a": "{1}", "b": ""}, "tensor `b` into ''"),
+            ({"a": "{1}", "b": "."}, "regular"),
+            ({"a": "{1}", "b": "x\0y"}, "'x\\x00y'"),
+            ({"a": "{1}", "b": "..\\x"}, "'..\\\\x'"),
+            ({"a": "{1}", "b": 2}, "tensor `b` into 2"),
+            ({"a": "{1}", "b": "config.json"}, "/config.json`"),
             ({}, "no weight_map"),
             (None, "no weight_map"),
             ([], "no weight_map"),
@@ -290,7 +290,7 @@ class TestIndex:
 
     def test_one_name_in_two_shards(self, run: Run, source: Path, output: Path) -> None:
         shutil.copy(source / "model-00001-of-00002.safetensors", source / "model-00002-of-00002.safetensors")
-        assert "`a` occurs in" in refusal(run, output).message
+        assert "`a` occurs" in refusal(run, output).message
 
     def test_a_shard_that_is_missing(self, run: Run, source: Path, output: Path) -> None:
         (source / "model-00002-of-00002.safetensors").unlink()

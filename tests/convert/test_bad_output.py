@@ -53,12 +53,12 @@ class TestReadingAnOutput:
         found = self.check(output, source, "weights")
         assert not found.passed
         assert any("SHA-256" in p for p in found.problems)
-        assert any("tensor" in p or "safetensors file" in p for p in found.problems[1:])
+        assert any("tensor" in p for p in found.problems[1:])
 
     def test_another_source(self, run: Run, source: Path, output: Path, tmp_path: Path) -> None:
         run()
         other = write_checkpoint(tmp_path / "other", {"different": torch.ones(2, 2)})
-        with pytest.raises(InputError, match="not the checkpoint that was converted"):
+        with pytest.raises(InputError, match="`different`"):
             self.check(output, other, "weights")
 
     def test_codes_without_their_scale(self, run: Run, output: Path, tmp_path: Path) -> None:
@@ -66,25 +66,25 @@ class TestReadingAnOutput:
         stored = load_file(output / "model.safetensors")
         del stored["layer.weight_scale"]
         save_file(stored, output / "model.safetensors")
-        assert "no scale for the codes" in self.restored(output, tmp_path).message
+        assert "`layer.weight`" in self.restored(output, tmp_path).message
 
     def test_codes_of_another_shape_or_dtype(self, run: Run, output: Path, tmp_path: Path) -> None:
         run()
         stored = load_file(output / "model.safetensors")
         for changed in (stored["layer.weight"][:, :4], stored["layer.weight"].float(), stored["layer.weight"][0]):
             save_file(stored | {"layer.weight": changed.clone()}, output / "model.safetensors")
-            assert "not stored as lpconv.json describes" in self.restored(output, tmp_path).message
+            assert "`layer.weight`" in self.restored(output, tmp_path).message
 
-    @pytest.mark.parametrize("change", ["root", "residual taken", "residual elsewhere", "unknown form"])
+    @pytest.mark.parametrize("change", ["root", "taken", "elsewhere", "form"])
     def test_a_residual_that_is_not_of_these_weights(self, run: Run, output: Path, tmp_path: Path, change: str) -> None:
         run(method="collage", residual="exact16")
         index = output / "collage" / "residual.json"
         if change == "root":
             data = (output / "model.safetensors").read_bytes()
             (output / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        elif change == "residual taken":
+        elif change == "taken":
             (output / "collage" / "residual.safetensors").unlink()
-        elif change == "residual elsewhere":
+        elif change == "elsewhere":
             (output / "collage" / "residual.safetensors").rename(tmp_path / "residual.safetensors")
             index.write_text(index.read_text().replace("collage/residual", "../residual"))
         else:
@@ -119,9 +119,9 @@ def test_a_list_of_hashes_that_leaves_the_folder_is_refused(tmp_path: Path) -> N
     (tmp_path / "secret").write_text("x")
     with (tmp_path / "out" / "SHA256SUMS").open("a") as sums:
         sums.write(f"{hashlib.sha256(b'x').hexdigest()}  ../secret\n")
-    with pytest.raises(InputError, match="not a hash and a"):
+    with pytest.raises(InputError, match=r"SHA256SUMS`.*\.\./secret"):
         verify_output(tmp_path / "out", VerifyOptions(), progress=Silent())
-    with pytest.raises(InputError, match="not a hash and a"):
+    with pytest.raises(InputError, match=r"SHA256SUMS`.*\.\./secret"):
         restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
 
 

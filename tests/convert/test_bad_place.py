@@ -39,7 +39,7 @@ class TestOutput:
         run(force=True, format="bf16")
         (output / "lpconv.json").unlink()
         before = files_of(output)
-        with pytest.raises(OutputExistsError, match="does not delete it"):
+        with pytest.raises(OutputExistsError, match=r"output`.*--force"):
             run(force=True)
         assert files_of(output) == before
 
@@ -64,13 +64,13 @@ class TestOutput:
     def test_a_source_inside_an_older_output_survives_force(self, run: Run, output: Path) -> None:
         run()
         inner = write_checkpoint(output / "source")
-        with pytest.raises(OutputExistsError, match="lies inside"):
+        with pytest.raises(OutputExistsError, match=f"inside `{output}`"):
             convert(str(inner), output, ConvertOptions(force=True))
         assert (inner / "model.safetensors").exists()
 
     def test_restore_does_not_replace_what_it_reads(self, run: Run, output: Path) -> None:
         run()
-        with pytest.raises(OutputExistsError, match="same directory"):
+        with pytest.raises(OutputExistsError, match="same"):
             restore(output, output, force=True, progress=Silent())
 
     def test_restore_replaces_an_earlier_restore_only(self, run: Run, output: Path, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ class TestOutput:
         restore(output, back, force=True, progress=Silent())
         assert files_of(back) == first
         (back / "lpconv.json").unlink()
-        with pytest.raises(OutputExistsError, match="does not delete it"):
+        with pytest.raises(OutputExistsError, match=r"back`.*--force"):
             restore(output, back, force=True, progress=Silent())
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -124,7 +124,7 @@ class TestFullDisk:
             patch.setattr(os, call, full)
             error = refusal(run, output)
         assert isinstance(error, ResourceError)
-        assert "no space left" in error.message
+        assert f"{output}.partial" in error.message
         assert "--resume" in str(error.hint)
         run(resume=True)
         assert load_file(output / "model-00003-of-00003.safetensors").keys() == {
@@ -136,16 +136,19 @@ class TestFullDisk:
         options = ConvertOptions(format="fp32", verify="none", workers=1)
         with mounted(tmp_path / "small", "size=6m") as folder:
             output = folder / "output"
-            with pytest.raises(ResourceError, match="of disk"):
+            with pytest.raises(ResourceError, match=r"0\.01 GB .* 0\.01 GB"):
                 convert(str(source), output, options)
             (source / "big.txt").write_bytes(bytes(3 * 2**20))
             monkeypatch.setattr("lpconv.convert.run.check_disk", lambda *_: None)  # the space goes while we write
-            with pytest.raises(ResourceError, match="no space left"):
+            with pytest.raises(ResourceError, match=r"big\.txt`"):
                 convert(str(source), output, options)
             assert not published(output)
 
     def test_a_read_only_file_system(self, source: Path, tmp_path: Path) -> None:
-        with mounted(tmp_path / "read-only", "ro") as folder, pytest.raises(ResourceError, match="cannot write"):
+        with (
+            mounted(tmp_path / "read-only", "ro") as folder,
+            pytest.raises(ResourceError, match=os.strerror(errno.EROFS)),
+        ):
             convert(str(source), folder / "output", ConvertOptions(verify="none", workers=1))
 
 

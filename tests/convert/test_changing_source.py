@@ -75,7 +75,7 @@ def test_a_pickle_that_is_cut_while_it_is_mapped(tmp_path: Path) -> None:
     torch.save({"w.weight": torch.ones(512, 512)}, source / "pytorch_model.bin")
     opened = open_source(Checkpoint.open(source))
     os.truncate(source / "pytorch_model.bin", 1000)  # reading on would end the process with SIGBUS
-    with pytest.raises(InputError, match="became shorter"):
+    with pytest.raises(InputError, match=r"`pytorch_model\.bin`.*shorter"):
         read_tensor(opened, "w.weight")
 
 
@@ -111,13 +111,13 @@ class TestFinished:
     def test_a_source_that_is_younger(self, run: Run, source: Path) -> None:
         run()
         os.utime(source / "model.safetensors")
-        with pytest.raises(OutputExistsError, match="source files"):
+        with pytest.raises(OutputExistsError, match="files"):
             run(resume=True)
 
     def test_an_output_that_was_damaged(self, run: Run, output: Path) -> None:
         run()
         (output / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(OutputExistsError, match="no longer matches its SHA-256"):
+        with pytest.raises(OutputExistsError, match=r"`model.safetensors`.*SHA-256"):
             run(resume=True)
 
     def test_another_source(self, run: Run, output: Path, tmp_path: Path) -> None:

@@ -78,9 +78,18 @@ NUM_CODED = {**dict.fromkeys((*PRESETS, *MIXED), 7), "FP8_BLOCK": 6, "W8A16": 6}
 
 def test_a_known_family_is_converted_without_transformers(tmp_path: Path) -> None:
     tiny("llama", tmp_path / "source")
-    code = "import sys\nsys.modules['transformers'] = None\nfrom lpconv.cli.main import app\napp()"
+    program = "import sys\nsys.modules['transformers'] = None\nfrom lpconv.cli.main import app\napp()"
     options = ["--method", "unit", "--format", "e4m3fn", "--layout", "compressed-tensors", "--verify", "weights"]
-    command = [sys.executable, "-c", code, "convert", str(tmp_path / "source"), "-o", str(tmp_path / "out"), *options]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "convert",
+        str(tmp_path / "source"),
+        "-o",
+        str(tmp_path / "out"),
+        *options,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     quantised = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert quantised["ignore"] == ["lm_head"]
@@ -251,7 +260,7 @@ def test_a_real_encoder_with_excluded_layers(tmp_path: Path) -> None:
 def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     """GPT-2's matrices belong to `Conv1D`: codes in them would be read as numbers."""
     options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
-    with pytest.raises(UnsupportedError, match="no tensor would be converted: not a Linear weight"):
+    with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)"):
         plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
 
 

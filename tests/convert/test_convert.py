@@ -108,7 +108,7 @@ def test_a_residual_of_other_weights_is_refused(tmp_path: Path) -> None:
     data[-1] ^= 1
     path.write_bytes(data)
     rehash(tmp_path / "out")
-    with pytest.raises(InputError, match="has changed"):
+    with pytest.raises(InputError, match=r"`model\.safetensors`.*residual"):
         restore(tmp_path / "out", tmp_path / "back", force=False, progress=Silent())
     assert not (tmp_path / "back").exists()
 
@@ -140,7 +140,7 @@ def test_a_model_that_does_not_run_here_is_refused_before_anything_is_written(tm
     source = tiny("llama", tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     own = {"architectures": ["MyLM"], "model_type": "my", "auto_map": {"AutoModelForCausalLM": "my.MyLM"}}
-    for changes, words in ((own, "Python code that comes with"), ({"head_dim": "x"}, "head_dim': .*expected")):
+    for changes, words in ((own, "`MyLM`"), ({"head_dim": "x"}, "head_dim': .*expected")):
         (source / "config.json").write_text(json.dumps(config | changes))
         for asked in ({"verify": "logits"}, {"gates": ("top1>=0.5",)}):
             with pytest.raises(UnsupportedError, match=words):
@@ -189,7 +189,7 @@ def test_a_tied_weight_written_twice_is_stored_once(tmp_path: Path) -> None:
 
     state["lm_head.weight"][0, 0] += 1
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="values differ"):
+    with pytest.raises(InputError, match=r"`lm_head\.weight`.*`model\.embed_tokens\.weight`"):
         run(source, tmp_path / "other", method="unit")
 
 
@@ -239,7 +239,7 @@ def test_a_plan_says_how_large_codes_are_that_it_starts_from(tmp_path: Path) -> 
     run("demo", tmp_path / "codes", format="e4m3fn", verify="none")
     size = (tmp_path / "codes/model.safetensors").stat().st_size
     (warning,) = plan(str(tmp_path / "codes"), tmp_path / "out", ConvertOptions(method="collage")).warnings
-    assert f"{size / 1e3:.3g} kB on disk" in warning
+    assert f"{size / 1e3:.3g} kB" in warning
     assert plan("demo", tmp_path / "out", ConvertOptions(method="collage")).warnings == ()
 
 

@@ -130,10 +130,10 @@ def ignored_by(path: Path) -> list[str]:
         (
             "W4A16",
             {"exclude": ("*.experts.1.*",)},
-            "all experts of a layer",
+            r"experts\.1\.w1\.weight`.*format",
         ),
-        ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, "all experts of a layer"),
-        ("FP8", {"calibrate": "demo"}, "the inputs of experts"),
+        ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, r"experts\.0\.w2\.weight`.*format"),
+        ("FP8", {"calibrate": "demo"}, "--calibrate"),
     ],
 )
 def test_half_of_the_experts_is_refused(layout: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_half_of_the_experts_is_refused(layout: str, more: dict[str, Any], said:
 @pytest.mark.parametrize("layout", ["FP8_DYNAMIC", "fp8"])
 def test_several_experts_in_one_tensor_are_refused_by_name(layout: str, tmp_path: Path) -> None:
     source = granite_moe(tmp_path / "source")
-    with pytest.raises(UnsupportedError, match=r"input_linear\.weight` contains all experts of a layer") as refused:
+    with pytest.raises(UnsupportedError, match=r"block_sparse_moe\.input_linear\.weight`") as refused:
         plan(str(source), tmp_path / "out", options_of(layout))
     assert refused.value.hint is not None
     assert "--exclude '*block_sparse_moe*'" in refused.value.hint
@@ -161,12 +161,12 @@ def test_nvfp4_of_experts_has_a_second_scale_only_where_it_is_asked_for(tmp_path
     assert {x for n, x in factors.items() if "experts" not in n} != {1.0}
     assert lpconv_verifies(tmp_path / "out", source)
     exact = convert(str(source), tmp_path / "exact", options_of("NVFP4A16", scale="exact"))
-    assert any("48371" in w and "wrong weights" in w for w in exact.warnings)
+    assert any("48371" in w for w in exact.warnings)
     factors = {n: float(x) for n, x in load_file(tmp_path / "exact/model.safetensors").items() if "global" in n}
     assert min(factors.values()) > 1000
     tensors = load_file(source / "model.safetensors")
     save_file({n: x / 16 for n, x in tensors.items()}, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match="too small for e4m3fn scales alone"):
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1\.weight`.* 0\.001 .*e4m3fn"):
         convert(str(source), tmp_path / "small", options_of("NVFP4A16"))
 
 
@@ -224,6 +224,6 @@ assert not info["unexpected_keys"] and not info["mismatched_keys"], info
 def test_an_output_that_inspect_calls_wrong_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpconv.plan.files._kept_modules", lambda *_: [])
     source = tiny("llama", tmp_path / "source")
-    with pytest.raises(VerificationError, match=r"k_proj.*config\.json does not exclude it"):
+    with pytest.raises(VerificationError, match=r"k_proj.*config\.json"):
         convert(str(source), tmp_path / "out", options_of("FP8", exclude=("*.0.*k_proj*",)))
     assert not (tmp_path / "out").exists()

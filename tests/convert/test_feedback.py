@@ -113,7 +113,7 @@ def test_outputs_of_layers_change_less_and_the_output_verifies(plain: Path, tmp_
     assert all(r.num_inputs == 512 for r in found.values())
     assert result.calibration is not None
     assert result.calibration.num_tokens == 512
-    assert bool(result.calibration.absmax) == (kind == "nvfp4 and inputs")
+    assert bool(result.calibration.absmax) == ("inputs" in kind)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["output"]
     assert not list((tmp_path / "output").glob("journal*"))
     check = verified(tmp_path / "output", plain)
@@ -469,7 +469,7 @@ def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
         ({"method": "collage"}, "method `collage`.*residual"),
         ({"method": "multipoint"}, "method `multipoint`.*follow from the scales"),
         ({"format": "fp16"}, "format `fp16`"),
-        ({**INT4, "calibrate": None}, "needs a text"),
+        ({**INT4, "calibrate": None}, "gptq.*calibrate"),
         ({**INT4, "rounding": "nearest", "calibrate": None}, "--calibration-tokens"),
         ({**INT4, "rounding": "nearest", "calibration_tokens": None, "calibration_seed": 1}, "--calibration-seed"),
     ],
@@ -506,5 +506,4 @@ def test_the_report_says_what_feedback_won(plain: Path, tmp_path: Path) -> None:
     assert share_text(after, 1) in said
     assert share_text(before, 1) in said
     page = (tmp_path / "output" / "report.html").read_text(encoding="utf-8")
-    assert page.count("Output error, nearest") == 2  # of each layer, and of each tensor
-    assert "Input scales are stored" not in page
+    assert page.count(", nearest<") == 2  # of each layer, and of each tensor

@@ -117,7 +117,7 @@ def test_the_reader_of_others_decodes_the_same(method: str, outputs: dict[str, P
                 assert torch.equal(got.view(form.shape), stored.tensor(name))
     found = inspect(outputs[method])
     assert not found.problems
-    assert all("in different ways" in w or "larger than" in w for w in found.warnings), found.warnings
+    assert all(".weight`" in w for w in found.warnings), found.warnings
 
 
 def modules_of(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -193,19 +193,19 @@ def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -
     made = ConvertedFacts(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
     assert FineGrained.config_entries(made)
     for ignored in ("up", "model"):
-        with pytest.raises(UnsupportedError, match=f"`model.up` along with `{ignored}`"):
+        with pytest.raises(UnsupportedError, match=rf"`model\.up`.* `{ignored}`"):
             FineGrained.config_entries(replace(made, ignored=[ignored]))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--format", "e4m3fn"), "cannot store method unit in e4m3fn"),
-        (("--format", "e4m3fn", "--granularity", "row"), "with a scale per row"),
-        (("--format", "e2m1", "--granularity", "mx"), "cannot store method unit in e2m1"),
-        (("--format", "int4", "--granularity", "group:32"), "cannot store method unit in int4"),
-        (("--method", "collage"), "cannot store method collage"),
-        (("--format", "e4m3fn", "--granularity", "mx", "--rule", "*mlp*=e2m1"), "cannot store that"),
+        (("--format", "e4m3fn"), "`transformers`"),
+        (("--format", "e4m3fn", "--granularity", "row"), " row\n"),
+        (("--format", "e2m1", "--granularity", "mx"), " e2m1 "),
+        (("--format", "int4", "--granularity", "group:32"), " int4 "),
+        (("--method", "collage"), " collage "),
+        (("--format", "e4m3fn", "--granularity", "mx", "--rule", "*mlp*=e2m1"), "`*mlp*=e2m1`"),
     ],
 )
 def test_what_the_layout_cannot_hold_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:

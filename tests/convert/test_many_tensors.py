@@ -38,7 +38,7 @@ def test_the_page_of_many_tensors_lists_the_worst_and_a_sample(tmp_path: Path) -
     options = ConvertOptions(format="e4m3fn", verify="weights")
     done = [convert(str(many(tmp_path / f"in{n}", n)), tmp_path / f"out{n}", options) for n in (20, 1500)]
     few, all_of_many = ((tmp_path / f"out{n}" / "report.html").read_text() for n in (20, 1500))
-    assert "Every tensor" in few
+    assert few.count(' class="left name">layers') >= 20
     rows = all_of_many.count(' class="left name">layers')
     assert 500 <= rows <= 2100, "tensors and layers"
     assert "of 1,500 tensors" in all_of_many

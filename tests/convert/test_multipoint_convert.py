@@ -146,7 +146,7 @@ def test_families_convert_and_open(tmp_path: Path, kind: str) -> None:
 
 def test_saving_is_refused_with_the_way_out(outputs: dict[str, Path], tmp_path: Path) -> None:
     model = lpconv.hf.load(outputs["int4"])
-    with pytest.raises(ValueError, match=r"fitted by `lpconv convert`.*dequantize"):
+    with pytest.raises(ValueError, match=r"`lpconv convert`.*`model\.dequantize\(\)`"):
         model.save_pretrained(tmp_path / "codes")
     model.dequantize()
     model.save_pretrained(tmp_path / "plain")
@@ -235,7 +235,9 @@ def test_rows_that_are_too_short_are_kept_and_say_so(tmp_path: Path) -> None:
     source = tiny("llama", tmp_path / "source")
     result = run(source, tmp_path / "out", verify="weights")
     reasons = {t.reason for t in result.tensors if len(t.shape) == 2 and t.shape[1] == 32 and "proj" in t.name}
-    assert reasons == {"4.5 bits are too few for rows of 32 elements"}
+    (reason,) = reasons
+    assert "4.5 bits" in reason
+    assert "32 elements" in reason
 
 
 def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> None:
@@ -249,16 +251,16 @@ def test_names_that_points_would_take_are_refused(run: Run, source: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget_bits": 4.0}, "is too small for int4"),
-        ({"budget_bits": math.nan}, "is too small for int4"),
-        ({"format": "int8", "budget_bits": 4.5}, "is too small for int8"),
+        ({"budget_bits": 4.0}, " 4 bits .* int4"),
+        ({"budget_bits": math.nan}, "nan .* int4"),
+        ({"format": "int8", "budget_bits": 4.5}, " 4\\.5 bits .* int8"),
         ({"points_max": 0}, "--points-max 0 "),
         ({"points_max": 9}, "--points-max 9 "),
-        ({"format": "fp16"}, "does not write format `fp16`"),
-        ({"residual": "bf16"}, "does not store a residual"),
-        ({"rules": (FormatRule(pattern="*", format="int8"),)}, "only one format, here int4"),
-        ({"method": "unit", "budget_bits": 9.0}, "bit budget"),
-        ({"method": "collage", "points_max": 2}, "bit budget"),
+        ({"format": "fp16"}, "format `fp16`"),
+        ({"residual": "bf16"}, "residual"),
+        ({"rules": (FormatRule(pattern="*", format="int8"),)}, "`\\*=int8`.* int4"),
+        ({"method": "unit", "budget_bits": 9.0}, "`unit`"),
+        ({"method": "collage", "points_max": 2}, "`collage`"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:

@@ -83,7 +83,7 @@ def changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], An
 
 def test_what_is_missing_is_refused_unless_it_is_allowed(models: Callable[[str], Path], tmp_path: Path) -> None:
     contents = Checkpoint.open(changed(models("llama"), tmp_path / "less", lambda state: state.pop(DOWN)))
-    with pytest.raises(InputError, match=r"the files lack 1 weight of `LlamaForCausalLM`.*down_proj") as caught:
+    with pytest.raises(InputError, match=r" 1 .*`LlamaForCausalLM`.*down_proj") as caught:
         check_complete(contents, allow_missing=False)
     assert caught.value.details["missing"] == [DOWN]
     assert check_complete(contents, allow_missing=True) == (DOWN,)
@@ -91,7 +91,7 @@ def test_what_is_missing_is_refused_unless_it_is_allowed(models: Callable[[str],
 
 def test_another_shape_is_refused_whatever_is_allowed(models: Callable[[str], Path], tmp_path: Path) -> None:
     contents = Checkpoint.open(changed(models("llama"), tmp_path / "other", lambda state: None, intermediate_size=80))
-    with pytest.raises(InputError, match=r"6 weights in another shape .* is \(64, 32\), not \(80, 32\)|\(32, 64\)"):
+    with pytest.raises(InputError, match=r"6 weights .* is \((64, 32|32, 64)\), not \((80, 32|32, 80)\)"):
         check_complete(contents, allow_missing=True)
 
 
