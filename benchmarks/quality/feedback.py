@@ -30,15 +30,15 @@ from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 LENGTH, WINDOWS = 128, 16
 INT4, NVFP4 = "--format int4 --granularity group:32", "--scheme NVFP4A16"
-GPTQ, SEARCH = "--rounding gptq", "--scale search"
+GPTQ, SEARCH, USUAL = "--rounding gptq", "--scale search", "--scale pow2"  # NVFP4 searches by default
 CASES = {
     "int4 g32, nearest": INT4,
     "int4 g32, search": f"{INT4} {SEARCH}",
     "int4 g32, gptq": f"{INT4} {GPTQ}",
     "int4 g32, gptq and search": f"{INT4} {GPTQ} {SEARCH}",
-    "nvfp4, nearest": NVFP4,
+    "nvfp4, nearest": f"{NVFP4} {USUAL}",
     "nvfp4, search": f"{NVFP4} {SEARCH}",
-    "nvfp4, gptq": f"{NVFP4} {GPTQ}",
+    "nvfp4, gptq": f"{NVFP4} {USUAL} {GPTQ}",
     "nvfp4, gptq and search": f"{NVFP4} {GPTQ} {SEARCH}",
 }
 

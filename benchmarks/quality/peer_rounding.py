@@ -1,0 +1,96 @@
+"""Round a model with another package, in an environment that has that package. `peers.py` starts this file.
+
+    ENVIRONMENT/bin/python peer_rounding.py JOB.json
+
+The job names the peer, its method, the layout ("int4", "nvfp4", "mxfp4" or "fp8", and the group size), the source, the
+output, and a file of token ids for calibration. This file imports neither lpconv nor the other benchmarks. Settings are
+the peer's defaults unless the method's name says otherwise. Embeddings and heads stay as they are.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+_PRESETS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC"}
+_NVFP4_OBSERVERS = {"mse": "nvfp4_expanded_mse", "imatrix_mse": "nvfp4_expanded_imatrix"}
+
+
+def opened(job: dict[str, Any]) -> tuple[Any, Any, Tensor]:
+    """The source in the dtype of its files, its tokenizer, and the token ids of the calibration text, [N, L]."""
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
+    ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))
+    return model, AutoTokenizer.from_pretrained(job["model"]), ids
+
+
+def left_out(model: nn.Module, group: int | None) -> list[str]:
+    """Linear layers that stay as they are: the head, and layers whose rows are not whole groups."""
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return [name for name, m in linear.items() if name == "lm_head" or m.in_features % (group or 1)]
+
+
+def llm_compressor(job: dict[str, Any]) -> None:
+    """Methods: "gptq" or "awq", and an observer of scales after a space, such as "gptq imatrix_mse"."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    torch.Tensor.pin_memory = lambda self, device=None: self  # AWQ of version 0.14.0.1 stops without an accelerator
+    model, tokenizer, ids = opened(job)
+    method, _, observer = job["method"].partition(" ")
+    scheme = preset_name_to_scheme(_PRESETS.get(job["element"], "W4A16"), ["Linear"])
+    if job["element"] == "int4":
+        scheme.weights.group_size = job["group"]
+    if observer:
+        scheme.weights.observer = _NVFP4_OBSERVERS[observer] if job["element"] == "nvfp4" else observer
+    settings = {"config_groups": {"group_0": scheme}, "ignore": left_out(model, job["group"])}
+    recipe = [GPTQModifier(**settings)] if method == "gptq" else [AWQModifier(), QuantizationModifier(**settings)]
+    text = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
+    oneshot(
+        model=model, tokenizer=tokenizer, recipe=recipe, dataset=text, num_calibration_samples=len(ids),
+        max_seq_length=ids.shape[1], shuffle_calibration_samples=False, batch_size=8,
+    )  # fmt: skip
+    model.save_pretrained(job["output"], save_compressed=True)
+
+
+def auto_round(job: dict[str, Any]) -> None:
+    """Methods: the number of tuning steps per block; 0 is rounding to nearest with searched scales."""
+    from auto_round import AutoRound
+
+    model, tokenizer, ids = opened(job)
+    scheme = {"int4": "W4A16", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}[job["element"]]
+    kept = left_out(model, job["group"])
+    made = AutoRound(
+        model, tokenizer, scheme=scheme, group_size=job["group"], act_bits=16, iters=int(job["method"]),
+        dataset=[x[None] for x in ids], nsamples=len(ids), seqlen=ids.shape[1], device_map="cpu",
+        layer_config={name: {"bits": 16} for name in kept if name != "lm_head"},
+    )  # fmt: skip
+    made.quantize_and_save(job["output"], format=job.get("format", "llm_compressor"))
+
+
+def gptqmodel(job: dict[str, Any]) -> None:
+    """Methods: "gptq"."""
+    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # version 7.6.0 stops on two cores without it
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))
+    config = QuantizeConfig(bits=4, group_size=job["group"], sym=True, desc_act=False, device="cpu")
+    model = GPTQModel.load(job["model"], config, backend=BACKEND.TORCH)
+    model.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids], batch_size=8)
+    model.save(job["output"])
+
+
+PEERS = {"llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel}
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    torch.manual_seed(0)
+    PEERS[asked["peer"]](asked)
