@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,13 @@ _SAMPLED = 1024  # rows of a weight used for its output errors
 _INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
 
 
-class Matrix(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
     """Matrix `index` of the stored tensor `name`, which holds `count`: one, or one for each expert."""
 
     name: str
-    index: int = 0
-    count: int = 1
+    index: int
+    count: int
 
     @property
     def kind(self) -> str:
@@ -47,7 +47,7 @@ def _matrices_in(weight: CodedTensor) -> Iterator[Matrix]:
         size = math.prod(piece.form.shape[-2:])
         if size and piece.start % size == 0 and len(piece) % size == 0:
             for index in range(piece.start // size, piece.stop // size):
-                yield Matrix(piece.form.name, index, piece.form.num_elements // size)
+                yield Matrix(name=piece.form.name, index=index, count=piece.form.num_elements // size)
 
 
 @dataclass(kw_only=True, eq=False)
