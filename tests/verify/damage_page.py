@@ -48,6 +48,10 @@ as take about five seconds of CPU time, and three pieces of each of the others. 
 elements were compared, and the probability of missing one bad block, which is 0 if all were compared. `lpconv
 verify --level weights` compares all of them.
 
+**After error feedback** (`--rounding gptq`), codes do not follow from the source alone. They are compared with a hash
+and a bound, and recorded output errors are [recomputed](methods/gptq.md#what-is-recorded) on the calibration text,
+if it is there.
+
 **On other machines**, sums differ in their last bits if the processor has other vector instructions, and so do RMS,
 exact scales and fitted points. Then the recorded figures need not match to the last bit, and scales may differ as
 long as no block's squared error grows by more than 0.1 %. A manipulation within these limits is not detected.
