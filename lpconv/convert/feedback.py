@@ -42,7 +42,7 @@ from lpconv.plan.options import FEEDBACK_BITS
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
-from lpconv.report.convert_words import output_errors
+from lpconv.report.tensors import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small

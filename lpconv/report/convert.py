@@ -19,9 +19,10 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensor_charts import flat_sqnr_text, rms_chart, sqnr_chart
+from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_chart, sqnr_chart
 from lpconv.report.tensors import (
     converted_tensors,
+    output_errors,
     worst_tensors,
 )
 from lpconv.report.verify import outcome_of, verification_section
@@ -45,6 +46,7 @@ def convert_document(result: ConvertResult) -> Document:
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
+            section("", feedback_chart(result.tensors)),
             section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
             verification_section(result.verify),
             section("", rms_chart(replace(result, tensors=listed))),
@@ -121,6 +123,7 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
         Tile(label="Tensors converted", figure=count_text(len(changed)), detail=total),
         _sqnr_tile(changed),
         _outputs_tile(result),
+        *_feedback_tile(result),
         Tile(label="Time", figure=duration_text(result.seconds), detail=f"{rate} read and written"),
         Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="peak RSS of the process"),
     )
@@ -144,6 +147,15 @@ def _outputs_tile(result: ConvertResult) -> Tile:
     as_they_are = ", inputs not rounded" if has_input_scales(result) else ""
     detail = f"relative error to the source's{as_they_are}"
     return Tile(label=label, figure=error_text(logits.rel_error), detail=detail)
+
+
+def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
+    """How much of the output error of layers error feedback removed; empty without it."""
+    errors = output_errors(t.rounding for t in result.tensors)
+    if errors is None:
+        return ()
+    detail = f"{share_text(errors[1], 1)} instead of {share_text(errors[0], 1)} to nearest"
+    return (Tile(label="Output error removed", figure=share_text(errors[0] - errors[1], errors[0]), detail=detail),)
 
 
 def _opening_section(result: ConvertResult) -> Section | None:

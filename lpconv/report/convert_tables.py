@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from lpconv.report.convert_words import error_causes, output_errors
+from lpconv.report.convert_words import error_causes
 from lpconv.report.document import Cell, Row, Section, Table, section
 from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
 from lpconv.report.tensors import (
@@ -13,6 +13,7 @@ from lpconv.report.tensors import (
     in_layer_order,
     layer_groups,
     num_elements,
+    output_errors,
     worst_tensors,
 )
 from lpconv.results import ConvertResult, TensorRecord

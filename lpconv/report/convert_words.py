@@ -10,9 +10,9 @@ from lpconv.report.numbers import (
     size_text,
     sqnr_text,
 )
-from lpconv.report.tensors import converted_tensors, has_finer_scales, num_elements, worst_tensors
+from lpconv.report.tensors import converted_tensors, has_finer_scales, num_elements, output_errors, worst_tensors
 from lpconv.report.verify import outcome_of, verify_headline
-from lpconv.results import ConvertResult, RoundingRecord, TensorRecord
+from lpconv.results import ConvertResult, TensorRecord
 
 _METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
 
@@ -95,18 +95,10 @@ def _feedback_sentence(result: ConvertResult) -> str:
         return ""
     before, after = errors
     return (
-        f"Error feedback on {_text_words(result)} keeps the outputs of layers: on average {share_text(after, 1)} of "
-        f"their squared size is lost, {share_text(before, 1)} by rounding to nearest."
+        f"Error feedback on {_text_words(result)} removed {share_text(before - after, before)} of the error of layer "
+        f"outputs: on average {share_text(after, 1)} of their squared size is lost, and {share_text(before, 1)} by "
+        "rounding to nearest."
     )
-
-
-def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, float] | None:
-    """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
-    errors = [(r.nearest_error, r.output_error) for r in records if r is not None]
-    if not errors:
-        return None
-    before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
-    return before, after
 
 
 def _stored_form(result: ConvertResult) -> str:

@@ -3,13 +3,21 @@
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
 
 from lpconv.formats.spec import FORMATS
-from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, series_kind, stepped_axis
-from lpconv.report.numbers import name_list, number_text, plural, scale_text, sqnr_text
-from lpconv.report.tensors import converted_tensors, has_finer_scales, in_layer_order, modules_of
+from lpconv.report.charts import SYMBOLS, Axis, Box, Chart, Mark, Tick, number_axis, series_kind, stepped_axis
+from lpconv.report.numbers import name_list, number_text, plural, scale_text, share_text, sqnr_text
+from lpconv.report.tensors import (
+    converted_tensors,
+    has_finer_scales,
+    in_layer_order,
+    layer_groups,
+    modules_of,
+    output_errors,
+)
 from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 # Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
@@ -144,6 +152,36 @@ def sqnr_chart(runs: Sequence[tuple[str, Sequence[_Measured]]], *, noun: str = "
         legend=legend if len(runs) > 1 else (),
         dividers=_module_dividers(tensors),
         is_wide=True,
+    )
+
+
+def feedback_chart(tensors: Sequence[TensorRecord]) -> Chart | None:
+    """The mean output error of each module, to nearest and with error feedback; None without error feedback."""
+    errors = {m: e for m, group in layer_groups(tensors).items() if (e := output_errors(t.rounding for t in group))}
+    whole = output_errors(t.rounding for t in tensors)
+    if whole is None:
+        return None
+    nearest = Mark(kind="series-0", shape="circle", title="to nearest")
+    feedback = Mark(kind="series-1", shape="square", title="with error feedback")
+    marks = []
+    for i, (module, (before, after)) in enumerate(errors.items()):
+        ends = ((i + 0.5, before), (i + 0.5, after))
+        marks.append(Mark(kind="move", shape="line", points=ends))
+        marks += [replace(m, title=module, points=(p,)) for m, p in zip((nearest, feedback), ends, strict=True)]
+    return Chart(
+        title="Output error of each layer",
+        description="Mean squared error of layer outputs on the calibration text, relative to their size. Lower is "
+        f"better. Over all layers, {share_text(whole[0], 1)} is lost to nearest and {share_text(whole[1], 1)} with "
+        "error feedback.",
+        x=Axis(
+            low=0,
+            high=len(errors),
+            label="layer",
+            ticks=tuple(Tick(at=i + 0.5, label=m.rpartition(".")[2], has_line=False) for i, m in enumerate(errors)),
+        ),
+        y=number_axis(0.0, 1.05 * max(max(e) for e in errors.values()) or 1.0, text=lambda e: share_text(e, 1)),
+        marks=tuple(marks),
+        legend=(nearest, feedback),
     )
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
+from lpconv.results import ComparedTensor, ConvertResult, RoundingRecord, TensorRecord
 
 T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 
@@ -111,3 +111,12 @@ def layer_groups(tensors: Iterable[TensorRecord]) -> dict[str, list[TensorRecord
 def has_finer_scales(result: ConvertResult) -> bool:
     """Whether scales are finer than one per tensor."""
     return bool(result.options.get("granularity", "tensor") != "tensor")
+
+
+def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, float] | None:
+    """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
+    errors = [(r.nearest_error, r.output_error) for r in records if r is not None]
+    if not errors:
+        return None
+    before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+    return before, after

@@ -13,13 +13,14 @@ from lpconv.report.convert import convert_document, plan_document
 from lpconv.report.convert_compare import compare_conversions
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
 from lpconv.report.html import html
-from lpconv.report.tensor_charts import rms_chart, sqnr_chart
+from lpconv.report.tensor_charts import feedback_chart, rms_chart, sqnr_chart
 from lpconv.report.terminal import terminal
 from lpconv.results import (
     ByteCounts,
     ConvertResult,
     GateRecord,
     LogitsCheck,
+    RoundingRecord,
     SourceRecord,
     TensorRecord,
     VerifyResult,
@@ -246,3 +247,21 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
 
 def test_equal_results_give_equal_pages() -> None:
     assert html(convert_document(llama_result())) == html(convert_document(llama_result()))
+
+
+def test_error_feedback_shows_the_error_of_each_layer_before_and_after() -> None:
+    record = RoundingRecord(output_error=0.001, nearest_error=0.004, num_inputs=8192, max_steps=3.0, sha256="0" * 64)
+    tensors = tuple(replace(t, rounding=record) if ".layer." in t.name else t for t in coded())
+    result = replace(calibrated_result(), tensors=tensors)
+    chart = feedback_chart(tensors)
+    assert chart is not None
+    assert [tick.label for tick in chart.x.ticks] == list("012345")
+    assert {m.points[0][1] for m in chart.marks if m.shape == "square"} == {0.001}
+    document = convert_document(result)
+    tile = next(t for t in document.tiles if t.label == "Output error removed")
+    assert (tile.figure, tile.detail) == ("75 %", "0.1 % instead of 0.4 % to nearest")
+    assert "removed 75 % of the error of layer outputs" in document.summary
+
+
+def test_rounding_to_nearest_has_no_chart_of_output_errors() -> None:
+    assert feedback_chart(bert_result().tensors) is None
