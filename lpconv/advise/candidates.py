@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import GPTQ, ConvertOptions
 from lpconv.plan.patterns import parse_rule
+from lpconv.plan.settings import fill_options
 
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
@@ -32,6 +34,18 @@ def conversions() -> dict[str, Settings]:
     named = {describe_conversion(settings): settings for settings in candidates.values()}
     assert len(named) == len(candidates)
     return named
+
+
+def with_feedback(settings: Settings, text: str) -> Settings | None:
+    """The same conversion with error feedback on `text`, and searched scales if it can have them; None if it cannot."""
+    asked = settings | {"rounding": GPTQ, "calibrate": text}
+    for further in ({"scale": "search"}, {}):
+        try:
+            fill_options(convert_options(asked | further))
+        except UsageError:
+            continue
+        return asked | further
+    return None
 
 
 def _settings(method: Method) -> Iterator[Settings]:
@@ -76,4 +90,6 @@ def describe_conversion(settings: Settings) -> str:
         words += f", {settings['budget_bits']:g} bits"
     if "granularity" in settings:
         words += f", {_WORDS.get(settings['granularity'], settings['granularity'])}"
+    if "rounding" in settings:
+        words += f", {settings['rounding']}{' and scale search' if 'scale' in settings else ''}"
     return words

@@ -7,6 +7,9 @@ differences. The first trial is the smallest conversion with little noise. If it
 until one certainly does not keep it, or has so much more noise that it cannot; otherwise larger ones follow until one
 keeps it. All others are larger than the answer, or noisier than a conversion that failed. A conversion whose interval
 leaves this open rules out nothing.
+
+Error feedback keeps the size but takes minutes, and its noise in the weights is larger by design. So it is tried last,
+on the conversions smaller than the answer, the largest first, until one does not keep the quality.
 """
 
 import math
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lpconv.advise.candidates import Settings, conversions
+from lpconv.advise.candidates import Settings, conversions, describe_conversion, with_feedback
 from lpconv.advise.choice import judge_row
 from lpconv.advise.forecast import opened_in
 from lpconv.advise.options import Budget
@@ -42,12 +45,16 @@ _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quali
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened."""
+    """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened.
+
+    `text` is a text file for error feedback, or None without one.
+    """
 
     subject: Subject
     budget: Budget
     forecasts: dict[str, dict[str, Any]]
     progress: Progress
+    text: str | None = None
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
@@ -60,6 +67,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
     start = is_little.index(True) if any(is_little) else len(front) - 1
     smaller, larger = front[:start], front[start:]
     kept = missed = False
+    answer_bytes = math.inf
     last_s = -math.inf  # seconds of the last trial
     while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
         limit = deadline.part(_SHARE)
@@ -68,7 +76,7 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
         known = [row]
         if row.gap is not None and row.gap.high <= quality:
             known += _ruled_out(larger, f"larger than {row.name}, which is good enough")
-            kept = True
+            kept, answer_bytes = True, row.size_bytes or math.inf
         if row.gap is not None and row.gap.low > quality:
             known += _ruled_out(smaller, f"noisier than {row.name}, which is not good enough")
             missed = True
@@ -76,6 +84,26 @@ def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[A
             known += _ruled_out(smaller, f"much noisier than {row.name}, so its gap would exceed the limit")
             missed = True
         yield known
+    yield from _measure_feedback(trial, [r for r in front if (r.size_bytes or math.inf) < answer_bytes], deadline)
+
+
+def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
+    """Yield `rows`, smallest first, with error feedback instead of rounding to nearest, as far as there is time."""
+    waiting = []
+    for row in rows:
+        settings = with_feedback(row.settings, trial.text) if trial.text else None
+        if settings is not None:
+            why = "it needs calibration, and there was no time left to try it"
+            name = describe_conversion(settings)
+            waiting.append(replace(row, name=name, settings=settings, status="unmeasured", noise=None, why=why))
+    yield waiting
+    last_s = 0.0
+    while waiting and last_s < deadline.left_s:
+        limit = deadline.part(_SHARE)
+        row = measure(trial, waiting.pop(), limit)
+        last_s = limit.spent_s
+        is_over = row.gap is None or row.gap.low > trial.budget.quality
+        yield [row, *(_ruled_out(waiting, f"smaller than {row.name}, which is not good enough") if is_over else [])]
 
 
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
@@ -117,8 +145,10 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     """Measure the gap of a sampled row and check it against the budget; windows are run as time allows."""
     subject = trial.subject
     trial.progress.start(f"trying {row.name}", 0)
+    start_s = deadline.spent_s
     try:
         model, records = open_converted(subject, row.settings, trial.progress)
+        calibration_s = deadline.spent_s - start_s if "rounding" in row.settings else None
         gap = _gap(subject, model, trial.budget.quality, deadline)
         if subject.metric == "output":
             gap = replace(gap, low=max(gap.low, 0.0))  # relative errors are not negative
@@ -128,7 +158,8 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     if not math.isfinite(gap.value):
         return replace(row, status="failed", why="the model's outputs are not finite")
     sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
-    return judge_row(replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures), trial.budget)
+    known = replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures, calibration_s=calibration_s)
+    return judge_row(known, trial.budget)
 
 
 def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> GapEstimate:

@@ -112,8 +112,9 @@ def _job(model: str, row: AdviceRow, options: AdviseOptions) -> dict[str, Any]:
     kind = {} if row.purpose == "infer" else {"kind": "finetune"}
     name = os.path.abspath(model) if os.path.isdir(model) else model
     settings = _settings(row, options)
-    if os.path.exists(settings.get("data", "")):
-        settings["data"] = os.path.abspath(settings["data"])
+    for text in ("data", "calibrate"):
+        if os.path.exists(settings.get(text, "")):
+            settings[text] = os.path.abspath(settings[text])
     return {"id": row.purpose, **kind, "model": name, **settings}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lpconv.advise.candidates import Settings, convert_options
 from lpconv.advise.options import AdviseOptions
 from lpconv.convert.preview import decoded_tensors
+from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
 from lpconv.models.load import load_from_state
 from lpconv.models.quiet import quiet_transformers
@@ -30,6 +31,7 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.staging import Staging
 from lpconv.train.data import is_text, read_rows
 from lpconv.verify.logits import compare_outputs, outputs_of
 
@@ -153,8 +155,13 @@ def job_of(subject: Subject, settings: Settings) -> Iterator[Job]:
 
 def open_converted(subject: Subject, settings: Settings, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:
     """The model as it would open from the output of a conversion, and the record of each tensor."""
-    with job_of(subject, settings) as job:
-        state, records = decoded_tensors(job, progress)
+    with (
+        job_of(subject, settings) as job,
+        tempfile.TemporaryDirectory() as folder,
+        Staging(Path(folder) / "advised", {}, force=False) as staging,
+        with_error_feedback(job, staging, progress) as rounded,
+    ):
+        state, records = decoded_tensors(rounded, progress)
     return subject.with_tensors(state), records
 
 

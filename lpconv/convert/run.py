@@ -163,7 +163,7 @@ def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
         calibration = _calibration(job, staging, request.progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        with _with_error_feedback(job, staging, request.progress) as job:
+        with with_error_feedback(job, staging, request.progress) as job:
             result = _carry_out(job, staging, request, calibration)
         job.watch.check()
         if not result.verify.passed:
@@ -197,7 +197,7 @@ def _working_folder(job: Job) -> Staging:
 
 
 @contextlib.contextmanager
-def _with_error_feedback(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
+def with_error_feedback(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
     """The job itself when rounding to nearest, else with codes from error feedback, whose files are then deleted."""
     if job.plan.options.rounding == NEAREST:
         yield job

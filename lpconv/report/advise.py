@@ -98,6 +98,8 @@ def _why(row: AdviceRow) -> str:
         return row.why if row.status in ("pruned", "unmeasured") else f"failed: {row.why}"
     counted = plural(row.gap.count, "window" if row.purpose == "infer" else "seed")
     is_known = math.isfinite(row.gap.high)
+    if row.calibration_s is not None:
+        counted += f", calibrated in {duration_text(row.calibration_s)}"
     return counted if row.meets or not is_known else f"{counted}; not certain to stay within the budget"
 
 
@@ -197,6 +199,11 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
         yield (
             "Products were computed in fp32 with the stored weights. A model in 16 bits also rounds its activations, "
             "which the gap does not include."
+        )
+    if result.options.get("data") and any(r.calibration_s for r in measured):
+        yield (
+            "Candidates with gptq were calibrated on the text on which they were tested, so they may keep less of the "
+            "quality on other text."
         )
     tried, whole = result.steps_tried, int(result.options["steps"])
     if any(r.purpose == "train" for r in measured) and tried < whole:

@@ -28,7 +28,7 @@ class AdviceRow:
     measurement), "unmeasured" (time ran out, or the user stopped) or "failed"; `why` gives the reason. `noise` is the
     noise-to-signal ratio of a sample of the weights, `sqnr_db` the lowest SQNR of a tensor; `figures` are further
     metrics for gates. `memory_from` and `time_from` name the origin of memory and step time. `meets`: the gap with its
-    interval, and the memory, are within the budget.
+    interval, and the memory, are within the budget. `calibration_s` is the time that error feedback took, if any.
     """
 
     purpose: Purpose
@@ -46,6 +46,7 @@ class AdviceRow:
     step_time_s: float | None = None
     time_from: str = ""
     meets: bool | None = None
+    calibration_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

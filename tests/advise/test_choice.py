@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 from advice_examples import a_row, gap
 
+from lpconv.advise import infer
+from lpconv.advise.candidates import describe_conversion, with_feedback
 from lpconv.advise.choice import best, judge_row, rank_rows
-from lpconv.advise.infer import least_gap, prune_rows
+from lpconv.advise.infer import Trial, least_gap, measure_conversions, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
+from lpconv.advise.subject import Deadline
 from lpconv.advise.train import Ends, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.errors import UsageError
 from lpconv.plan.options import ConvertOptions
+from lpconv.progress import Silent
 from lpconv.results import AdviceRow
 from lpconv.student import estimate_mean
 from lpconv.train.options import FinetuneOptions
@@ -135,3 +139,54 @@ def test_a_gap_grows_with_the_noise_of_weights_and_that_of_outputs_with_its_root
     assert least_gap(noisy, known, "loss") == pytest.approx(100 * known.gap.low)
     assert least_gap(noisy, known, "output") == pytest.approx(10 * known.gap.low)
     assert least_gap(noisy, replace(known, noise=0.0), "loss") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"method": "unit", "format": "int4", "granularity": "group:32"}, ", gptq and scale search"),
+        ({"method": "unit", "format": "e4m3fn"}, ", gptq"),
+        ({"method": "unit", "format": "fp16"}, None),
+        ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, None),
+    ],
+)
+def test_candidates_with_error_feedback(settings: dict[str, object], name: str | None) -> None:
+    found = with_feedback(settings, "demo")
+    assert (None if found is None else describe_conversion(found).removeprefix(describe_conversion(settings))) == name
+
+
+@pytest.mark.parametrize(
+    ("high", "measured", "left"),
+    [
+        (0.009, ["int4", "e2m1"], []),  # int4 is good enough, so the smaller e2m1 is tried
+        (0.05, ["int4"], ["e2m1"]),
+    ],
+)
+def test_error_feedback_is_tried_on_what_is_smaller_than_the_answer(
+    high: float, measured: list[str], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded to nearest, e4m3fn is good enough and int4 is not."""
+
+    def screened(fmt: str, size: int, noise: float) -> AdviceRow:
+        settings = {"method": "unit", "format": fmt, "granularity": "mx" if fmt == "e2m1" else "group:32"}
+        if fmt == "e4m3fn":
+            settings["granularity"] = "row"
+        return replace(a_row(fmt, size_bytes=size, settings=settings, status="unmeasured", gap=None), noise=noise)
+
+    def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
+        tried.append(row)
+        good = row.settings["format"] == "e4m3fn"
+        width = 0.001
+        value = 0.001 if good else high - width if "rounding" in row.settings else 0.2
+        return replace(row, status="measured", gap=gap(value, width))
+
+    tried: list[AdviceRow] = []
+    rows = [screened("e2m1", 400, 2e-2), screened("int4", 500, 1e-2), screened("e4m3fn", 1000, 1e-4)]
+    monkeypatch.setattr(infer, "_screen", lambda trial: rows)
+    monkeypatch.setattr(infer, "measure", measure)
+    subject = type("Subject", (), {"metric": "loss"})()
+    trial = Trial(subject=subject, text="demo", budget=Budget(), forecasts={}, progress=Silent())
+    known = {r.name: r for update in measure_conversions(trial, Deadline(60)) for r in update}
+    feedback = {r.settings["format"]: r.status for r in known.values() if "rounding" in r.settings}
+    assert [r.settings["format"] for r in tried if "rounding" in r.settings] == measured
+    assert {f for f, status in feedback.items() if status == "pruned"} == set(left)
