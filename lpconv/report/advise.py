@@ -48,7 +48,7 @@ def _verdict(result: AdviceResult) -> Verdict | None:
         return None
     parts = (f"{r.row or 'nothing'} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
     is_whole = all(r.row for r in result.recommendations)
-    return Verdict(outcome="passed" if is_whole else "not run", text=f"recommended: {'; '.join(parts)}")
+    return Verdict(outcome="passed" if is_whole else "not run", text=f"Recommended: {'; '.join(parts)}")
 
 
 def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section | None:

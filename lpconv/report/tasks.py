@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lpconv.report.document import Section, Table, section
+from lpconv.report.document import Section, Table, Tile, section
 from lpconv.report.numbers import MISSING, count_text, number_text, plural, share_text
 from lpconv.results import TaskCheck
 
@@ -19,6 +19,13 @@ def task_text(check: TaskCheck) -> str:
     word = "loses" if check.drop.value > 0 else "gains"
     gain = _gain_text(check, abs(check.drop.value)).removeprefix("+")
     return f"{word} {gain} on {check.task} ({check.metric}, {questions})"
+
+
+def task_tile(check: TaskCheck) -> Tile:
+    """The gain in one score as a headline number, or the score if there is no gain to give."""
+    figure = _gain_text(check, 0.0 - check.drop.value) if check.drop else _score_text(check, check.score)
+    detail = f"{plural(check.num_questions, 'question')}, answered by both models"
+    return Tile(label=f"{check.task}, {check.metric}", figure=figure, detail=detail)
 
 
 def tasks_section(checks: Sequence[TaskCheck]) -> Section | None:

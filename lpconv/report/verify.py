@@ -19,7 +19,7 @@ from lpconv.report.document import (
     sections_of,
 )
 from lpconv.report.numbers import MISSING, count_text, error_text, name_list, number_text, plural, share_text, sqnr_text
-from lpconv.report.tasks import task_text, tasks_section
+from lpconv.report.tasks import task_text, task_tile, tasks_section
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
@@ -85,6 +85,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
     if logits and logits.perplexity is not None:
         detail = f"{_perplexity(logits.source_perplexity)} for the other model"
         tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
+    tiles += map(task_tile, result.tasks)
     if not tiles and result.hash:
         detail = f"{count_text(len(result.hash.mismatched))} differ"
         tiles.append(Tile(label="Files", figure=count_text(result.hash.num_files), detail=detail))

@@ -45,7 +45,7 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
     document = advice_document(an_advice(a_row(), failed, pruned))
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
-    assert document.verdict.text.startswith("recommended: unit e4m3fn, rows for inference")
+    assert document.verdict.text.startswith("Recommended: unit e4m3fn, rows for inference")
     assert [code.lines for code in document.all_of(Code)] == [("lpconv x",)]
     table, *_ = document.all_of(Table)
     assert [(row[0], row[-1]) for row in table.rows] == [
@@ -60,7 +60,7 @@ def test_without_a_recommendation_the_verdict_is_no_pass() -> None:
     nothing = Recommendation(purpose="train", row=None, words="Nothing.", command=None)
     verdict = advice_document(an_advice(recommendations=(nothing,))).verdict
     assert verdict is not None
-    assert (verdict.outcome, verdict.text) == ("not run", "recommended: nothing for training")
+    assert (verdict.outcome, verdict.text) == ("not run", "Recommended: nothing for training")
 
 
 def test_the_front_marks_what_is_recommended_and_leaves_out_what_was_not_measured() -> None:

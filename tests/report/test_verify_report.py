@@ -9,9 +9,11 @@ from lpconv.report.document import Checks, Document, Table
 from lpconv.report.verify import verify_document
 from lpconv.results import (
     ComparedTensor,
+    GapEstimate,
     GateRecord,
     HashCheck,
     LogitsCheck,
+    TaskCheck,
     Verification,
     VerifyResult,
     WeightsCheck,
@@ -94,3 +96,16 @@ def test_an_error_names_the_first_problems_and_counts_the_rest() -> None:
     failed = VerifyResult(level="weights", passed=False, problems=tuple("abcd"), gates=(gate,))
     assert failed.failures[-1] == "gate `sqnr>=99` met 31.2903"
     assert failed.failure == "a; b; c; and 2 more"
+
+
+def test_answers_to_tasks_are_a_step_a_headline_and_a_table() -> None:
+    drop = GapEstimate(value=0.025, low=0.005, high=0.045, count=400)
+    task = TaskCheck(
+        task="quiz", metric="acc", num_questions=400, score=0.5, source_score=0.525, drop=drop, num_lost=14, num_won=4
+    )
+    document = described(level="weights", passed=True, weights=weights(), tasks=(task,))
+    assert steps(document)["task"] == ("passed", "loses 2.5 ± 2.0 points on quiz (acc, 400 questions)")
+    tile = next(t for t in document.tiles if t.label == "quiz, acc")
+    assert tile.figure == "-2.5 ± 2.0 points"
+    (table,) = (b for b in document.section("Answers to tasks").blocks if isinstance(b, Table))
+    assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 ± 2.0 points", "14", "4"),)
