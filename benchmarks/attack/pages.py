@@ -25,6 +25,8 @@ COMMANDS = {
     "runs/unit/report.html": "convert demo --method unit --format e4m3fn -o runs/unit",
     "runs/collage/report.html": "convert demo --method collage -o runs/collage",
     "runs/failed.failed/report.html": "convert demo --gate sqnr>=99 -o runs/failed",
+    "runs/gptq/report.html": "convert demo --scheme W4A16 --rounding gptq --calibrate demo -o runs/gptq",
+    "advice/advice.html": "advise demo --for infer --budget quality=0.004,minutes=3 -o advice",
     "verify.html": "verify runs/unit --against demo --data text.txt --max-tokens 512 --html verify.html",
     "compare.html": "report runs/unit runs/collage --html compare.html",
     "runs/probe/report.html": "probe demo -o runs/probe",

@@ -102,7 +102,7 @@ def _conversion_header(result: ConvertResult) -> dict[str, object]:
 
 def _is_foreign(result: ConvertResult) -> bool:
     """Whether the output has a third-party layout."""
-    return result.options.get("layout", "lpconv") != "lpconv"
+    return bool(result.options.get("layout", "lpconv") != "lpconv")
 
 
 def _is_hub_id(result: ConvertResult) -> bool:

@@ -6,7 +6,16 @@ from typing import TypeAlias
 
 from lpconv.report.convert_words import error_causes
 from lpconv.report.document import Cell, Row, Section, Table, section
-from lpconv.report.numbers import count_text, error_text, number_text, scale_text, shape_text, size_text, sqnr_text
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    error_text,
+    number_text,
+    scale_text,
+    shape_text,
+    size_text,
+    sqnr_text,
+)
 from lpconv.report.tensors import (
     action_groups,
     converted_tensors,
@@ -19,7 +28,7 @@ from lpconv.report.tensors import (
 from lpconv.results import ConvertResult, TensorRecord
 
 _MOST = 1000  # most tensors and layers on a page
-_FEEDBACK = ("Output error, nearest", "Output error")  # columns of error feedback
+_FEEDBACK = "Output error, %"  # the column of error feedback
 _WORST, _GROUPS = 10, 12  # most tensors and groups of tensors on a terminal
 
 # Columns of a table of tensor records, by heading.
@@ -79,9 +88,9 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
     columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
     has_feedback = output_errors(t.rounding for t in tensors) is not None
     table = Table(
-        columns=(*columns, "Saturated", "To zero", *(_FEEDBACK if has_feedback else ())),
+        columns=(*columns, "Saturated", "To zero", *([_FEEDBACK] if has_feedback else [])),
         rows=tuple(
-            _layer_row(module, group) + (_feedback_cells(group) if has_feedback else ())
+            _layer_row(module, group) + ((_feedback_cell(group),) if has_feedback else ())
             for module, group in list(groups.items())[:_MOST]
         ),
         has_names=True,
@@ -91,9 +100,12 @@ def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
     return section(f"By layer{of_all}", table, only="page")
 
 
-def _feedback_cells(tensors: Sequence[TensorRecord]) -> tuple[Cell, ...]:
-    """Mean output errors to nearest and with error feedback."""
-    return tuple(_number(error_text(e), e) for e in output_errors(t.rounding for t in tensors) or (None, None))
+def _feedback_cell(tensors: Sequence[TensorRecord]) -> Cell:
+    """Mean output errors to nearest and with error feedback: "0.34 → 0.14" per cent."""
+    errors = output_errors(t.rounding for t in tensors)
+    if errors is None:
+        return _number(MISSING, None)
+    return _number(" → ".join(f"{100 * e:.2g}" for e in errors), errors[1])
 
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
@@ -145,8 +157,7 @@ def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _
         "Largest input": lambda t: _number(number_text(inputs.get(t.name)), inputs.get(t.name)),
         "SQNR, dB": lambda t: _number(sqnr_text(t.sqnr_db), t.sqnr_db),
         "Max rel.": lambda t: _number(error_text(t.max_rel_error), t.max_rel_error),
-        _FEEDBACK[0]: lambda t: _feedback_cells([t])[0],
-        _FEEDBACK[1]: lambda t: _feedback_cells([t])[1],
+        _FEEDBACK: lambda t: _feedback_cell([t]),
         "Saturated": lambda t: _number(count_text(t.num_saturated), t.num_saturated),
         "To zero": lambda t: _number(count_text(t.num_flushed), t.num_flushed),
         "NaN, Inf": lambda t: _number(count_text(t.num_nan + t.num_inf), t.num_nan + t.num_inf),
@@ -156,7 +167,7 @@ def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _
     is_empty = {
         "Scale": all(t.scale is None for t in tensors),
         "Largest input": not inputs,
-        **dict.fromkeys(_FEEDBACK, output_errors(t.rounding for t in tensors) is None),
+        _FEEDBACK: output_errors(t.rounding for t in tensors) is None,
         "Saturated": not any(t.num_saturated for t in tensors),
         "To zero": not any(t.num_flushed for t in tensors),
         "NaN, Inf": not any(t.num_nan or t.num_inf for t in tensors),

@@ -506,4 +506,4 @@ def test_the_report_says_what_feedback_won(plain: Path, tmp_path: Path) -> None:
     assert share_text(after, 1) in said
     assert share_text(before, 1) in said
     page = (tmp_path / "output" / "report.html").read_text(encoding="utf-8")
-    assert page.count(", nearest<") == 2  # of each layer, and of each tensor
+    assert page.count(">Output error, %<") == 2  # of each layer, and of each tensor
