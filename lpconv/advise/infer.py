@@ -47,14 +47,14 @@ _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quali
 class Trial:
     """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened.
 
-    `text` is a text file for error feedback, or None without one.
+    `text` is what error feedback is calibrated on, as in `convert --calibrate`.
     """
 
     subject: Subject
     budget: Budget
     forecasts: dict[str, dict[str, Any]]
     progress: Progress
-    text: str | None = None
+    text: str = "demo"
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
@@ -91,7 +91,7 @@ def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadlin
     """Yield `rows`, smallest first, with error feedback instead of rounding to nearest, as far as there is time."""
     waiting = []
     for row in rows:
-        settings = with_feedback(row.settings, trial.text) if trial.text else None
+        settings = with_feedback(row.settings, trial.text)
         if settings is not None:
             why = "it needs calibration, and there was no time left to try it"
             name = describe_conversion(settings)

@@ -28,7 +28,6 @@ from lpconv.progress import Progress
 from lpconv.report.advise import findings_of, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import is_text
 
 _INFER_SHARE = 0.4  # share of the time for inference if training is included
 _PARTS_SHARE = 0.3  # share of the time of conversions for the cost of single tensors, on which no choice depends
@@ -49,8 +48,9 @@ def study(
     with quiet_transformers():
         peaks = measure_peaks("cpu")
     forecasts = {kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")}
-    text = "demo" if options.data is None else options.data if is_text(options.data) else None
-    trial = Trial(subject=subject, text=text, budget=options.budget, forecasts=forecasts, progress=progress)
+    trial = Trial(
+        subject=subject, text=options.data or "demo", budget=options.budget, forecasts=forecasts, progress=progress
+    )
     base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
     result = _initial_result(subject, output, options, command, _probe_findings(subject, options, progress))
     for purpose in options.purposes:
