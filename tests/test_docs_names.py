@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "benchmarks/README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
 INVENTED = {"--patience"}  # the option that docs/adding.md adds
-OTHERS = ("pip ", "pytest", "python ", "torchrun")  # commands that are not ours
+OTHERS = ("pip ", "pipx ", "pytest", "python ", "torchrun", "uvx ")  # commands that are not ours
 
 
 def _options(command: Any) -> Iterator[str]:

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_graph_fails_its_check(tmp_path: Path) -> None:
     with pytest.raises(VerificationError):
         check_graph(path)
     with pytest.raises(VerificationError, match="cannot run"):
-        compare_with_torch(path, [({"x": torch.zeros(1)}, torch.zeros(1))], tolerance=1.0)
+        compare_with_torch(path, [({"x": torch.zeros(1)}, (torch.zeros(1),))], tolerance=1.0)
 
 
 def test_outputs_that_are_there_and_inputs_that_are_not(llama: Path, fp8: Path, tmp_path: Path) -> None:
