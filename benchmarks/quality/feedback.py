@@ -29,7 +29,7 @@ from lpconv.data import demo_checkpoint, demo_text
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 LENGTH, WINDOWS = 128, 16
-INT4, NVFP4 = "--format int4 --granularity group:32", "--scheme NVFP4A16"
+INT4, NVFP4, MXFP4 = "--format int4 --granularity group:32", "--scheme NVFP4A16", "--scheme MXFP4A16"
 GPTQ, SEARCH, USUAL = "--rounding gptq", "--scale search", "--scale pow2"  # NVFP4 searches by default
 CASES = {
     "int4 g32, nearest": INT4,
@@ -40,6 +40,10 @@ CASES = {
     "nvfp4, search": f"{NVFP4} {SEARCH}",
     "nvfp4, gptq": f"{NVFP4} {USUAL} {GPTQ}",
     "nvfp4, gptq and search": f"{NVFP4} {GPTQ} {SEARCH}",
+    "mxfp4, nearest": MXFP4,
+    "mxfp4, search": f"{MXFP4} {SEARCH}",
+    "mxfp4, gptq": f"{MXFP4} {GPTQ}",
+    "mxfp4, gptq and search": f"{MXFP4} {GPTQ} {SEARCH}",
 }
 
 
