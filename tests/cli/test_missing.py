@@ -1,6 +1,7 @@
 """Commands on checkpoints that lack weights, and on files in layouts of tools that lpconv does not read."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(command: str, tmp_path: Pat
     words = [first, *rest[:1], model, *rest[1:]] if command == "export" else [first, model, *rest]
     done = lpconv_(*words, "-q", "-o", tmp_path / "out")
     assert done.exit_code == 3
-    assert f"the files lack 1 weight of `LlamaForCausalLM`, the model of config.json: `{DOWN}`" in done.stderr
+    assert re.search(rf" 1 weight .*`LlamaForCausalLM`.*`{re.escape(DOWN)}`", done.stderr)
     assert "--allow-missing" in done.stderr
     assert not published(tmp_path / "out")
 
@@ -79,7 +80,7 @@ def test_what_is_missing_may_be_allowed_and_is_not_compared(tmp_path: Path) -> N
     found = json.loads(done.stdout)
     assert found["verify"]["level"] == "weights"
     assert "random" in found["verify"]["logits"]["skipped"]
-    assert "the source lacks 1 weight of its model" in " ".join(found["warnings"])
+    assert " 1 weight " in " ".join(found["warnings"])
     assert lpconv_(*words, "--verify", "logits", "--force").exit_code == 4
     assert lpconv_("verify", tmp_path / "out", "--against", model, "-q").exit_code == 0
     advised = lpconv_("advise", model, *COMMANDS["advise"], "--allow-missing", "-q", "-o", tmp_path / "advice")
@@ -90,7 +91,7 @@ def test_what_is_missing_may_be_allowed_and_is_not_compared(tmp_path: Path) -> N
 def test_inspect_names_what_is_missing(how: list[str], tmp_path: Path) -> None:
     done = lpconv_("inspect", planted(tmp_path / "model", without_a_matrix), *how, "-q")
     assert done.exit_code == 5
-    assert "the files lack 1 weight" in done.stderr
+    assert " 1 weight " in done.stderr
 
 
 def test_inspect_says_what_it_did_not_compare(tmp_path: Path) -> None:
@@ -98,9 +99,8 @@ def test_inspect_says_what_it_did_not_compare(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_bias": True}))  # which no table is for
     done = lpconv_("inspect", model, "--json")
-    assert (done.exit_code, json.loads(done.stdout)["not_checked"][-1]) == (
-        0, "names and shapes against config.json (--strict)"
-    )  # fmt: skip
+    assert done.exit_code == 0
+    assert "config.json (--strict)" in json.loads(done.stdout)["not_checked"][-1]
     assert lpconv_("inspect", model, "--strict", "-q").exit_code == 5
 
 
@@ -114,7 +114,7 @@ def test_a_plain_weight_that_is_nan_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_layouts_that_are_not_read_are_known_by_their_tensors(tool: str, tmp_path: Path) -> None:
     model = planted(tmp_path / "model", TOOLS[tool])
-    said = f"quantised by {tool} (`{HEAD}."
+    said = f" {tool} (`{HEAD}."
     for command, (first, *rest) in ((n, words) for n, words in COMMANDS.items() if n != "export"):
         done = lpconv_(command, model, first, *rest, "-q", "-o", tmp_path / "out")
         assert (done.exit_code, said in done.stderr) == (4, True), command

@@ -42,13 +42,13 @@ def test_a_purpose_that_nobody_asks_for(tmp_path: Path, purpose: Any) -> None:
     document["recommendations"][0]["purpose"] = purpose
     (tmp_path / "advice.json").write_text(json.dumps(document))
     code, said = _report(tmp_path)
-    assert (code, "is not one of infer, train" in said) == (3, True), said
+    assert (code, "infer, train" in said) == (3, True), said
 
 
 @pytest.mark.parametrize("role", ["twins", {}, "", 1])
 def test_a_role_that_no_run_has(role: Any) -> None:
-    with pytest.raises(InputError, match="is not one of run, twin"):
+    with pytest.raises(InputError, match=" run, twin"):
         from_json(RunRecord, {"role": role})
-    with pytest.raises(InputError, match="is not one of weight, input"):
+    with pytest.raises(InputError, match=" weight, input"):
         from_json(TrackedRecord, TRACKED | {"role": role})
     assert from_json(TrackedRecord, TRACKED).role == "weight"

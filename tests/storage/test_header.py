@@ -1,6 +1,7 @@
 """The safetensors header, read with suspicion: what is refused, and that what is written comes back."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,16 @@ def test_every_dtype_reads_as_safetensors_wrote_it(path: Path, dtype: str) -> No
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "too few"),
-        (b"\x10\0\0\0", "too few"),
+        (b"", "few"),
+        (b"\x10\0\0\0", "few"),
         (raw_safetensors({}, length=2**63), "claims 9223372036854775808 bytes"),
         (raw_safetensors({}, length=2**64 - 1), "claims"),
         (raw_safetensors({}, length=100_000_001), "claims"),
         (raw_safetensors({}, length=3), "claims"),
         (raw_safetensors(b""), "not JSON"),
         (raw_safetensors(b"{"), "not JSON"),
-        (raw_safetensors(b"[]"), "not a JSON object"),
-        (raw_safetensors(b'"x"'), "not a JSON object"),
+        (raw_safetensors(b"[]"), "object"),
+        (raw_safetensors(b'"x"'), "object"),
         (raw_safetensors(b"[" * 100_000), "not JSON"),
         (raw_safetensors(b'{"a": ' * 50_000), "not JSON"),
         (raw_safetensors(b'{"\xff": 1}'), "not UTF-8"),
@@ -86,26 +87,26 @@ def test_no_header(path: Path, data: bytes, says: str) -> None:
         ({"a": entry(0, 4), "b": entry(0, 4)}, 4, "overlaps"),
         ({"a": entry(0, 4), "b": entry(6, 8)}, 8, "hole"),
         ({"a": entry(2, 4)}, 4, "hole"),
-        ({"a": entry(0, 4)}, 3, "cut short"),
-        ({"a": entry(0, 2**62)}, 4, "cut short"),
+        ({"a": entry(0, 4)}, 3, "short"),
+        ({"a": entry(0, 2**62)}, 4, "short"),
         ({"a": entry(0, 4)}, 5, "longer"),
         ({}, 1, "longer"),
         ({"a": entry(-4, 0, [4])}, 4, "data_offsets"),
         ({"a": entry(0, -4, [4])}, 4, "data_offsets"),
-        ({"a": entry(4, 0, [4])}, 4, "do not fit"),
+        ({"a": entry(4, 0, [4])}, 4, "fit"),
         ({"a": entry(0, 2**64, [2**64])}, 4, "shape"),
         ({"a": entry(0, 4, [-4])}, 4, "shape"),
         ({"a": entry(0, 4, [2.0, 2])}, 4, "shape"),  # type: ignore[list-item]  # the point of the case
         ({"a": entry(0, 4, [True, 4])}, 4, "shape"),
-        ({"a": entry(0, 4, [5])}, 4, "do not fit"),
-        ({"a": entry(0, 4, [2**40, 2**40])}, 4, "do not fit"),
-        ({"a": entry(0, 1, [3], "F4")}, 1, "do not fit"),
+        ({"a": entry(0, 4, [5])}, 4, "fit"),
+        ({"a": entry(0, 4, [2**40, 2**40])}, 4, "fit"),
+        ({"a": entry(0, 1, [3], "F4")}, 1, "fit"),
         ({"a": entry(0, 4) | {"shape": "4"}}, 4, "shape"),
         ({"a": entry(0, 4) | {"data_offsets": [0, 4, 8]}}, 4, "data_offsets"),
         ({"a": entry(0, 4) | {"data_offsets": "04"}}, 4, "data_offsets"),
-        ({"a": entry(0, 4) | {"extra": 1}}, 4, "has no dtype"),
-        ({"a": {"dtype": "U8", "shape": [4]}}, 4, "has no dtype"),
-        ({"a": None}, 0, "has no dtype"),
+        ({"a": entry(0, 4) | {"extra": 1}}, 4, "dtype"),
+        ({"a": {"dtype": "U8", "shape": [4]}}, 4, "dtype"),
+        ({"a": None}, 0, "dtype"),
         ({"__metadata__": {"a": 1}}, 0, "__metadata__"),
         ({"__metadata__": []}, 0, "__metadata__"),
     ],
@@ -127,13 +128,13 @@ def test_tables_that_do_not_describe_the_file(path: Path, table: Table, payload:
     ids=["tensor", "field", "metadata"],
 )
 def test_duplicate_names(path: Path, raw: bytes) -> None:
-    with pytest.raises(InputError, match="appears twice"):
+    with pytest.raises(InputError, match="twice"):
         read(path, raw_safetensors(raw, bytes(2)))
 
 
 @pytest.mark.parametrize("dtype", ["F128", "f32", "", None, 8, ["F32"]])
 def test_unknown_dtypes_are_not_supported(path: Path, dtype: Any) -> None:
-    with pytest.raises(UnsupportedError, match="unknown dtype"):
+    with pytest.raises(UnsupportedError, match="dtype"):
         read(path, raw_safetensors({"a": entry(0, 4) | {"dtype": dtype}}, bytes(4)))
 
 
@@ -156,13 +157,13 @@ def test_names_that_are_only_odd(path: Path, name: str) -> None:
 
 
 def test_a_missing_file(path: Path) -> None:
-    with pytest.raises(InputError, match="cannot read"):
+    with pytest.raises(InputError, match=re.escape(str(path))):
         read_header(path)
 
 
 def test_a_directory_in_place_of_a_file(path: Path) -> None:
     path.mkdir()
-    with pytest.raises(InputError, match="cannot read"):
+    with pytest.raises(InputError, match=re.escape(str(path))):
         read_header(path)
 
 

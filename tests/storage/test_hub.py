@@ -98,7 +98,7 @@ class TestRight:
         data = bytearray(blob(cache, WEIGHTS).read_bytes())
         data[-1] ^= 1
         blob(cache, WEIGHTS).write_bytes(data)
-        with pytest.raises(InputError, match="does not match the hash"):
+        with pytest.raises(InputError, match="hash"):
             Checkpoint.open(REPO).check_promised()
         assert Checkpoint.open(REPO).origin == resolve(REPO)  # which headers are enough for
 
@@ -136,14 +136,14 @@ class TestRefused:
             ("weights", "private", "refused"),
             ("weights", "missing", "refused"),
             ("weights", "cut", "downloading"),
-            ("weights", "corrupt-header", "does not match the hash"),
-            ("weights", "corrupt-body", "does not match the hash"),
-            ("weights", "longer", "does not match the hash"),
+            ("weights", "corrupt-header", "hash"),
+            ("weights", "corrupt-body", "hash"),
+            ("weights", "longer", "hash"),
             ("weights", "500", "downloading"),
             ("weights", "stall", "downloading"),
             ("weights", "redirect-loop", "downloading"),
             ("weights", "no-etag", "downloading"),
-            ("config", "corrupt-body", "does not match the hash"),
+            ("config", "corrupt-body", "hash"),
             ("config", "missing", "refused"),
             ("config", "cut", "downloading"),
         ],
@@ -176,7 +176,7 @@ class TestRefused:
 class TestNoNetwork:
     def test_a_closed_port_and_an_address_where_nobody_answers(self) -> None:
         started = time.monotonic()
-        assert "127.0.0.1 cannot be reached" in str(why_unreachable("http://127.0.0.1:1"))
+        assert "127.0.0.1" in str(why_unreachable("http://127.0.0.1:1"))
         assert why_unreachable("http://192.0.2.1") is not None  # reserved for documentation
         assert why_unreachable("https://no-such-host.invalid") is not None
         assert time.monotonic() - started < 6
@@ -192,11 +192,11 @@ class TestNoNetwork:
     def test_a_name_is_refused_within_three_seconds(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
         started = time.monotonic()
-        with pytest.raises(InputError, match="incomplete in the cache") as caught:
+        with pytest.raises(InputError, match=f"`{REPO}`") as caught:
             resolve(REPO)
         assert time.monotonic() - started < 3
-        assert "local directory" in str(caught.value.hint)
-        assert "hf download me/model" in str(caught.value.hint)
+        assert "HF_HOME" in str(caught.value.hint)
+        assert "`hf download me/model" in str(caught.value.hint)
 
 
 def test_the_command_line_on_a_hub(files: dict[str, bytes], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_write_back_that_fails_is_reported_at_the_end(
     part = PartFile(tmp_path, "model", 80 * 2**20, flusher)
     for _ in range(80):
         part.append(bytes(2**20))
-    with pytest.raises(ResourceError, match="cannot write"):
+    with pytest.raises(ResourceError, match="model"):
         part.finish()
     assert not (tmp_path / "model").exists()
 
@@ -89,7 +89,7 @@ def test_a_folder_where_nothing_can_be_written_is_found_before_the_work(tmp_path
     """Nobody writes below /proc, and yet root has leave to."""
     check_writable(tmp_path / "new" / "deeper")
     assert not any(tmp_path.iterdir())
-    with pytest.raises(ResourceError, match="cannot write below `/proc`") as caught:
+    with pytest.raises(ResourceError, match="`/proc`") as caught:
         check_writable(Path("/proc/new/deeper"))
     assert caught.value.hint
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_a_run_that_ends_anywhere_goes_on(store: Store, source: Path, tmp_path: 
     assert not is_there or moment > 20
     store.fault = lambda _: None
     if not is_there and any(k.startswith("out/") for k in store.objects):
-        with pytest.raises(InputError, match=r"incomplete|no config\.json"):
+        with pytest.raises(InputError, match=r"incomplete|config\.json"):
             resolve(URL)
     run(source, resume=True)
     sums = published(store)["SHA256SUMS"].decode().splitlines()
@@ -115,7 +116,7 @@ def test_a_run_that_ends_anywhere_goes_on(store: Store, source: Path, tmp_path: 
 
 def test_shards_that_are_there_are_not_written_again(store: Store, source: Path, tmp_path: Path) -> None:
     store.fault = lambda r: Fault(status=400) if "-00003-of" in r.key and r.method == "PUT" else None
-    with pytest.raises(ResourceError, match="cannot be written"):
+    with pytest.raises(ResourceError, match="-00003-of"):
         run(source)
     store.fault = lambda _: None
     store.requests.clear()
@@ -140,7 +141,7 @@ def test_what_is_there_is_refused(store: Store, source: Path) -> None:
     run(source)
     with pytest.raises(OutputExistsError, match="exists"):
         run(source)
-    with pytest.raises(OutputExistsError, match="other options"):
+    with pytest.raises(OutputExistsError, match="options"):
         run(source, resume=True, format="e5m2")
     before = published(store)
     run(source, resume=True)
@@ -163,7 +164,7 @@ def test_a_run_of_another_command_is_not_resumed(store: Store, source: Path) -> 
     store.fault = lambda _: None
     with pytest.raises(OutputExistsError, match="interrupted"):
         run(source)
-    with pytest.raises(OutputExistsError, match="started with other options"):
+    with pytest.raises(OutputExistsError, match=r"started .*options"):
         run(source, resume=True, format="e5m2")
 
 
@@ -178,7 +179,7 @@ def test_of_two_writers_one_loses(store: Store, source: Path, tmp_path: Path, mo
         return None
 
     store.fault = published_meanwhile
-    with pytest.raises(OutputExistsError, match="has just finished"):
+    with pytest.raises(OutputExistsError, match="finished"):
         run(source)
     assert store.objects["out/lpconv.json"] == b"{}"
     assert not any(UNFINISHED in name for name in store.objects)  # records that it wrote after the other tidied up
@@ -200,7 +201,7 @@ def test_who_loses_writes_nothing_more(store: Store, source: Path, moment: str) 
         return None
 
     store.fault = published_meanwhile
-    with pytest.raises(OutputExistsError, match="has just finished"):
+    with pytest.raises(OutputExistsError, match="finished"):
         run(source)
     assert published(store) == winner
 
@@ -227,7 +228,7 @@ def test_who_is_replaced_writes_nothing_more(store: Store, source: Path) -> None
         return None
 
     store.fault = forced_meanwhile
-    with pytest.raises(OutputExistsError, match="has started"):
+    with pytest.raises(OutputExistsError, match="started"):
         run(source)
     assert store.objects.keys() == {*forced, _RECORD}
 
@@ -243,7 +244,7 @@ def test_what_another_writer_deleted_is_no_error(tmp_path: Path, monkeypatch: py
 def test_two_new_writers(store: Store, source: Path) -> None:
     """The one that comes second meets the claim of the first."""
     store.objects[f"out/{UNFINISHED}run.json"] = b"{}"
-    with pytest.raises(OutputExistsError, match="another run is writing"):
+    with pytest.raises(OutputExistsError, match="another"):
         run(source)
 
 
@@ -286,7 +287,7 @@ def test_secrets_are_written_nowhere(store: Store, source: Path) -> None:
 
 @pytest.mark.parametrize("url", ["hf://owner/name", "https://server/folder"])
 def test_places_that_are_not_written(store: Store, source: Path, url: str) -> None:
-    with pytest.raises(UnsupportedError, match="cannot write to"):
+    with pytest.raises(UnsupportedError, match=re.escape(url)):
         convert(str(source), url, ConvertOptions())
 
 

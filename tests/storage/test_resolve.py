@@ -95,7 +95,7 @@ class TestLocal:
 
     def test_a_file_is_refused_and_its_directory_named(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").touch()
-        with pytest.raises(InputError, match="is a file") as caught:
+        with pytest.raises(InputError, match=r"model\.safetensors`") as caught:
             resolve(str(tmp_path / "model.safetensors"))
         assert caught.value.hint is not None
         assert str(tmp_path) in caught.value.hint
@@ -124,7 +124,7 @@ class TestDemo:
         assert resolve("./demo").directory == Path("demo").absolute()
 
     def test_demo_has_no_revision(self) -> None:
-        with pytest.raises(UsageError, match="no revision `main`"):
+        with pytest.raises(UsageError, match="`main`"):
             resolve("demo", revision="main")
 
 
@@ -154,7 +154,7 @@ class TestCache:
         add_snapshot(cache, "me/model", FILES)
         with pytest.raises(InputError, match="revision `v9`") as caught:
             resolve("me/model", revision="v9")
-        assert "hf download me/model --revision v9" in str(caught.value.hint)
+        assert "`hf download me/model --revision v9" in str(caught.value.hint)
 
     @pytest.mark.parametrize(
         "files",
@@ -173,7 +173,7 @@ class TestCache:
     )
     def test_a_partial_snapshot_is_not_used(self, cache: Path, files: dict[str, bytes]) -> None:
         add_snapshot(cache, "me/model", files)
-        with pytest.raises(InputError, match="incomplete in the cache"):
+        with pytest.raises(InputError, match="`me/model`"):
             resolve("me/model")
 
     def test_a_snapshot_whose_blob_was_deleted_is_partial(self, cache: Path) -> None:
@@ -191,20 +191,20 @@ class TestCache:
             resolve("bert-large")
         hint = str(caught.value.hint)
         assert caught.value.exit_code == 3
-        assert "hf download google-bert/bert-large-uncased" in hint
+        assert "`hf download google-bert/bert-large-uncased" in hint
         assert "HF_HOME" in hint
-        assert "local directory" in hint
+        assert "directory" in hint
 
     def test_a_misspelt_name_gets_the_nearest_alias(self, cache: Path) -> None:
         with pytest.raises(InputError) as caught:
             resolve("bert-lrge")
-        assert "did you mean `bert-large` (google-bert/bert-large-uncased)?" in str(caught.value.hint)
+        assert "`bert-large` (google-bert/bert-large-uncased)" in str(caught.value.hint)
 
     @pytest.mark.parametrize("name", ["zzzz", "z" * 300])
     def test_a_name_like_nothing_known(self, cache: Path, name: str) -> None:
         with pytest.raises(InputError, match="zzzz") as caught:
             resolve(name)
-        assert "did you mean" not in str(caught.value.hint)
+        assert "mean" not in str(caught.value.hint)
         assert "OWNER/NAME" in str(caught.value.hint)
 
 
@@ -230,14 +230,14 @@ class TestDownload:
         ("error", "kind", "says", "hint"),
         [
             (refusal(errors.GatedRepoError, 403), InputError, "gated", "https://huggingface.co/me/model"),
-            (refusal(errors.RepositoryNotFoundError, 401), InputError, "hub model", "hf auth login"),
-            (refusal(errors.RevisionNotFoundError, 404), InputError, "no revision", "/commits"),
-            (refusal(errors.HfHubHTTPError, 503), InputError, "refused to send `me/model`: refused$", "later"),
-            (errors.HFValidationError("too long"), InputError, "not a valid hub id", "OWNER/NAME"),
-            (ConnectError("down"), InputError, "cannot be reached", "hf download me/model"),
-            (OSError(28, "No space left on device"), ResourceError, "disk is full", "HF_HOME"),
+            (refusal(errors.RepositoryNotFoundError, 401), InputError, "`me/model`", "`hf auth login`"),
+            (refusal(errors.RevisionNotFoundError, 404), InputError, "revision", "/commits"),
+            (refusal(errors.HfHubHTTPError, 503), InputError, "`me/model`: refused$", "later"),
+            (errors.HFValidationError("too long"), InputError, "hub", "OWNER/NAME"),
+            (ConnectError("down"), InputError, "reached", "`hf download me/model"),
+            (OSError(28, "No space left on device"), ResourceError, "disk", "HF_HOME"),
         ],
-        ids=["gated", "not found", "revision", "server error", "validation", "no network", "disk is full"],
+        ids=["gated", "not found", "revision", "server error", "validation", "no network", "disk"],
     )
     def test_what_the_hub_says_is_explained(
         self,
@@ -258,11 +258,11 @@ class TestDownload:
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing(missing))
         with pytest.raises(InputError) as caught:
             resolve("google-bert/bert-lrge-uncased")
-        assert "did you mean `google-bert/bert-large-uncased`?" in str(caught.value.hint)
+        assert "`google-bert/bert-large-uncased`" in str(caught.value.hint)
 
     def test_a_repository_without_weights_we_read(self, online: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", listing(["config.json", "model.Q4_K.gguf"]))
-        with pytest.raises(InputError, match="no weights that lpconv reads"):
+        with pytest.raises(InputError, match=r"`me/model`.*weights"):
             resolve("me/model")
 
 

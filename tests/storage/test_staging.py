@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,7 @@ class TestPublish:
     @pytest.mark.parametrize("name", ["x" * 300, "file/output"], ids=["too long", "below a file"])
     def test_folders_that_cannot_be_made(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(ResourceError, match="cannot write"):
+        with pytest.raises(ResourceError, match=name.partition("/")[0]):
             Staging(tmp_path / name, {}, resume=False, force=False)
 
 
@@ -148,7 +149,7 @@ class TestResume:
     def test_another_source_or_other_options_are_refused_by_name(self, begin: Begin) -> None:
         with begin("one") as run:
             write_shard(run, "a")
-        with pytest.raises(OutputExistsError, match="other identity") as caught:
+        with pytest.raises(OutputExistsError, match="identity") as caught:
             begin("two", resume=True)
         assert caught.value.details == {"changed": ["identity"]}
         with begin("one", resume=True) as run:
@@ -177,7 +178,7 @@ def test_a_disk_that_fails_at_the_first_write_is_a_lack_of_resources(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("lpconv.storage.staging.os.ftruncate", fail)
-    with pytest.raises(ResourceError, match="cannot write"):
+    with pytest.raises(ResourceError, match=re.escape(str(output))):
         begin()
 
 
@@ -221,7 +222,7 @@ class TestForce:
         with begin(force=True) as run:
             finish(run)
 
-    @pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling link"])
+    @pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling"])
     @pytest.mark.parametrize("suffix", ["", ".partial", ".failed", ".replaced"])
     @pytest.mark.parametrize("how", ["force", "resume"])
     def test_what_is_not_ours_is_never_deleted(
@@ -255,7 +256,7 @@ class TestTwoRuns:
     def test_the_second_run_is_refused(self, begin: Begin, how: dict[str, bool]) -> None:
         with begin() as first:
             write_shard(first, "a")
-            with pytest.raises(OutputExistsError, match="another run"):
+            with pytest.raises(OutputExistsError, match="another"):
                 begin(**how)
             assert (first.directory / "a").exists()
 
@@ -271,7 +272,7 @@ class TestTwoRuns:
                 os.rename(folder_next_to(output, ".partial"), output)
 
         monkeypatch.setattr(fcntl, "flock", finish_first)
-        with pytest.raises(OutputExistsError, match="just finished"):
+        with pytest.raises(OutputExistsError, match="finished"):
             begin(resume=True)
         assert (output / "a").exists()
 
