@@ -1,6 +1,7 @@
 """Whole advices on the embedded model, with few candidates."""
 
 import json
+import re
 import shlex
 import shutil
 from dataclasses import replace
@@ -61,9 +62,8 @@ def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
     rows = {r.name: r for r in result.rows}
     assert rows["unit e5m2"].status == "pruned"
     assert rows["unit e4m3fn"].meets
-    assert (rows["unit fp16"].status, rows["unit fp16"].why) == (
-        "pruned", "larger than unit e4m3fn, which is good enough",
-    )  # fmt: skip
+    assert rows["unit fp16"].status == "pruned"
+    assert re.search("larger .*unit e4m3fn", rows["unit fp16"].why)
     mixed = next(r for r in result.rows if "rules" in r.settings)
     assert mixed.status == "measured"
     assert len(mixed.settings["rules"]) > 0
@@ -101,7 +101,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     assert rows["unit e4m3fn"].meets is False
     assert rows["unit fp16"].meets
     for name in ("multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits"):
-        assert rows[name].why.startswith("noisier than unit e4m3fn, which is not good enough")
+        assert re.match("noisier .*unit e4m3fn", rows[name].why)
     assert result.recommendations[0].row == "unit fp16"
 
 
@@ -114,7 +114,7 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     monkeypatch.setattr(infer, "measure", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
-    assert next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why.startswith("much noisier than unit e4m3fn")
+    assert re.search("noisier .*unit e4m3fn", next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why)
 
 
 def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_the_first_recipe_that_keeps_the_quality_ends_the_search(
     assert (rows["bf16-sr"].status, rows["bf16-sr"].meets) == ("measured", True)
     for name in ("collage-bf16", "amp-bf16"):
         assert rows[name].status == "pruned"
-        assert rows[name].why == "uses at least as much memory as bf16-sr, which is good enough"
+        assert "bf16-sr" in rows[name].why
         assert rows[name].memory_bytes
 
 
@@ -169,7 +169,7 @@ def test_a_recipe_is_tried_from_several_seeds_beside_its_twin(tmp_path: Path) ->
     assert row.gap is not None
     assert row.gap.count == 2
     assert row.gap.low < row.gap.value < row.gap.high < 2
-    assert row.memory_from == "measured by torch.profiler"
+    assert "torch.profiler" in row.memory_from
     assert result.steps_tried == 4
     assert result.recommendations[0].row == "amp-bf16"
     assert "--gate 'loss_gap_own<=" in str(result.recommendations[0].command)
@@ -208,13 +208,13 @@ def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path)
     shutil.copytree(demo_checkpoint(), tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     done = CliRunner().invoke(app, ["advise", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--quiet"])
     assert done.exit_code == 3
-    assert "has no tokenizer" in done.stderr
+    assert "tokenizer" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_reads_no_text_is_refused_with_what_can_be_asked_of_it(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
-    with pytest.raises(UnsupportedError, match="reads `pixel_values`, not token ids") as refused:
+    with pytest.raises(UnsupportedError, match="`pixel_values`") as refused:
         advise(str(tmp_path / "vit"), tmp_path / "advice", AdviseOptions(purpose="infer"))
     assert "--verify logits" in (refused.value.hint or "")

@@ -126,10 +126,10 @@ def test_what_is_no_better_is_pruned_and_of_equals_the_first_stays() -> None:
             sampled("smaller", 500, 1e-2),
         ]
     )
-    assert {r.name: r.why for r in rows if r.status == "pruned"} == {
-        "blocks": "no better than plain in size and weights",
-        "larger": "beaten by plain in size and weights",
-    }
+    pruned = {r.name: r.why for r in rows if r.status == "pruned"}
+    assert pruned.keys() == {"blocks", "larger"}
+    assert all(" plain " in why for why in pruned.values())
+    assert "beaten" in pruned["larger"]
 
 
 def test_a_gap_grows_with_the_noise_of_weights_and_that_of_outputs_with_its_root() -> None:

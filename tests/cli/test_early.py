@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify models/llama --against demo --data empty.txt": (3, "`empty.txt`"),
     "verify models/llama --against demo --tasks none.yaml": (3, "`none.yaml`"),
     "verify models/llama --tasks arc_easy": (2, "--tasks"),
-    "verify models/llama --against demo --gate task:x:acc_drop<=0": (2, "task"),
+    "verify models/llama --against demo --gate task:x:acc_drop<=0": (2, "answers"),
     "finetune demo --data latin.txt": (3, "`latin.txt`"),
     "finetune demo --data short.txt": (3, " 128 "),
     "finetune demo --data ends.txt": (3, "`ends.txt` has 20 tokens"),

@@ -29,7 +29,7 @@ def demo_as(folder: Path, settings: dict[str, object]) -> Path:
 
 def test_the_verdict_comes_first_and_tensors_only_with_all() -> None:
     text = run("demo").stdout
-    assert text.splitlines()[0] == "demo: No problem found"
+    assert text.startswith("demo: No ")
     assert "q_proj" not in text
     assert "model.layers.0.self_attn.q_proj.weight" in run("demo", "--all").stdout
 
@@ -38,7 +38,7 @@ def test_a_layout_that_is_not_read_is_not_called_fine(tmp_path: Path) -> None:
     path = demo_as(tmp_path / "model", {"quant_method": "hqq"})
     plain, strict = run(path), run(path, "--strict")
     assert plain.exit_code == 0
-    assert "Not judged: the checkpoint is quantised by `hqq`" in " ".join(plain.stdout.split())
+    assert "`hqq`" in " ".join(plain.stdout.split())
     assert strict.exit_code == 4
 
 
@@ -46,7 +46,7 @@ def test_a_layout_that_is_not_read_is_not_called_fine(tmp_path: Path) -> None:
 def test_integers_of_other_bits_are_unsupported(tmp_path: Path, method: str) -> None:
     done = run(demo_as(tmp_path / "model", {"quant_method": method, "bits": 3, "group_size": 32}))
     assert done.exit_code == 4
-    assert "Not judged: the weights are 3-bit integers" in " ".join(done.stdout.split())
+    assert "3-bit integers" in " ".join(done.stdout.split())
 
 
 def test_integers_of_three_bits_in_compressed_tensors_are_unsupported_and_not_damaged(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_integers_of_three_bits_in_compressed_tensors_are_unsupported_and_not_da
     done = run(path)
     assert done.exit_code == 4, done.output
     assert "3-bit integers" in done.stdout
-    assert "incomplete weight" not in done.output
+    assert "incomplete" not in done.output
 
 
 def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     done = run(tmp_path / "model")
     assert done.exit_code == 5
-    assert "the index does not name `layer.0.weight`, " in done.stdout
-    assert "but no file contains, `other.0.weight`, " in done.stdout
+    assert "`layer.0.weight`, " in done.stdout
+    assert "`other.0.weight`, " in done.stdout
     assert len(done.output.splitlines()) < 40
 
 
@@ -82,7 +82,7 @@ def test_values_that_are_not_numbers_are_a_problem_once_they_are_read(tmp_path: 
     write_checkpoint(tmp_path, {"a.weight": torch.full((4, 4), torch.nan), "b.weight": torch.ones(4, 4)})
     headers, stats = run(tmp_path), run(tmp_path, "--stats")
     assert headers.exit_code == 0
-    assert "Not checked values of the weights (--stats)" in " ".join(headers.stdout.split())
+    assert "(--stats)" in " ".join(headers.stdout.split())
     assert stats.exit_code == 5
     assert "`a.weight`: contains NaN" in stats.stdout
-    assert "Checked headers, values" in " ".join(stats.stdout.split())
+    assert "(--stats)" not in stats.stdout

@@ -17,6 +17,7 @@ from lpconv.report.convert_compare import compare_conversions
 from lpconv.report.convert_words import summary
 from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.html import html
+from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import (
@@ -136,7 +137,10 @@ def finetune(**changes: object) -> FinetuneResult:
 
 def probe() -> ProbeReport:
     """Four classes of tensor in three formats."""
-    formats, classes = ("fp16", "e4m3fn", "e5m2"), ("weight", "input", "output gradient", "weight gradient")
+    formats, classes = (
+        ("fp16", "e4m3fn", "e5m2"),
+        ("weight", "input", ROLE_WORDS["grad_output"], ROLE_WORDS["weight_grad"]),
+    )
 
     def rates(layer: str, words: str, name: str) -> FormatRates:
         lost = made_up(layer, words, name) ** 10 / 2

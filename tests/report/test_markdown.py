@@ -16,9 +16,7 @@ def card(name: str) -> str:
             kind="card",
             title=name,
             summary=name,
-            sections=(
-                Section(title="All", blocks=(*blocks, Facts(values={name: name}), Prose(text="`kept` as it is"))),
-            ),
+            sections=(Section(title="All", blocks=(*blocks, Facts(values={name: name}), Prose(text="`kept` as-is"))),),
             warnings=(name,),
             command=name,
             front_matter={"license": name},
@@ -34,7 +32,7 @@ def test_every_block_has_its_place() -> None:
         "| `a` | a |",
         "\n- a\n",
         "```python\nimport x\na\n```",
-        "`kept` as it is",
+        "`kept` as-is",
         "## Warnings",
     ):
         assert part in text
