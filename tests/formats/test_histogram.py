@@ -141,7 +141,7 @@ def test_what_it_cannot_answer_is_refused() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_record_that_is_none_is_refused(counts: object) -> None:
-    with pytest.raises(UsageError, match="record of an exponent histogram"):
+    with pytest.raises(UsageError, match="histogram"):
         ExponentHistogram.from_dict({"counts": counts, "zero": 0, "inf": 0, "nan": 0})
-    with pytest.raises(UsageError, match="not the record"):
+    with pytest.raises(UsageError, match="record"):
         ExponentHistogram.from_dict({"counts": {}})

@@ -134,6 +134,6 @@ def test_a_residual_is_held_to_the_contract(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(METHODS, "collage", dataclasses.replace(collage, residuals=(*collage.residuals, "toy")))
 
     contract.test_the_residuals_of_pairs_are_those_that_there_are()
-    form = next(f for f in contract._forms() if f.words == "bf16 and toy residual")
+    form = next(f for f in contract._forms() if "toy" in f.words)
     _try(form, tmp_path / "c", monkeypatch)
     assert bits_of(contract._store(form, contract._values(), 10).decoded()) == bits_of(contract._values())

@@ -102,9 +102,9 @@ def cut(file: Path, size: int) -> Path:
         (lambda f: write_gguf(f, "nosuch"), 4, "nosuch"),
         (lambda f: write_gguf(f, attn_v=None), 4, "self_attn.v_proj"),
         (lambda f: write_gguf(f, attn_v=32), 3, "shape"),
-        (lambda f: cut(write_gguf(f), 20), 3, "not a valid GGUF"),
-        (lambda f: cut(write_gguf(f), 100_000), 3, "not a valid GGUF"),
-        (lambda f: cut(write_gguf(f), 0), 3, "not a valid GGUF"),
+        (lambda f: cut(write_gguf(f), 20), 3, "GGUF file: "),
+        (lambda f: cut(write_gguf(f), 100_000), 3, "GGUF file: "),
+        (lambda f: cut(write_gguf(f), 0), 3, "GGUF file: "),
     ],
     ids=["type", "architecture", "missing", "shape", "header", "data", "empty"],
 )

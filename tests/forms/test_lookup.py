@@ -24,7 +24,7 @@ BLOCKS = {
     "tiny": NUMBERS * 2.0**-120,
     "zeros": NUMBERS * 0,
     "an outlier": torch.cat([NUMBERS[1:], torch.tensor([300.0])]),
-    "not finite": torch.cat([NUMBERS[2:], torch.tensor([math.inf, math.nan])]),
+    "infinite": torch.cat([NUMBERS[2:], torch.tensor([math.inf, math.nan])]),
 }
 
 
@@ -44,7 +44,7 @@ def test_a_table_gives_what_the_encoder_gives(
 ) -> None:
     x = BLOCKS[block].to(dtype)
     codes, error, looked = encoded(x, fmt)
-    assert looked == (block != "not finite")
+    assert looked == (block != "infinite")
     monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
     wanted, wanted_error, looked = encoded(x, fmt)
     assert not looked

@@ -192,7 +192,7 @@ def test_a_conversion_writes_the_same_bytes_with_any_number_of_workers(format: s
     ],
 )
 def test_what_has_no_scales_to_search_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"--scale search does not apply to \w+ codes with") as caught:
+    with pytest.raises(UsageError, match=r"--scale search .*\w+ codes") as caught:
         fill_options(ConvertOptions(scale="search", **options))
     assert "--granularity" in str(caught.value.hint)
 

@@ -77,5 +77,5 @@ def test_the_model_runs_as_before_afterwards() -> None:
 
 def test_a_layer_that_runs_several_times_is_refused() -> None:
     model = model_of("albert", {**_SIZES, "embedding_size": 16})
-    with pytest.raises(UnsupportedError, match="`AlbertModel` does not run its layers once each"):
+    with pytest.raises(UnsupportedError, match="`AlbertModel`"):
         LayerWalk(model, torch.arange(5, 29).view(2, 12), at_once=2)

@@ -241,15 +241,15 @@ def test_another_dtype_and_a_copy_keep_the_codes(directory: Path) -> None:
 
 def test_codes_have_no_gradient_and_are_not_written(directory: Path) -> None:
     model = lpconv.load(directory, resident=True)
-    with pytest.raises(UnsupportedError, match="no gradient"):
+    with pytest.raises(UnsupportedError, match="gradient"):
         model(IDS, labels=IDS).loss.backward()
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="cannot be written"):
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="written"):
         model.lm_head.weight.mul_(2)
 
 
 def test_gradients_through_an_op_that_decodes_are_refused_too(tmp_path: Path) -> None:
     model = lpconv.load(ours(tmp_path, OURS["unit"], "gpt2"), resident=True)
-    with pytest.raises(UnsupportedError, match="no gradient"):
+    with pytest.raises(UnsupportedError, match="gradient"):
         model.transformer.h[0].mlp.c_fc(torch.ones(1, 64)).sum().backward()
 
 

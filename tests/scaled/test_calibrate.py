@@ -126,9 +126,9 @@ def test_factors_of_another_model_are_refused(tmp_path: Path) -> None:
 
 def test_calibration_refuses_what_it_cannot_measure() -> None:
     plain, batch = build("bert-mlm")
-    with pytest.raises(UsageError, match="method unit"):
+    with pytest.raises(UsageError, match="unit"):
         calibrate(plain, [batch])
-    with pytest.raises(UsageError, match="at least one batch"):
+    with pytest.raises(UsageError, match="batch"):
         calibrate(scaled(plain), [])
 
 

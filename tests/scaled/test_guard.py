@@ -95,7 +95,7 @@ def test_the_guard_goes_on_where_its_state_was_taken() -> None:
 
 
 def test_a_model_that_is_not_scaled_has_no_guard() -> None:
-    with pytest.raises(UsageError, match="not scaled"):
+    with pytest.raises(UsageError, match="scaled"):
         StepGuard(nn.Linear(2, 2))
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_rule_is_found_before_training_and_the_gradient_nearest_to_the_l
     monkeypatch.setitem(
         RULES, op, lambda call, grad, *args, **kw: right(call, grad._replace(scale=2 * grad.scale), *args, **kw)
     )
-    with pytest.raises(UnsupportedError, match=r"cls\.predictions\.transform\.dense\.bias.* 1 of its norm"):
+    with pytest.raises(UnsupportedError, match=r"cls\.predictions\.transform\.dense\.bias.* 1 "):
         check_gradients(model, batch, scaled)
 
     assert model.training
@@ -122,5 +122,5 @@ def test_a_wrong_forward_pass_is_found_by_its_loss(monkeypatch: pytest.MonkeyPat
     for parameter in model.parameters():
         parameter.requires_grad_(parameter is model.cls.predictions.decoder.bias)
     monkeypatch.setitem(RULES, torch.ops.aten.gelu.default, lambda call, x, **kw: x)
-    with pytest.raises(UnsupportedError, match="off the plain model's"):
+    with pytest.raises(UnsupportedError, match=r"\(loss \d"):
         check_gradients(model, batch, scaled)

@@ -112,7 +112,7 @@ def test_double_backward_is_a_clear_error() -> None:
     model, batch = build("bert-mlm")
     scaled(model)
     loss = model(**batch).loss
-    with pytest.raises(UnsupportedError, match="double backward"):
+    with pytest.raises(UnsupportedError, match="derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
@@ -150,6 +150,6 @@ def test_complex_parameters_are_refused_and_integer_ones_left_alone() -> None:
             self.weight = nn.Parameter(torch.ones(2))
             self.odd = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
 
-    with pytest.raises(UnsupportedError, match="`odd` is complex"):
+    with pytest.raises(UnsupportedError, match="`odd`"):
         scaled(Odd(torch.complex64))
     assert not isinstance(scaled(Odd(torch.int32)).odd, ScaledTensor)

@@ -173,8 +173,8 @@ def dequantized(x: Tensor) -> Tensor:
 UNIT: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], float]] = {
     "linear": (lambda x, w, b: F.linear(x, w, b[0]), 1),
     "matmul": (lambda x, w, b: x @ w.t(), 1),
-    "residual add": (lambda x, w, b: x + b, math.sqrt(2)),
-    "layer norm": (lambda x, w, b: F.layer_norm(x, (256,)), 1),
+    "residual_add": (lambda x, w, b: x + b, math.sqrt(2)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (256,)), 1),
     "gelu": (lambda x, w, b: F.gelu(x), 0.65),
     "sum": (lambda x, w, b: x.sum(0), 1),
     "softmax": (lambda x, w, b: (0.01 * x).softmax(-1), 1),
@@ -186,13 +186,13 @@ def test_unit_data_stay_within_a_factor_of_two(name: str) -> None:
     function, expected = UNIT[name]
     torch.manual_seed(0)
     x, w, b = (scaled_tensor(torch.randn(256, 256), s).requires_grad_() for s in (4.0, 2.0**-5, 2.0**-5))
-    if name == "residual add":
+    if name == "residual_add":
         b = scaled_tensor(torch.randn(256, 256), 4.0).requires_grad_()
     out = function(x, w, b)
     out.backward(gradient=scaled_tensor(torch.randn(out.shape), 2.0**-9))
 
     assert expected / 2 <= float(out.data_part.square().mean().sqrt()) <= 2 * expected
-    if name not in ("layer norm", "softmax", "gelu"):
+    if name not in ("layer_norm", "softmax", "gelu"):
         assert 0.5 <= float(x.grad.data_part.square().mean().sqrt()) <= 2
 
 

@@ -206,5 +206,5 @@ def test_a_function_of_the_gradient_without_a_rule_is_refused() -> None:
             return self.last(torch.linalg.solve(x + 4 * torch.eye(4), self.first(x)))  # type: ignore[no-any-return]
 
     loss = scaled(Solving())(torch.randn(4, 4)).sum()
-    with pytest.raises(UnsupportedError, match=r"linalg_lu_solve.*in the backward pass of `LinalgSolveExBackward0`"):
+    with pytest.raises(UnsupportedError, match=r"linalg_lu_solve.*`LinalgSolveExBackward0`"):
         loss.backward()
