@@ -97,18 +97,18 @@ def test_a_changed_root_is_refused(conversions: Path, tmp_path: Path) -> None:
     nn.init.ones_(model.model.norm.weight)
     model.save_pretrained(folder)
     optimizer = CollageAdamW(model.parameters(), compiled=False)
-    with pytest.raises(InputError, match="has changed"):
+    with pytest.raises(InputError, match=r"model.safetensors"):
         start_from_checkpoint(optimizer, model, folder)
 
 
 def test_folders_and_models_that_do_not_fit_are_refused(conversions: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
     optimizer = CollageAdamW(model.parameters(), compiled=False)
-    with pytest.raises(InputError, match="no Collage residual") as caught:
+    with pytest.raises(InputError, match="Collage") as caught:
         start_from_checkpoint(optimizer, model, demo_checkpoint())
     assert "--method collage" in str(caught.value.hint)
     other = Tied().bfloat16()
-    with pytest.raises(InputError, match="no tensor in"):
+    with pytest.raises(InputError, match="bf16`"):
         start_from_checkpoint(CollageAdamW(other.parameters(), compiled=False), other, conversions / "bf16")
 
 
@@ -123,7 +123,7 @@ def test_wrong_values_are_refused_and_change_nothing() -> None:
     assert caught.value.hint
     with pytest.raises(InputError, match="shape"):
         start_from_fp32(optimizer, model, values | {"norm.weight": torch.ones(9)})
-    with pytest.raises(InputError, match="not in this model"):
+    with pytest.raises(InputError, match=r"\d of .* \d+ parameters"):
         fp32_state_dict(optimizer, bf16_model(fp32_values()))
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 

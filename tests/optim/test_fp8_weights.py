@@ -197,7 +197,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a.float(), b.float())
     other = fp8_network(fp8_residual=E4M3FN)[1]
-    with pytest.raises(InputError, match="does not fit"):
+    with pytest.raises(InputError, match="fit"):
         other.load_state_dict(optimizer.state_dict())
 
 
@@ -248,11 +248,11 @@ def test_what_cannot_be_is_refused() -> None:
             LowPrecisionAdamW([dict(g) for g in groups], **({"variant": "plus"} | options))  # type: ignore[arg-type]  # strings all
     with pytest.raises(UnsupportedError, match="float16"):
         CollageAdamW(groups, fp8_residual=torch.float16)
-    with pytest.raises(UsageError, match="power of two"):
+    with pytest.raises(UsageError, match="power"):
         CollageAdamW([{"params": list(model.parameters()), "weight_scale": 0.3}])
     with pytest.raises(UsageError, match="no Linear"):
         use_fp8_weights(model)
     broken = nn.Sequential(nn.Linear(4, 4))
     nn.init.constant_(broken.get_parameter("0.weight"), float("inf"))
-    with pytest.raises(UsageError, match="Inf or NaN"):
+    with pytest.raises(UsageError, match="NaN"):
         use_fp8_weights(broken)

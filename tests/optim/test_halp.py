@@ -117,11 +117,11 @@ def test_grids_of_whole_numbers(bits: int) -> None:
 
 def test_bad_input() -> None:
     w = torch.zeros(1, requires_grad=True)
-    with pytest.raises(UsageError, match="grid of 1 bits"):
+    with pytest.raises(UsageError, match=" 1 bits"):
         LPSGD([w], lr=0.1, spacing=0.1, bits=1)
     with pytest.raises(UsageError, match="lr=0"):
         LPSGD([w], lr=0, spacing=0.1)
     with pytest.raises(UsageError, match="mu=nan"):
         HALP([w], lr=0.1, mu=math.nan)
-    with pytest.raises(UsageError, match="no centre yet"):
+    with pytest.raises(UsageError, match="centre"):
         HALP([w], lr=0.1, mu=1.0).step(lambda: 0.0)

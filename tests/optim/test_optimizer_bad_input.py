@@ -72,7 +72,7 @@ def test_nonfinite_gradients_leave_everything_as_it_was(bad: float, arithmetic: 
         if mode == "skip":
             optimizer.step()
         else:
-            with pytest.raises(InputError, match="not taken"):
+            with pytest.raises(InputError, match="NaN"):
                 optimizer.step()
         assert optimizer.num_skipped == 1
         assert all(torch.equal(kept, now) for kept, now in before)
@@ -137,4 +137,4 @@ def test_what_is_not_collage_does_not_bear_its_name(make: Any, rival: str) -> No
 def test_errors_are_ours() -> None:
     with pytest.raises(LpconvError) as caught:
         CollageAdamW([param()], variant="plsu")
-    assert caught.value.hint == "did you mean `plus`?"
+    assert "`plus`" in (caught.value.hint or "")

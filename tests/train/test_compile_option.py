@@ -53,7 +53,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one_and_is_watched_too(model:
     assert {t.role for t in watched.tracked} == {"weight", "input", "grad_output"}
 
 
-@pytest.mark.parametrize(("recipe", "why"), [("amp-fp16", "dispatch mode"), ("adaptive-fp16", "depend on values")])
+@pytest.mark.parametrize(("recipe", "why"), [("amp-fp16", "dispatch"), ("adaptive-fp16", "values")])
 def test_what_cannot_be_compiled_is_refused(recipe: str, why: str, model: str, tmp_path: Path) -> None:
     if recipe == "amp-fp16" and torch.cuda.is_available():
         pytest.skip("a GPU compiles fp16")
@@ -69,6 +69,6 @@ def test_what_the_compiler_fails_on_is_no_bug_of_ours(
 
     compile_module = functools.partialmethod(torch.nn.Module.compile, backend=broken)
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    with pytest.raises(UnsupportedError, match="C\\+\\+ compile error") as caught:
+    with pytest.raises(UnsupportedError, match="C\\+\\+") as caught:
         run(model, tmp_path / "run", "bf16", compile=True)
     assert caught.value.hint == "leave --compile out"

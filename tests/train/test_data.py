@@ -98,7 +98,7 @@ def test_bad_files_are_refused(make: Any, tmp_path: Path) -> None:
 
 
 def test_a_data_set_of_the_hub_offline_is_refused() -> None:
-    with pytest.raises(InputError, match="the data set") as caught:
+    with pytest.raises(InputError, match="`nobody/no-such-data`") as caught:
         read_rows(options("nobody/no-such-data"))
     assert "cache" in (caught.value.hint or "")
 
@@ -109,13 +109,13 @@ def test_a_data_set_in_the_cache_is_left_to_datasets(tmp_path: Path, monkeypatch
     (tmp_path / "nobody___no_such_data").mkdir()
     check_data(options("nobody/No-Such-Data"))
     for name in ("nobody/data", "nobody/no-such"):
-        with pytest.raises(InputError, match="HF_HUB_OFFLINE is set"):
+        with pytest.raises(InputError, match=rf"`{name}`.* HF_HUB_OFFLINE"):
             check_data(options(name))
 
 
 def test_a_missing_column_names_the_nearest(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
-    with pytest.raises(UsageError, match="no column `labels2`") as caught:
+    with pytest.raises(UsageError, match="`labels2`") as caught:
         read_rows(options(path, label_column="labels2"))
     assert "label" in (caught.value.hint or "")
 
@@ -132,18 +132,18 @@ def test_packing_loses_only_the_end_and_separates_texts(tmp_path: Path, tokenize
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    with pytest.raises(InputError, match="the model has 50"):
+    with pytest.raises(InputError, match=" 50"):
         pack_examples(rows, tokenizer, seq_len=16, vocab_size=50, prefix=[], suffix=[])
 
 
 @pytest.mark.parametrize(
     ("labels", "num_trained", "message"),
     [
-        ([0, 1, -1, 1], None, "out of range"),
-        ([0, 1, 2, 7], 3, "the model has 3 classes"),
-        ([0.5, 1.5, 0.5, 1.5], None, "names nor whole numbers"),
-        (["a", "a", "a", "a"], None, "one class"),
-        ([0, None, 1, 1], None, "not one of"),
+        ([0, 1, -1, 1], None, " -1"),
+        ([0, 1, 2, 7], 3, " 3 classes"),
+        ([0.5, 1.5, 0.5, 1.5], None, "names .*numbers"),
+        (["a", "a", "a", "a"], None, "class"),
+        ([0, None, 1, 1], None, "None"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(
@@ -160,7 +160,9 @@ def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6, num_trained=None)
     assert max(len(x["input_ids"]) for x in found.train) == 12
-    assert found.notes == ("40 of 40 texts are longer than 12 tokens and were cut",)
+    (note,) = found.notes
+    assert "40 of 40" in note
+    assert "12 tokens" in note
     assert found.labels == ("even", "odd")
 
 
@@ -199,5 +201,5 @@ def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
 
 def test_ids_that_the_model_does_not_embed_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    with pytest.raises(InputError, match="the model has 50"):
+    with pytest.raises(InputError, match=" 50"):
         classification(rows, tokenizer, seq_len=12, vocab_size=50, num_trained=None)

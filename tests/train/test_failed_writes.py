@@ -125,16 +125,16 @@ def test_a_sharded_checkpoint_fails_as_its_first_rank_did(tmp_path: Path, monkey
     failure = CheckpointException("save", {0: (OSError(errno.EIO, "x"), traceback.StackSummary())})
     _refuse(monkeypatch, state_dict_saver, "save", failure, lambda *_: True)
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ResourceError, match=r"cannot write .*: x"), writing(tmp_path):
+    with pytest.raises(ResourceError, match=f"`{tmp_path}.*: x"), writing(tmp_path):
         sharded.save(tmp_path, model, torch.optim.SGD(model.parameters()))
 
 
 def test_writing_names_files_below_its_place_and_leaves_other_errors_alone(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"sub/x`: No such file"), writing(tmp_path):
+    with pytest.raises(ResourceError, match=f"sub/x`: {os.strerror(errno.ENOENT)}"), writing(tmp_path):
         (tmp_path / "sub/x").write_text("")
-    with pytest.raises(ResourceError, match=f"cannot write `{tmp_path}`: No such file"), writing(tmp_path):
+    with pytest.raises(ResourceError, match=f"`{tmp_path}`: {os.strerror(errno.ENOENT)}"), writing(tmp_path):
         shutil.copyfile("/nowhere/x", tmp_path / "x")
-    with pytest.raises(ResourceError, match="no space left"), writing(tmp_path):
+    with pytest.raises(ResourceError, match="space"), writing(tmp_path):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
     with pytest.raises(InputError), writing(tmp_path):
         raise InputError("of the source")

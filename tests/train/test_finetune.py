@@ -82,7 +82,7 @@ def test_the_command_leaves_a_report_rows_and_a_model(tmp_path: Path) -> None:
     assert "checkpoints" not in result.spent
     assert sum(result.spent.values()) < result.seconds
     page = (out / "report.html").read_text()
-    assert "Training loss" in page
+    assert page.count("<svg") >= 1
     assert "unit-fp8" in page
     model = AutoModelForCausalLM.from_pretrained(out)
     assert torch.isfinite(model(torch.arange(8).view(1, 8)).logits).all()
@@ -145,7 +145,7 @@ def test_the_published_model_is_evaluated_as_its_files_open_and_gated(recipe: st
         run["eval_loss_published"] - twin["eval_loss_fp32"],
         run["eval_loss"] - twin["eval_loss"],
     ]
-    assert "held-out loss of the published model" in (tmp_path / "run/report.html").read_text()
+    assert f"{run['eval_loss_published']:.4f}" in (tmp_path / "run/report.html").read_text()
 
 
 def test_later_seeds_are_published_to_be_evaluated_and_do_not_stay(tmp_path: Path) -> None:
@@ -164,13 +164,13 @@ def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
         asked = dataclasses.replace(options("unit-fp8", steps=1), arithmetic=a)
         losses.append(finetune("demo", tmp_path / a.operand_scale, asked).runs[0].losses.values)
     assert len(set(losses)) == 3
-    with pytest.raises(UsageError, match="does not scale operands"):
+    with pytest.raises(UsageError, match="`amp-bf16`"):
         arithmetic(recipe="amp-bf16", operand_scale="row")
     assert arithmetic(operand_scale="row") == arithmetics[1]
 
 
 def test_only_scaled_fp8_has_critical_modules(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--critical with recipe `collage-bf16`"):
+    with pytest.raises(UsageError, match=r"--critical .*`collage-bf16`"):
         finetune("demo", tmp_path / "run", options("collage-bf16", critical=("*.down_proj",)))
 
 
@@ -190,7 +190,7 @@ def test_calibrated_scales_change_what_fp8_rounds_and_nothing_in_fp32(tmp_path: 
 
 @pytest.mark.parametrize("recipe", ["amp-bf16", "scalify-fp8"])
 def test_only_static_scales_can_be_calibrated(recipe: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"--calibrate with recipe `{recipe}`"):
+    with pytest.raises(UsageError, match=f"--calibrate .*`{recipe}`"):
         finetune("demo", tmp_path / "run", options(recipe, calibrate=True))
 
 
@@ -218,9 +218,9 @@ def test_a_run_that_cannot_go_on_says_that_it_starts_anew(tmp_path: Path) -> Non
             told.append(text)
 
     asked = options("fp32", resume=True, data=str(tmp_path / "short.txt"))
-    with pytest.raises(InputError, match="fewer than one sequence"):
+    with pytest.raises(InputError, match=r"short\.txt` has \d+ tokens"):
         finetune("demo", tmp_path / "nothere", asked, progress=Told())
-    assert told == [f"there is no `{tmp_path / 'nothere'}` to resume, so the run starts from the beginning"]
+    assert [str(tmp_path / "nothere") in message for message in told] == [True]
 
 
 def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_path: Path) -> None:
@@ -228,11 +228,11 @@ def test_a_folder_that_is_there_needs_resume_or_force_and_the_same_options(tmp_p
     finetune("demo", tmp_path / "run", asked)
     with pytest.raises(OutputExistsError, match="exists"):
         finetune("demo", tmp_path / "run", asked)
-    with pytest.raises(OutputExistsError, match="other lr"):
+    with pytest.raises(OutputExistsError, match="lr"):
         finetune("demo", tmp_path / "run", dataclasses.replace(asked, lr=1e-3, resume=True))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").touch()
-    with pytest.raises(OutputExistsError, match="not written by"):
+    with pytest.raises(OutputExistsError, match=f"`{tmp_path / 'mine'}`"):
         finetune("demo", tmp_path / "mine", dataclasses.replace(asked, force=True))
     assert (tmp_path / "mine/notes.txt").exists()
 
@@ -244,7 +244,7 @@ def test_two_runs_never_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "run" / f"{MARKER}.part").write_text("{")  # as a kill at the first write leaves it
     with held_folder(tmp_path / "run", asked_for("demo", asked), resume=False, force=False):
         for again in ({"force": True}, {"resume": True}, {}):
-            with pytest.raises(OutputExistsError, match="another run is writing"):
+            with pytest.raises(OutputExistsError, match="another"):
                 finetune("demo", tmp_path / "run", dataclasses.replace(asked, **again))
         assert (tmp_path / "run" / MARKER).is_file()
     finetune("demo", tmp_path / "run", dataclasses.replace(asked, force=True))
@@ -274,7 +274,7 @@ def test_divergence_says_where_and_keeps_the_last_good_checkpoint(
 ) -> None:
     monkeypatch.setattr("lpconv.train.trainer.MAX_SKIPPED", 3)
     asked = options("fp32", steps=20, lr=3e38, clip=0.0, warmup=0.8, save_every=1)
-    with pytest.raises(DivergedError, match="the first non-finite value: `") as caught:
+    with pytest.raises(DivergedError, match=r"first .*`") as caught:
         finetune("demo", tmp_path / "run", asked)
     assert caught.value.exit_code == 5
     kept = sorted(p.name for p in (tmp_path / "run/runs/run-seed0").glob("checkpoint-*"))
@@ -294,7 +294,7 @@ def test_an_overflow_skips_the_step_lowers_the_scale_and_is_located(tmp_path: Pa
 
 
 def test_too_little_memory_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"weights, gradients and optimizer 13\.2 MB") as caught:
+    with pytest.raises(ResourceError, match=r"optimizer 13\.2 MB") as caught:
         finetune("demo", tmp_path / "run", options("fp32", max_memory=10**6))
     assert caught.value.exit_code == 7
     assert "--batch-size" in (caught.value.hint or "")
@@ -320,8 +320,8 @@ def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path)
                "-o", str(out)]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 5
-    assert "error: 1 gate failed: loss<=0 met" in done.stderr
-    assert "gate loss<=0 failed" in done.stdout
+    assert "loss<=0 met" in done.stderr
+    assert "loss<=0 failed" in done.stdout
     assert "skipped==0 passed" in (out / "report.html").read_text()
     resumed = CliRunner().invoke(app, [*command[:-4], "--gate", "loss<=9", "-o", str(out), "--resume", "--json"])
     assert resumed.exit_code == 0  # judged again, and not trained again
@@ -331,11 +331,11 @@ def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path)
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"gates": ("loss_gap<=1",)}, "needs a twin"),
+        ({"gates": ("loss_gap<=1",)}, "twin"),
         ({"gates": ("loss_gap_low<=0",), "twin": "fp32"}, "interval"),
-        ({"gates": ("sqnr>=3",)}, "unknown metric"),
-        ({"log_to": ("tensorbord",)}, "unknown place to log to"),
-        ({"log_to": ("comet_ml",)}, "its package is not installed"),
+        ({"gates": ("sqnr>=3",)}, "`sqnr`"),
+        ({"log_to": ("tensorbord",)}, "`tensorbord`"),
+        ({"log_to": ("comet_ml",)}, "comet_ml"),
     ],
 )
 def test_what_a_run_cannot_judge_or_report_is_found_before_it(more: dict[str, Any], says: str, tmp_path: Path) -> None:

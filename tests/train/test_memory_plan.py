@@ -128,7 +128,7 @@ def test_a_large_model_is_planned_from_its_config_alone(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="weights from `lpconv init`"):
+    with pytest.raises(UnsupportedError, match="`lpconv init`"):
         plan("llama-8b", FinetuneOptions(arithmetic=RECIPES["native-fp8"].arithmetic))
     with pytest.raises(UnsupportedError, match="classification"):
         plan("bert-base", FinetuneOptions(arithmetic=RECIPES["fp32"].arithmetic, task="classification"))
