@@ -45,7 +45,7 @@ def test_the_manifest_of_all_kinds_loads(page: str, tmp_path: Path) -> None:
 
 
 def test_the_schema_command_runs(page: str) -> None:
-    assert "lpconv batch --schema" in page
+    assert "`lpconv batch --schema`" in page
     command = [sys.executable, "-m", "lpconv", "batch", "--schema"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == manifest_schema()

@@ -97,13 +97,13 @@ class TestLanguages:
     @pytest.mark.parametrize(
         ("suffix", "text", "says"),
         [
-            (".yaml", "version: 1\nversion: 1\njobs: []", "`version` occurs twice"),
-            (".yaml", "jobs: [", "not valid YAML"),
+            (".yaml", "version: 1\nversion: 1\njobs: []", "`version`"),
+            (".yaml", "jobs: [", "YAML"),
             (".yaml", "a: &a [*a]", "recursive"),
-            (".toml", "version = ", "not valid TOML"),
-            (".json", '{"version": 1, "version": 1}', "`version` occurs twice"),
-            (".json", "[" * 100_000, "not valid JSON"),
-            (".ini", "", "unknown kind of manifest `.ini`"),
+            (".toml", "version = ", "TOML"),
+            (".json", '{"version": 1, "version": 1}', "`version`"),
+            (".json", "[" * 100_000, "JSON"),
+            (".ini", "", "`.ini`"),
         ],
     )
     def test_what_does_not_parse(self, tmp_path: Path, suffix: str, text: str, says: str) -> None:
@@ -111,12 +111,12 @@ class TestLanguages:
             load_manifest(write(tmp_path, text, suffix))
 
     def test_a_manifest_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="cannot read"):
+        with pytest.raises(InputError, match=r"none\.yaml`"):
             load_manifest(tmp_path / "none.yaml")
 
     def test_a_small_file_that_unfolds_to_a_huge_one(self, tmp_path: Path) -> None:
         anchors = "".join(f"  - &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(30))
-        with pytest.raises(UsageError, match=r"jobs\[0\]: expected a mapping") as caught:
+        with pytest.raises(UsageError, match=r"jobs\[0\]: .*mapping") as caught:
             load_manifest(write(tmp_path, f"version: 1\njobs:\n  - &a0 [x, x]\n{anchors}"))
         assert len(caught.value.message) < 1000
 
@@ -159,31 +159,31 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("settings", "says", "hint"),
         [
-            ({"fromat": "fp16"}, r"^jobs.json: jobs\[0\].fromat: unknown key", "did you mean `format`?"),
-            ({"max-shard-sice": 1}, r"jobs\[0\].max-shard-sice: unknown key", "did you mean `max_shard_size`?"),
-            ({"resume": True}, r"jobs\[0\].resume: unknown key", "--resume"),
-            ({"format": "fp61"}, r"jobs\[0\].format: unknown format `fp61`", "did you mean `fp16`?"),
-            ({"method": 3}, r"jobs\[0\].method: expected text, not `3`", "quotes"),
-            ({"force": "maybe"}, r"jobs\[0\].force: expected true or false, not `maybe`", "true or false"),
-            ({"workers": 0}, r"jobs\[0\].workers: expected a whole number", "2"),
-            ({"method": "multipoint", "budget_bits": "nan"}, r"jobs\[0\].budget_bits: expected a number", "4.5"),
-            ({"method": "multipoint", "budget_bits": 3}, r"jobs\[0\] \(a\): a budget of 3 bits", "more than 4"),
-            ({"workers": True}, r"jobs\[0\].workers: expected a whole number", "2"),
+            ({"fromat": "fp16"}, r"^jobs.json: jobs\[0\].fromat: unknown", "`format`"),
+            ({"max-shard-sice": 1}, r"jobs\[0\].max-shard-sice: unknown", "`max_shard_size`"),
+            ({"resume": True}, r"jobs\[0\].resume: unknown", "--resume"),
+            ({"format": "fp61"}, r"jobs\[0\].format: .*`fp61`", "`fp16`"),
+            ({"method": 3}, r"jobs\[0\].method: .* `3`", "quotes"),
+            ({"force": "maybe"}, r"jobs\[0\].force: .* `maybe`", "true"),
+            ({"workers": 0}, r"jobs\[0\].workers: .*`0`", "2"),
+            ({"method": "multipoint", "budget_bits": "nan"}, r"jobs\[0\].budget_bits: .*`nan`", "4.5"),
+            ({"method": "multipoint", "budget_bits": 3}, r"jobs\[0\] \(a\): .* 3 bits", " 4, "),
+            ({"workers": True}, r"jobs\[0\].workers: .*`True`", "2"),
             ({"max_memory": "lots"}, r"jobs\[0\].max_memory: size `lots`", "4GB"),
-            ({"max_memory": 1.5}, r"jobs\[0\].max_memory: expected a size", "4GB"),
-            ({"include": [1]}, r"jobs\[0\].include\[0\]: expected text", "quotes"),
+            ({"max_memory": 1.5}, r"jobs\[0\].max_memory: .*size", "4GB"),
+            ({"include": [1]}, r"jobs\[0\].include\[0\]: .*`1`", "quotes"),
             ({"gates": ["sqnr>>25"]}, r"jobs\[0\].gates\[0\]: gate `sqnr>>25`", "sqnr>=25"),
-            ({"rules": [{"match": "a"}]}, r"jobs\[0\].rules\[0\]: a rule needs", "keep: true"),
-            ({"rules": [{"match": "a", "format": "fp16", "keep": True}]}, r"rules\[0\]: a rule needs", "keep: true"),
-            ({"rules": [{"match": "a", "frmat": "fp16"}]}, r"jobs\[0\].rules\[0\].frmat: unknown key", "`format`"),
-            ({"rules": "a=fp16"}, r"jobs\[0\].rules: expected a list", "match"),
-            ({"include": "re:("}, r"jobs\[0\] \(a\): pattern `re:\(` is not a valid regular expression", "escape"),
-            ({"residual": "int8"}, r"jobs\[0\] \(a\): method `unit` does not store a residual", "collage"),
-            ({"method": "collage", "format": "e5m2"}, r"jobs\[0\] \(a\): method `collage` does not write", "bf16"),
-            ({"max_memory": 1, "max-memory": 1}, r"jobs\[0\].max-memory: the key occurs twice", "keep only one"),
-            ({"id": "../a"}, r"jobs\[0\].id: `../a` is not a valid id", "letters"),
-            ({"model": ""}, r"jobs\[0\].model: expected text, not nothing", "quotes"),
-            ({"output": 1}, r"jobs\[0\].output: expected text", "quotes"),
+            ({"rules": [{"match": "a"}]}, r"jobs\[0\].rules\[0\]: .*rule", "keep: true"),
+            ({"rules": [{"match": "a", "format": "fp16", "keep": True}]}, r"rules\[0\]: .*rule", "keep: true"),
+            ({"rules": [{"match": "a", "frmat": "fp16"}]}, r"jobs\[0\].rules\[0\].frmat: unknown", "`format`"),
+            ({"rules": "a=fp16"}, r"jobs\[0\].rules: .*list", "match"),
+            ({"include": "re:("}, r"jobs\[0\] \(a\): pattern `re:\(`", "escape"),
+            ({"residual": "int8"}, r"jobs\[0\] \(a\): .*`unit` .*residual", "collage"),
+            ({"method": "collage", "format": "e5m2"}, r"jobs\[0\] \(a\): .*`collage`", "bf16"),
+            ({"max_memory": 1, "max-memory": 1}, r"jobs\[0\].max-memory: .*twice", ""),
+            ({"id": "../a"}, r"jobs\[0\].id: `../a`", "letters"),
+            ({"model": ""}, r"jobs\[0\].model: .*nothing", "quotes"),
+            ({"output": 1}, r"jobs\[0\].output: .*`1`", "quotes"),
         ],
         ids=lambda v: str(v)[:40],
     )
@@ -197,21 +197,21 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ("", "jobs.yaml: manifest: expected a mapping, not nothing"),
-            ("[]", r"manifest: expected a mapping, not `\[\]`"),
+            ("", "jobs.yaml: manifest: .*mapping.* nothing"),
+            ("[]", r"manifest: .*mapping.* `\[\]`"),
             ("jobs: [{id: a, model: b}]", "version: missing"),
-            ("{version: 2, jobs: [{id: a, model: b}]}", "version: `2` is unknown"),
-            ("version: 1", "jobs: expected a list with at least one job"),
-            ("{version: 1, jobs: {id: a}}", "jobs: expected a list"),
-            ("{version: 1, jobs: [a]}", r"jobs\[0\]: expected a mapping, not `a`"),
-            ("{version: 1, jobs: [{model: a}]}", r"jobs\[0\]: `id` is missing"),
-            ("{version: 1, jobs: [{id: a}]}", r"jobs\[0\]: `model` is missing"),
-            ("{version: 1, job: []}", "job: unknown key"),
-            ("{version: 1, defaults: {output: x}, jobs: [{id: a, model: b}]}", "defaults.output: unknown key"),
-            ("{version: 1, jobs: [{id: a, model: b}, {id: a, model: c}]}", r"jobs\[1\].id: `a` is the id of jobs\[0\]"),
+            ("{version: 2, jobs: [{id: a, model: b}]}", "version: `2`"),
+            ("version: 1", "jobs: .*list .*one"),
+            ("{version: 1, jobs: {id: a}}", "jobs: .*list"),
+            ("{version: 1, jobs: [a]}", r"jobs\[0\]: .*`a`"),
+            ("{version: 1, jobs: [{model: a}]}", r"jobs\[0\]: `id`"),
+            ("{version: 1, jobs: [{id: a}]}", r"jobs\[0\]: `model`"),
+            ("{version: 1, job: []}", "job: unknown"),
+            ("{version: 1, defaults: {output: x}, jobs: [{id: a, model: b}]}", "defaults.output: unknown"),
+            ("{version: 1, jobs: [{id: a, model: b}, {id: a, model: c}]}", r"jobs\[1\].id: `a`.* jobs\[0\]"),
             ("{version: 1, jobs: [{id: a, model: b, output: x}, {id: c, model: d, output: ./y/../x}]}", "overlap"),
             ("{version: 1, jobs: [{id: a, model: b, output: x}, {id: c, model: d, output: x/y}]}", "overlap"),
-            ("{version: 1, jobs: [{id: a, model: ./x, output: x}]}", "is the model itself"),
+            ("{version: 1, jobs: [{id: a, model: ./x, output: x}]}", "itself"),
         ],
     )
     def test_a_bad_manifest_is_refused_as_a_whole(self, tmp_path: Path, text: str, says: str) -> None:
@@ -283,29 +283,29 @@ class TestKinds:
     @pytest.mark.parametrize(
         ("job", "says", "hint"),
         [
-            ({"kind": "fintune"}, r"jobs\[0\].kind: unknown kind of job `fintune`", "did you mean `finetune`?"),
-            ({"steps": 5}, r"jobs\[0\].steps: unknown key", "it is a setting of kind: finetune and kind: probe"),
-            ({"kind": "finetune", "stesp": 5}, r"jobs\[0\].stesp: unknown key", "did you mean `steps`?"),
-            ({"kind": "finetune", "verify": "none"}, "unknown key", "it is a setting of kind: convert"),
-            ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: unknown recipe `unit-fp9`", "`unit-fp8`"),
-            ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: unknown metric `sqnr`", "loss_gap"),
-            ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: expected a number above", ""),
+            ({"kind": "fintune"}, r"jobs\[0\].kind: .*`fintune`", "`finetune`"),
+            ({"steps": 5}, r"jobs\[0\].steps: unknown", "kind: finetune"),
+            ({"kind": "finetune", "stesp": 5}, r"jobs\[0\].stesp: unknown", "`steps`"),
+            ({"kind": "finetune", "verify": "none"}, r"jobs\[0\].verify: unknown", "kind: convert"),
+            ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: .*`unit-fp9`", "`unit-fp8`"),
+            ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: .*`sqnr`", "loss_gap"),
+            ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: .*above", ""),
             (
                 {"kind": "finetune", "warmup": 2},
-                r"jobs\[0\].warmup: expected a number of at least zero and below 1",
+                r"jobs\[0\].warmup: .* 1",
                 "0.1",
             ),
             ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
             (
                 {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo", "split": 2},
-                r"jobs\[0\] \(a\): a conversion with --calibrate cannot be split",
-                "one process",
+                r"jobs\[0\] \(a\): .*--calibrate",
+                "process",
             ),
-            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: unknown mode `trian`", "`train`"),
-            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: expected a whole number", ""),
-            ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown key", "setting of"),
-            ({"model": "job:b"}, r"jobs\[0\].model: unknown earlier job `b`", ""),
-            ({"needs": ["a"]}, r"jobs\[0\].needs: unknown earlier job `a`", ""),
+            ({"kind": "bench", "mode": ["infer", "trian"]}, r"jobs\[0\].mode\[1\]: .*`trian`", "`train`"),
+            ({"kind": "bench", "batch": [1, 0]}, r"jobs\[0\].batch\[1\]: .*`0`", ""),
+            ({"kind": "probe", "gates": "x"}, r"jobs\[0\].gates: unknown", "kind: "),
+            ({"model": "job:b"}, r"jobs\[0\].model: .*`b`", ""),
+            ({"needs": ["a"]}, r"jobs\[0\].needs: .*`a`", ""),
         ],
         ids=str,
     )
@@ -315,7 +315,7 @@ class TestKinds:
         assert hint in str(caught.value.hint)
 
     def test_a_wrong_default_is_named_by_its_place(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"defaults.finetune.stesp: unknown key"):
+        with pytest.raises(UsageError, match=r"defaults.finetune.stesp: unknown"):
             self.jobs(tmp_path, {"id": "a", "model": "b"}, finetune={"stesp": 3})
 
 

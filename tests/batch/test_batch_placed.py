@@ -29,7 +29,7 @@ from lpconv.batch.runners import RUNNERS
 from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError, OutputExistsError, UnsupportedError, UsageError
-from lpconv.results.batch import BatchResult
+from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult
 
 Stub = Callable[[JobTask], Answer]
 
@@ -143,7 +143,7 @@ def test_results_and_lock_are_those_of_one_process(folder: Path) -> None:
 
     again = Executor()
     result = run_batch(manifest(folder, *jobs), RUNNERS, BatchOptions(resume=True), executor=again)
-    assert set(statuses(result).values()) == {"up to date"}
+    assert set(statuses(result).values()) == {UP_TO_DATE}
     assert again.log == []
     (folder / "out").rename(folder / "placed")
     locked = run_batch(manifest(folder, *jobs), RUNNERS, BatchOptions(locked=True), executor=Executor())
@@ -152,13 +152,14 @@ def test_results_and_lock_are_those_of_one_process(folder: Path) -> None:
 
 def test_a_failure_is_the_jobs_own_error(folder: Path) -> None:
     jobs = manifest(folder, {"id": "a", "gates": "sqnr>=200"}, {"id": "b", "model": "job:a"}, {"id": "c"})
-    with pytest.raises(LpconvError, match="a: verification failed") as caught:
+    with pytest.raises(LpconvError, match=r"^a: .*sqnr>=200") as caught:
         run_batch(jobs, RUNNERS, executor=Executor(places=1))
     assert (caught.value.exit_code, caught.value.kind) == (5, "verification")
     with pytest.raises(JobsFailedError) as failed:
         run_batch(jobs, RUNNERS, BatchOptions(keep_going=True), executor=Executor(places=1))
-    assert statuses(failed.value.result) == {"a": "failed", "b": "not run", "c": "converted"}
-    assert [job.warnings for job in failed.value.result.jobs][1] == ("it needs a",)
+    assert statuses(failed.value.result) == {"a": "failed", "b": NOT_RUN, "c": "converted"}
+    (waits,) = [job.warnings for job in failed.value.result.jobs][1]
+    assert waits.endswith(" a")
 
 
 def said(job_id: str) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def test_a_task_whose_machine_dies_goes_on_elsewhere(folder: Path) -> None:
 
 def test_a_task_that_kills_machines_is_given_up(folder: Path) -> None:
     executor = Executor(lambda task: (_ for _ in ()).throw(MachineLostError("the machine died")))
-    with pytest.raises(LpconvError, match="a: the machine died"):
+    with pytest.raises(LpconvError, match=r"^a: .*died"):
         run_batch(manifest(folder, {"id": "a"}), RUNNERS, executor=executor)
     assert executor.log == ["a"] * 4
 
@@ -213,13 +214,14 @@ def test_a_failed_part_fails_its_job_once(folder: Path) -> None:
         )
     assert executor.log == ["a 1/3", "a 2/3", "b"]
     (error,) = [job.error for job in failed.value.result.jobs if job.error is not None]
-    assert (error.code, error.message) == (137, "the process of the job was killed by signal 9: Killed")
+    assert error.code == 137
+    assert "signal 9" in error.message
 
 
 def test_what_no_machine_has_is_refused_before_anything_starts(folder: Path) -> None:
     for needs in ({"cpus": 9}, {"gpus": 2}, {"memory": "20GB"}, {"cpus": 8, "gpus": 1}):
         executor = Executor(done)
-        with pytest.raises(UnsupportedError, match=r"big needs .*, but no machine has that much"):
+        with pytest.raises(UnsupportedError, match=r"^big "):
             run_batch(manifest(folder, {"id": "a"}, {"id": "big", **needs}), RUNNERS, executor=executor)
         assert executor.log == []
         assert executor.is_closed
@@ -268,7 +270,7 @@ def test_an_interruption_before_any_failure_says_one_document(folder: Path, monk
 
 
 def test_only_conversions_are_split(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"jobs\[0\]\.split: a probe job cannot be split"):
+    with pytest.raises(UsageError, match=r"jobs\[0\]\.split: .*probe"):
         manifest(folder, {"id": "a", "kind": "probe", "split": 2})
 
 

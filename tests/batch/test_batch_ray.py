@@ -81,7 +81,7 @@ def test_a_gpu_that_nobody_has(tmp_path: Path, address: str) -> None:
     process = batch(manifest(tmp_path, {"id": "a", "gpus": 1}), "--executor", "ray", "--address", address)
     out, _ = process.communicate()
     assert process.returncode == 4
-    assert "no machine has" in json.loads(out)["error"]["message"]
+    assert json.loads(out)["error"]["details"]["job"] == "a"
     assert not (tmp_path / "out").exists()
 
 
@@ -114,13 +114,13 @@ def test_jobs_of_a_node_that_dies_go_on_elsewhere(tmp_path: Path, nodes: tuple[s
     next(c for c in nodes[1][1].children(recursive=True) if c.name() == "raylet").kill()
     out, err = process.communicate()
     assert [job["status"] for job in json.loads(out)["jobs"]] == ["trained"] * 2, err
-    assert err.count("; once more") == 1
+    assert err.count("; once") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["--executor", "rya"], 2, "did you mean `ray`"),
+        (["--executor", "rya"], 2, "`ray`"),
         (["--address", "127.0.0.1:1"], 2, "add --executor ray"),
         pytest.param(
             ["--executor", "ray"], 4, "lpconv[ray]", marks=pytest.mark.skipif(has_ray, reason="Ray is installed")

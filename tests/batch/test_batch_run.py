@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from lpconv.results import (
     json_text,
     to_json,
 )
-from lpconv.results.batch import BatchResult, JobOutcome, JobResult
+from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome, JobResult
 
 
 def file_record(path: Path) -> FileRecord:
@@ -185,7 +186,7 @@ class TestRunning:
 
     def test_only_a_job_that_is_not_there(self, tmp_path: Path) -> None:
         engine = Engine()
-        with pytest.raises(UsageError, match="unknown job `z`"):
+        with pytest.raises(UsageError, match="`z`"):
             run_batch(
                 write_manifest(tmp_path),
                 engine.runners,
@@ -224,11 +225,11 @@ class TestFailures:
         assert caught.value is error
         assert engine.ran == ["a", "b"]
         assert events.result is not None
-        assert statuses(events.result) == ["converted", "failed", "not run"]
+        assert statuses(events.result) == ["converted", "failed", NOT_RUN]
 
     def test_keep_going_runs_the_rest_and_fails_in_the_end(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": VerificationError("gate", hint="h"), "b": KeyError("oops")})
-        with pytest.raises(JobsFailedError, match="2 of 3 jobs failed: a, b") as caught:
+        with pytest.raises(JobsFailedError, match=r"2 of 3 .*: a, ?b") as caught:
             run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True))
         assert caught.value.exit_code == 6
         gate, bug, fine = caught.value.result.jobs
@@ -236,7 +237,7 @@ class TestFailures:
         assert (gate.error.code, gate.error.kind, gate.error.hint) == (5, "verification", "h")
         assert bug.error is not None
         assert (bug.error.code, bug.error.kind) == (1, "bug")
-        assert "in convert" in "".join(bug.error.details["traceback"])
+        assert "KeyError" in "".join(bug.error.details["traceback"])
         assert fine.status == "converted"
         json.dumps(caught.value.to_dict(), allow_nan=False)
 
@@ -251,7 +252,7 @@ class TestFailures:
             run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True), events=events)
         assert engine.ran == ["a"]
         assert events.result is not None
-        assert statuses(events.result) == ["failed", "not run", "not run"]
+        assert statuses(events.result) == ["failed", NOT_RUN, NOT_RUN]
         assert events.result.jobs[0].error is not None
         assert (events.result.jobs[0].error.kind, events.result.jobs[0].error.code) == ("interrupted", code)
 
@@ -277,29 +278,29 @@ class TestResume:
     def test_what_is_done_is_up_to_date(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         result, engine = self.run(tmp_path)
-        assert statuses(result) == ["up to date"] * 3
+        assert statuses(result) == [UP_TO_DATE] * 3
         assert engine.ran == []
 
     def test_jobs_not_done_are_continued(self, tmp_path: Path) -> None:
         self.run(tmp_path, jobs=("a",))
         result, engine = self.run(tmp_path)
-        assert statuses(result) == ["up to date", "converted", "converted"]
+        assert statuses(result) == [UP_TO_DATE, "converted", "converted"]
         assert all(options.resume for _, options in engine.calls)
 
     def test_a_dry_run_tells_what_is_left_to_do(self, tmp_path: Path) -> None:
         self.run(tmp_path, jobs=("a",))
         engine = Engine()
         result = run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(dry_run=True, resume=True))
-        assert statuses(result) == ["up to date", "planned", "planned"]
+        assert statuses(result) == [UP_TO_DATE, "planned", "planned"]
 
     def test_another_memory_bound_changes_no_output(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         result, _ = self.run(tmp_path, workers=2, max_memory="1GB")
-        assert statuses(result) == ["up to date"] * 3
+        assert statuses(result) == [UP_TO_DATE] * 3
 
     def test_other_settings_are_refused_and_named(self, tmp_path: Path) -> None:
         self.run(tmp_path)
-        with pytest.raises(OutputExistsError, match='format is "bf16" but was "fp16"'):
+        with pytest.raises(OutputExistsError, match=r'format .*"bf16" .*"fp16"'):
             self.run(tmp_path, format="bf16")
 
     def test_a_new_gate_is_not_skipped(self, tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ class TestResume:
         self.run(tmp_path)
         (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
         result, engine = self.run(tmp_path, force=True)
-        assert statuses(result) == ["up to date", "converted", "up to date"]
+        assert statuses(result) == [UP_TO_DATE, "converted", UP_TO_DATE]
         assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (False, True)
 
     def test_force_does_not_start_a_cut_off_job_anew(self, tmp_path: Path) -> None:
@@ -321,10 +322,10 @@ class TestResume:
     @pytest.mark.parametrize(
         ("path", "text", "says"),
         [
-            ("local/model.safetensors", "retrained", "source file model.safetensors was changed"),
-            ("local/model.safetensors", "WEIGHTS", "source file model.safetensors was changed"),
-            ("out/b/model.safetensors", "cut", "model.safetensors was changed"),
-            ("out/b/SHA256SUMS", "other", "SHA256SUMS differs from the one in the lock"),
+            ("local/model.safetensors", "retrained", "source .*model.safetensors"),
+            ("local/model.safetensors", "WEIGHTS", "source .*model.safetensors"),
+            ("out/b/model.safetensors", "cut", "model.safetensors"),
+            ("out/b/SHA256SUMS", "other", "SHA256SUMS"),
         ],
     )
     def test_changed_files_are_noticed(self, tmp_path: Path, path: str, text: str, says: str) -> None:
@@ -336,13 +337,13 @@ class TestResume:
     def test_a_source_touched_but_not_changed_is_up_to_date(self, tmp_path: Path) -> None:
         self.run(tmp_path, jobs=("b",))
         (tmp_path / "local/model.safetensors").touch()
-        assert statuses(self.run(tmp_path, jobs=("b",))[0]) == ["up to date"]
+        assert statuses(self.run(tmp_path, jobs=("b",))[0]) == [UP_TO_DATE]
 
     def test_a_touched_source_counts_as_changed_where_its_hash_is_not_known(self, tmp_path: Path) -> None:
         self.run(tmp_path, hashes=False, jobs=("b",))
-        assert statuses(self.run(tmp_path, jobs=("b",))[0]) == ["up to date"]
+        assert statuses(self.run(tmp_path, jobs=("b",))[0]) == [UP_TO_DATE]
         (tmp_path / "local/model.safetensors").touch()
-        with pytest.raises(OutputExistsError, match="was changed"):
+        with pytest.raises(OutputExistsError, match=r"source .*model\.safetensors"):
             self.run(tmp_path, jobs=("b",))
 
     def test_a_source_that_is_gone_leaves_its_output_up_to_date(self, tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ class TestResume:
         manifest = load_manifest(tmp_path / "jobs.json")
         (tmp_path / "local").rename(tmp_path / "elsewhere")
         engine = Engine()
-        assert statuses(run_batch(manifest, engine.runners, BatchOptions(resume=True))) == ["up to date"] * 2
+        assert statuses(run_batch(manifest, engine.runners, BatchOptions(resume=True))) == [UP_TO_DATE] * 2
 
 
 @dataclass
@@ -401,7 +402,7 @@ class TestKinds:
 
     def test_a_gate_that_fails_ends_with_its_own_code_and_is_judged_again(self, tmp_path: Path) -> None:
         bench, events = Bench(speedup=0.5), Recorder()
-        with pytest.raises(VerificationError, match="1 gate failed") as caught:
+        with pytest.raises(VerificationError, match="speedup") as caught:
             run_batch(write_mixed(tmp_path), bench.runners(Engine()), events=events)
         assert caught.value.exit_code == 5
         assert events.result is not None
@@ -409,20 +410,20 @@ class TestKinds:
         again = run_batch(
             write_mixed(tmp_path, gate="speedup>=0.1"), bench.runners(Engine()), BatchOptions(resume=True)
         )
-        assert statuses(again) == ["up to date", "measured"]
+        assert statuses(again) == [UP_TO_DATE, "measured"]
         assert bench.resumed == [False, True]
 
     def test_a_measurement_that_is_done_is_not_repeated(self, tmp_path: Path) -> None:
         bench = Bench()
         run_batch(write_mixed(tmp_path), bench.runners(Engine()))
         result = run_batch(write_mixed(tmp_path), bench.runners(Engine()), BatchOptions(resume=True))
-        assert statuses(result) == ["up to date"] * 2
-        with pytest.raises(OutputExistsError, match="seed is 1 but was 0"):
+        assert statuses(result) == [UP_TO_DATE] * 2
+        with pytest.raises(OutputExistsError, match=r"seed .*1 .*0"):
             run_batch(write_mixed(tmp_path, seed=1), bench.runners(Engine()), BatchOptions(resume=True))
         forced = run_batch(
             write_mixed(tmp_path, seed=1, force=True), bench.runners(Engine()), BatchOptions(resume=True)
         )
-        assert statuses(forced) == ["up to date", "measured"]
+        assert statuses(forced) == [UP_TO_DATE, "measured"]
 
     def test_the_lock_pins_what_is_measured_and_not_what_was_found(self, tmp_path: Path) -> None:
         manifest = write_mixed(tmp_path)
@@ -433,20 +434,21 @@ class TestKinds:
         (tmp_path / "out").rename(tmp_path / "kept")
         other = run_batch(manifest, Bench(speedup=1.5).runners(Engine()), BatchOptions(locked=True))
         assert statuses(other) == ["converted", "measured"]
-        with pytest.raises(VerificationError, match="speed: seed is 1 but was 0"):
+        with pytest.raises(VerificationError, match=r"speed: seed .*1 .*0"):
             run_batch(write_mixed(tmp_path, seed=1), Bench().runners(Engine()), BatchOptions(locked=True))
 
     def test_a_job_is_not_run_where_one_that_it_needs_failed(self, tmp_path: Path) -> None:
         engine, bench = Engine(failures={"a": InputError("gone")}), Bench()
         with pytest.raises(JobsFailedError) as caught:
             run_batch(write_mixed(tmp_path), bench.runners(engine), BatchOptions(keep_going=True))
-        assert statuses(caught.value.result) == ["failed", "not run"]
-        assert caught.value.result.jobs[1].warnings == ("it needs a",)
+        assert statuses(caught.value.result) == ["failed", NOT_RUN]
+        (waits,) = caught.value.result.jobs[1].warnings
+        assert waits.endswith(" a")
         assert bench.resumed == []
 
     def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
         manifest = write_mixed(tmp_path)
-        with pytest.raises(InputError, match="speed needs the output of a, but `"):
+        with pytest.raises(InputError, match=r"speed .* a, .*`"):
             run_batch(manifest, Bench().runners(Engine()), BatchOptions(only=("speed",)))
         planned_batch = run_batch(manifest, Bench().runners(Engine()), BatchOptions(dry_run=True))
         assert statuses(planned_batch) == ["planned", "planned"]
@@ -458,7 +460,7 @@ class TestKinds:
         for entry in document["entries"]:
             del entry["kind"]
         manifest.lock_path.write_text(json.dumps(document))
-        assert statuses(run_batch(manifest, Engine().runners, BatchOptions(resume=True))) == ["up to date"] * 3
+        assert statuses(run_batch(manifest, Engine().runners, BatchOptions(resume=True))) == [UP_TO_DATE] * 3
 
 
 class TestLock:
@@ -483,14 +485,14 @@ class TestLock:
     def test_a_lock_that_cannot_be_written_is_found_out_before_the_work(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         manifest.lock_path.with_name("jobs.lock.json.part").mkdir()
-        with pytest.raises(ResourceError, match="cannot write"):
+        with pytest.raises(ResourceError, match=r"jobs\.lock\.json"):
             run_batch(manifest, engine.runners)
         assert engine.ran == []
 
     def test_a_broken_lock_is_an_input_error(self, tmp_path: Path) -> None:
         engine, manifest = Engine(), write_manifest(tmp_path)
         manifest.lock_path.write_text("{")
-        with pytest.raises(InputError, match="cannot read lock file"):
+        with pytest.raises(InputError, match=r"jobs\.lock\.json"):
             run_batch(manifest, engine.runners)
         assert engine.ran == []
 
@@ -516,12 +518,12 @@ class TestLocked:
         run_batch(manifest, engine.runners)
         (tmp_path / "out").rename(tmp_path / "kept")
         (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
-        with pytest.raises(VerificationError, match="b: files differ from the lock"):
+        with pytest.raises(VerificationError, match=r"b: files .*lock"):
             run_batch(manifest, engine.runners, BatchOptions(locked=True))
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
-        with pytest.raises(VerificationError, match="a: files differ from the lock file: model") as caught:
+        with pytest.raises(VerificationError, match=r"a: files .*: model") as caught:
             run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert caught.value.exit_code == 5
         assert "torch 1 → 2" in str(caught.value.hint)
@@ -530,26 +532,26 @@ class TestLocked:
 
     def test_changed_settings_fail_before_any_work(self, manifest: Manifest) -> None:
         engine, changed = Engine(), write_manifest(manifest.folder, format="bf16")
-        with pytest.raises(VerificationError, match='a: format is "bf16" but was "fp16"; b: format'):
+        with pytest.raises(VerificationError, match=r'a: format .*"bf16" .*"fp16"; b: format'):
             run_batch(changed, engine.runners, BatchOptions(locked=True))
         assert engine.ran == []
 
     def test_a_changed_local_source_fails_before_any_work(self, manifest: Manifest) -> None:
         (manifest.folder / "local/model.safetensors").write_text("WEIGHTS")
         engine = Engine()
-        with pytest.raises(VerificationError, match="b: source file model"):
+        with pytest.raises(VerificationError, match=r"b: source .*model"):
             run_batch(manifest, engine.runners, BatchOptions(locked=True))
         assert engine.ran == []
 
     def test_a_new_job_is_not_in_the_lock(self, tmp_path: Path) -> None:
         engine = Engine()
         run_batch(write_manifest(tmp_path, jobs=("a",)), engine.runners)
-        with pytest.raises(VerificationError, match="b: not in the lock"):
+        with pytest.raises(VerificationError, match=r"b: .*lock"):
             run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(locked=True))
 
     def test_no_lock_file(self, tmp_path: Path) -> None:
         engine = Engine()
-        with pytest.raises(InputError, match=r"lock file `.*jobs\.lock\.json`"):
+        with pytest.raises(InputError, match=r"`.*jobs\.lock\.json`"):
             run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(locked=True))
 
 
@@ -578,9 +580,9 @@ class TestReports:
         failure = suite.find("testcase[@name='b']/failure")
         assert failure is not None
         assert failure.get("message") == 'gate "sqnr" <20> \ufffd\ufffd[31m & more'
-        assert "hint: loosen it" in str(failure.text)
+        assert "hint: loosen" in str(failure.text)
         skipped = [element.get("message") for element in suite.iter("skipped")]
-        assert skipped == ["up to date", "not run"]
+        assert skipped == [UP_TO_DATE, NOT_RUN]
 
     def test_junit_counts_other_errors_as_errors(self, tmp_path: Path) -> None:
         engine = Engine(failures={"a": InputError("gone"), "b": RuntimeError("bug")})
@@ -594,13 +596,13 @@ class TestReports:
     def test_the_table_has_a_line_per_job_and_the_hints(self, mixed: BatchResult, tmp_path: Path) -> None:
         rows = rows_of(mixed)
         assert [row["job"] for row in rows] == ["a", "b", "c"]
-        assert rows[0]["status"] == "up to date"
+        assert rows[0]["status"] == UP_TO_DATE
         assert rows[1]["note"] == "verification (exit 5)"
         document = batch_document(mixed)
-        assert "hint: loosen it" in str(document.section("Errors"))
+        assert "hint: loosen" in str(document.section("Errors"))
         assert document.verdict is not None
         assert document.verdict.outcome == "failed"
-        assert document.verdict.text.endswith("1 up to date, 1 failed, 1 not run")
+        assert re.search(r"1 .*, 1 failed, 1 .*$", document.verdict.text)
 
     def test_the_table_shows_what_was_measured(self, tmp_path: Path) -> None:
         (row,) = rows_of(run_batch(write_manifest(tmp_path, jobs=("a",)), Engine().runners))
@@ -609,7 +611,7 @@ class TestReports:
 
     def test_the_table_of_a_dry_run_shows_needs(self, tmp_path: Path) -> None:
         rows = rows_of(run_batch(write_manifest(tmp_path), Engine().runners, BatchOptions(dry_run=True)))
-        assert rows[0]["note"] == "needs 7 B memory, 8 B disk, about 2 s"
+        assert re.search(r"7 B .*8 B .*2 s", rows[0]["note"])
 
 
 def rows_of(result: BatchResult) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """`lpconv bench` as a user meets it, on the embedded model and without compiling."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
 from lpconv.bench.cases import Case
+from lpconv.bench.rows import TOO_LARGE
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
@@ -106,7 +108,7 @@ def test_codes_do_not_train_and_a_plain_model_has_none(args: tuple[str, ...], tm
     if args:
         convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
         model = str(tmp_path / "out")
-    assert ("cannot be trained" if args else "stores no codes") in refused(4, model, "--format", "codes", *QUICK, *args)
+    assert ("trained" if args else "codes\n") in refused(4, model, "--format", "codes", *QUICK, *args)
 
 
 def test_the_parts_of_memory_sum_to_the_peak(trained: tuple[dict[str, Any], Path]) -> None:
@@ -147,7 +149,7 @@ def test_what_was_saved_is_compared_with(trained: tuple[dict[str, Any], Path], t
     compared = run("demo", "--mode", "train", "--batch", "1", *QUICK, "--compare", old)
 
     assert compared.exit_code == 5
-    assert "slower than the older result: fp8 static, train, 1 x 128" in compared.stderr
+    assert ": fp8 static, train, 1 x 128" in compared.stderr
     assert "regression" in compared.stdout
 
 
@@ -157,14 +159,14 @@ def test_a_bench_goes_on_behind_what_does_not_fit_and_what_is_missing() -> None:
     )  # fmt: skip
 
     assert result.exit_code == 7, result.output
-    assert "needs about" in result.stderr
+    assert re.search(r"\d [A-Z]B", result.stderr)
     rows = json.loads(result.stdout)["error"]["details"]["result"]["rows"]
     assert [(r["batch"], r["method"], r["status"]) for r in rows] == [
-        (100_000_000, "plain", "too large"), (100_000_000, "te", "too large"), (100_000_000, "static", "too large"),
+        (100_000_000, "plain", TOO_LARGE), (100_000_000, "te", TOO_LARGE), (100_000_000, "static", TOO_LARGE),
         (1, "plain", "ok"), (1, "te", "skipped"), (1, "static", "ok"),
     ]  # fmt: skip
     assert rows[0]["estimate_bytes"] > 1e12
-    assert "pip install transformer-engine" in rows[4]["reason"]
+    assert "transformer-engine" in rows[4]["reason"]
 
 
 def test_a_baseline_that_fails_fails_its_rows_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +198,7 @@ def test_a_model_that_is_no_longer_read_ends_the_bench(tmp_path: Path, monkeypat
 
     said = refused(3, "demo", "--method", "static", "--batch", "1,2", "--seq", "16", *QUICK, "--save", saved)
 
-    assert "is shorter than its header says" in said
+    assert "shorter" in said
     document = json.loads(saved.read_text())
     assert [(r["batch"], r["status"]) for r in document["rows"]] == [(1, "ok"), (1, "ok")]
 

@@ -1,12 +1,14 @@
 """A bench as a document, from records."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, result, row
 
 from lpconv.bench.roofline import roofline_verdict
+from lpconv.bench.rows import TOO_LARGE
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
@@ -43,14 +45,14 @@ def test_memory_linears_and_sentences_have_their_sections() -> None:
     document = bench_document(judged(*ROWS))
     memory = table(document, "Memory of tensors at the peak of a step")
     assert memory.rows[0][2].startswith("weights 10 %, gradients 5 %")  # type: ignore[union-attr]  # a text
-    (linears,) = (s for s in document.sections if "by shape" in s.title)
+    (linears,) = (s for s in document.sections if "shape" in s.title)
     assert "14336" in str(linears)
     assert any("emulates fp8" in line for bullets in document.all_of(Bullets) for line in bullets.lines)
 
 
 @pytest.mark.parametrize(
     ("ratio", "outcome", "word"),
-    [((0.36, 0.3, 0.4), "not run", "slower here"), ((1.3, 1.2, 1.4), "passed", "fastest")],
+    [((0.36, 0.3, 0.4), "not run", "slower"), ((1.3, 1.2, 1.4), "passed", "fastest")],
 )
 def test_the_verdict_says_whether_anything_was_faster(
     ratio: tuple[float, float, float], outcome: str, word: str
@@ -58,8 +60,8 @@ def test_the_verdict_says_whether_anything_was_faster(
     document = bench_document(result(row("plain"), row("static", ratio=ratio), row("row", ratio=(0.2, 0.1, 0.3))))
     assert document.verdict is not None
     assert document.verdict.outcome == outcome
-    assert document.verdict.text.startswith(f"fp8 static is {word}: {ratio[0]:.2f} [")
-    assert document.tiles[0].label == f"{word.capitalize()}, against the baseline"
+    assert re.match(rf"fp8 static .*{word}.*: {ratio[0]:.2f} \[", document.verdict.text)
+    assert word.capitalize() in document.tiles[0].label
 
 
 def test_a_gate_that_failed_is_the_verdict() -> None:
@@ -67,22 +69,21 @@ def test_a_gate_that_failed_is_the_verdict() -> None:
     document = bench_document(judged(*ROWS, gates=gates))
     assert document.verdict is not None
     assert document.verdict.outcome == "failed"
-    assert document.verdict.text.startswith("gate speedup>=2 failed; fp8 static is fastest")
+    assert document.verdict.text.partition(" ")[2].startswith("speedup>=2 ")
     assert document.section("1 of 1 gates failed").outcome == "failed"
 
 
 def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:
-    lost = [row(m, status="too large", reason="no room", timing=None, device="cpu") for m in ("te", "mx")]
+    lost = [row(m, status=TOO_LARGE, reason="room", timing=None, device="cpu") for m in ("te", "mx")]
     document = bench_document(result(*lost, row("plain")))
-    assert document.section("Not measured").blocks == (Bullets(lines=("fp8 te; fp8 mx: too large, no room",)),)
+    assert document.section("Not measured").blocks == (Bullets(lines=(f"fp8 te; fp8 mx: {TOO_LARGE}, room",)),)
     assert document.facts["Device"] == "GPU"
 
 
 def test_random_weights_are_a_warning() -> None:
     some = bench_document(result(row("plain", weights="16 of 58 parameters random, else checkpoint")))
-    assert some.warnings == (
-        "llama-8b: 16 of 58 parameters random, so errors of outputs and gradients are not those of the real model",
-    )
+    (warning,) = some.warnings
+    assert warning.startswith("llama-8b: 16 of 58 ")
     assert not bench_document(result(row("plain", weights="checkpoint"))).warnings
 
 
@@ -94,13 +95,13 @@ def test_intervals_and_parts_of_memory_are_drawn() -> None:
     assert ("fp8 static", "1.30 [1.20, 1.40]") in speed.rows
     assert [m.title for m in memory.legend] == ["weights", "gradients", "optimizer", "activations", "other"]
     assert max(box.x[1] for box in memory.boxes) == 1000
-    assert "Speed-up over the baseline" not in bench_document(result(row("plain"))).charts
+    assert not any("baseline" in title for title in bench_document(result(row("plain"))).charts)
 
 
 def test_benches_are_compared_row_by_row() -> None:
     document = compare_benches([judged(*ROWS), judged(*ROWS)], ["monday", "tuesday"])
     assert document.verdict is not None
-    assert document.verdict.text.startswith("fp8 static: monday is fastest: 1.30 [")
+    assert re.match(r"fp8 static: monday .*: 1\.30 \[", document.verdict.text)
     rows = {first: rest for first, *rest in table(document, "Figures").rows}
     assert rows["fp8 static, train, 2 x 4096: speed-up"] == ["1.30 [1.20, 1.40]"] * 2
     assert [name for name, _ in document.charts["Speed-up over the baseline"].rows] == [

@@ -56,7 +56,7 @@ def test_p99_needs_a_hundred_samples() -> None:
 
 
 def test_a_recompile_after_the_warm_up_ends_the_measurement() -> None:
-    with pytest.raises(VerificationError, match="compiled 2 times after the warm-up"):
+    with pytest.raises(VerificationError, match="compiled 2 "):
         interleave(Recorded("A", 0.1, []), Recorded("B", 0.1, [], recompiles=2), effort())
 
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.outcome import compare_rows, final_error
+from lpconv.bench.outcome import IMPROVEMENT, NEW, REGRESSION, SAME, compare_rows, final_error
+from lpconv.bench.rows import TOO_LARGE
 from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.results import BenchResult, BenchRow
@@ -50,9 +51,9 @@ def test_a_gate_that_cannot_be_read_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("now", "change", "code"),
     [
-        ((1.0, 0.9, 1.1), "regression", 5),
-        ((1.25, 1.1, 1.3), "within the intervals", None),
-        ((2, 1.9, 2.1), "improvement", None),
+        ((1.0, 0.9, 1.1), REGRESSION, 5),
+        ((1.25, 1.1, 1.3), SAME, None),
+        ((2, 1.9, 2.1), IMPROVEMENT, None),
     ],
 )  # fmt: skip
 def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
@@ -62,7 +63,7 @@ def test_only_an_interval_that_lies_below_the_old_one_is_a_regression(
 
     changes = compare_rows(rows, old)
 
-    assert [c.change for c in changes] == [change, "not in the older result"]  # which has no mx
+    assert [c.change for c in changes] == [change, NEW]  # which has no mx
     error = final_error(dataclasses.replace(result(*rows), changes=changes))
     assert (error and error.exit_code) == code
 
@@ -73,13 +74,13 @@ def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: d
 
     found = compare_rows(rows, result(row("static")))
 
-    assert [(c.before, c.change) for c in found] == [(None, "not in the older result")]
+    assert [(c.before, c.change) for c in found] == [(None, NEW)]
     error = final_error(dataclasses.replace(result(*rows), changes=found))
     assert error is not None
-    assert "nothing was compared" in error.message
+    assert "nothing" in error.message
 
 
-@pytest.mark.parametrize(("status", "code"), [("failed", 5), ("too large", 7), ("skipped", 4)])
+@pytest.mark.parametrize(("status", "code"), [("failed", 5), (TOO_LARGE, 7), ("skipped", 4)])
 def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code: int) -> None:
     error = final_error(result(row("plain"), row("static", status=status, reason="because")))
 

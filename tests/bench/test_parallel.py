@@ -57,7 +57,7 @@ def two_ranks(rank: int, folder: str) -> None:
     rows = plan.build("cpu", rows_of(mine, plan)).model
     assert all(isinstance(p, DTensor) for p in rows.parameters())
     found = gradients(wrap_parallel(rows, mine, batch), batch)
-    errors["by rows"] = float((found - average).norm() / average.norm())
+    errors["rows"] = float((found - average).norm() / average.norm())
     torch.save((errors, max_over_processes(3 + rank)), f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then abort an ordinary exit
@@ -68,17 +68,17 @@ def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> 
 
     for rank in range(2):
         errors, number = torch.load(tmp_path / f"{rank}.pt")
-        assert set(errors) == {*PARALLEL, "by rows"}
+        assert set(errors) == {*PARALLEL, "rows"}
         assert max(errors.values()) < 1e-5
         assert number == 4
 
 
 def test_scaled_tensors_train_together_by_parts_only() -> None:
-    with pytest.raises(UnsupportedError, match="average the gradients of scaled tensors"):
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
         check_parallel(case(format="fp8", method="scalify", parallel="ddp"))
-    with pytest.raises(UnsupportedError, match="fp16 cannot hold them"):
+    with pytest.raises(UnsupportedError, match="fp16"):
         check_parallel(case(format="fp16", method="scalify", parallel="fsdp2"))
-    with pytest.raises(UnsupportedError, match="not been tested"):
+    with pytest.raises(UnsupportedError, match="tested"):
         check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="default"))
     check_parallel(case(format="fp8", method="scalify", parallel="fsdp2", compiled="off"))
     check_parallel(case(format="fp8", method="scalify", mode="infer"))

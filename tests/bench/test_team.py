@@ -73,11 +73,11 @@ def test_memory_is_that_of_the_process_that_needs_most() -> None:
 
 
 def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> None:
-    children = [Scripted(None), Scripted(LpconvError("out of luck"))]
+    children = [Scripted(None), Scripted(LpconvError("luck"))]
     team = Team(children)
 
     for _ in range(2):
-        with pytest.raises(LpconvError, match="out of luck"):
+        with pytest.raises(LpconvError, match="luck"):
             team.ask("measure", iterations=1, seconds=0)
     assert all(child.closed for child in children)
 
@@ -127,7 +127,7 @@ def test_the_first_process_of_torchrun_measures_with_as_many(
 
 
 def test_torchrun_on_several_machines_and_other_numbers_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="several machines"):
+    with pytest.raises(UnsupportedError, match="machines"):
         processes_of(None, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
     with pytest.raises(UsageError, match="--processes 3"):
         processes_of(3, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"})

@@ -187,9 +187,9 @@ def test_wrong_uses_are_refused() -> None:
         LossChange(model, optimizer, [{"x": X}]).after_step()
     with pytest.raises(UsageError, match="max_segments"):
         LossChange(model, optimizer, [{"x": X}], max_segments=0)
-    with pytest.raises(UsageError, match="none of the model's"):
+    with pytest.raises(UsageError, match="none"):
         LossChange(model, torch.optim.SGD(Well(2).parameters(), lr=0.1), [{"x": X}])
-    with pytest.raises(UsageError, match="no parameter `w`"):
+    with pytest.raises(UsageError, match="`w`"):
         LossChange(model, optimizer, [{"x": X}], twin=nn.Linear(2, 2))
     ours = scaled(nn.Sequential(nn.Linear(3, 3)), method="unit", compute="fp16")
     with pytest.raises(UsageError, match="twin"):
@@ -210,5 +210,5 @@ def test_only_steps_in_a_row_have_a_sum() -> None:
             optimizer.step()
     assert summarise(lca.steps[:2]).closure_error < 1e-4
     for wrong in ([], lca.steps):
-        with pytest.raises(UsageError, match="not consecutive"):
+        with pytest.raises(UsageError, match="consecutive"):
             summarise(wrong)
