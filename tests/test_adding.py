@@ -81,7 +81,7 @@ def test_a_number_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(encode(values, "e3m4").view(torch.uint8)[finite], codes[finite])
     assert torch.equal(cast(values, "e3m4")[finite], values[finite])
     assert cast(torch.tensor([1.03, 1e9, 2.0**-7]), "e3m4").tolist() == [1.0, 30.0, 0.0]
-    with pytest.raises(UnsupportedError, match="too coarse for e3m4"):
+    with pytest.raises(UnsupportedError, match="e3m4"):
         exponent_histogram_reference(values[finite]).num_overflow("e3m4")
     assert exponent_histogram_reference(torch.tensor([1.0, 100.0])).num_overflow(E3M3) == 1
     cpu = DeviceRecord(kind="cpu", name="CPU")
@@ -184,10 +184,10 @@ def test_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "greet", greet, raising=False)
     monkeypatch.setitem(sys.modules, file.__name__, file)
     monkeypatch.setattr("lpconv.cli.main.COMMANDS", [*COMMANDS, "greet"])
-    assert run("greet", "you", "--times", "2") == "hello you hello you\n"
-    assert "Number of greetings" in run("greet", "--help")
+    assert run("greet", "you", "--times", "2").split() == ["hello", "you"] * 2
+    assert "--times" in run("greet", "--help")
     assert "greet" in typer.main.get_command(app).commands
     done = CliRunner().invoke(app, ["greet", "nobody", "--json"])
     assert done.exit_code == InputError.exit_code
     error: dict[str, Any] = json.loads(done.stdout)["error"]
-    assert error["hint"] == "name somebody"
+    assert "somebody" in error["hint"]

@@ -75,7 +75,7 @@ def test_shipped_text_is_the_text_that_was_measured(key: str, split: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["To be, or not to be", "  two  blanks\n\n\ttab\r\n", "Zoë naïve Ā ſ 日本 🎭 \x00\x7f", ""]
+    "text", ["To-be, or not-to-be", "  2  blanks\n\n\ttab\r\n", "Zoë naïve Ā ſ 日本 🎭 \x00\x7f", ""]
 )
 def test_token_ids_are_the_bytes_and_come_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text).input_ids
@@ -102,7 +102,7 @@ def test_generation_stays_in_bytes_and_is_padded(model: LlamaForCausalLM, tokeni
 def test_unknown_split_names_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
         demo_text("heldut")
-    assert caught.value.hint == "did you mean `heldout`?"
+    assert "`heldout`" in (caught.value.hint or "")
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="benchmarks/ is not part of the installed package")

@@ -35,7 +35,7 @@ def test_a_package_gives_its_public_names() -> None:
         wrong += [f"{name}.{public} is a module" for public in declared if inspect.ismodule(getattr(package, public))]
         if not set(declared) <= set(dir(package)):
             wrong.append(f"dir({name}) lacks some of its names")
-        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        with pytest.raises(AttributeError, match="'nothing'"):
             _ = package.nothing
     assert wrong == []
 

@@ -84,7 +84,7 @@ def test_a_conversion_knows_heads_and_embeddings_by_the_names_of_their_weights(n
     for stored, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.ndim == 2:
             info = TensorInfo(name=stored, dtype="F32", shape=tuple(parameter.shape), begin=0, end=0)
-            by_name = "16 bits by default" in decide(info, options)[1]
+            by_name = "16 bits" in decide(info, options)[1]
             assert by_name == (id(parameter) in special or id(parameter) not in inside), stored
 
 
@@ -121,6 +121,6 @@ def test_a_conversion_leaves_what_decides_much_in_16_bits(
     for name, p in model.named_parameters():
         info = TensorInfo(name=name, dtype=dtype, shape=tuple(p.shape), begin=0, end=0)
         form, reason = decide(info, ConvertOptions(format="e4m3fn"))
-        if ".layers." in name and "16 bits by default" in reason:
+        if ".layers." in name and "16 bits" in reason:
             found[name.split(".", 3)[-1]] = form.format.name if form.format else dtype
     assert found == dict.fromkeys(left, "fp16" if dtype == "F32" else dtype)

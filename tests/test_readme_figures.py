@@ -29,7 +29,7 @@ def _advice() -> str:
     shares = [int(c[-1].rpartition(", ")[2].removesuffix(" %")) for c in cells]
     inside, forecasts = (sum(int(c[1].split(" of ")[i]) for c in cells) for i in (0, 1))
     assert inside == forecasts
-    assert f"all {forecasts} forecasts inside" in PAGE.read_text(encoding="utf-8")
+    assert f"all {forecasts} forecasts" in PAGE.read_text(encoding="utf-8")
     return f"{min(shares)} to {max(shares)} % of their time"
 
 
