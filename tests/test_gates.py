@@ -48,5 +48,5 @@ def test_a_gate_on_a_task(expression: str, value: float | None) -> None:
 
 @pytest.mark.parametrize("expression", ["task:arc_easy:acc_drop<=0.1", "sqnr:x>=1"])
 def test_a_conversion_knows_no_tasks(expression: str) -> None:
-    with pytest.raises(UsageError, match="unknown metric"):
+    with pytest.raises(UsageError, match=r"unknown .*`"):
         CONVERT_GATES.parse(expression)
