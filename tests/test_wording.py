@@ -16,7 +16,7 @@ import pytest
 from lpconv.report.document import Outcome
 
 SEARCHES = {"startswith", "endswith", "count", "index", "partition", "split", "search", "match", "findall", "fullmatch"}
-NO_PROSE = re.compile(r"`[^`]*`|^`?(lpconv|hf) .*")
+NO_PROSE = re.compile(r"`[^`]*`|^`?(lpconv|hf|vllm) .*")
 SENTENCE = re.compile(r"(?<![\w'\"/.<>=\[(\\-])[A-Z]?[a-z]+ +[a-z]+(?![\w/={(\[-]|\.\w)")
 Names = dict[str, list[ast.expr]]
 
