@@ -67,7 +67,7 @@ class Method:
 
 
 _WITH_SCALES = {
-    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained",
+    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained", "mlx": "mlx",
 }  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m

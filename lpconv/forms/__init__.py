@@ -12,6 +12,7 @@ from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form
 from lpconv.forms.kept import Kept
+from lpconv.forms.mlx import Mlx
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows
 from lpconv.forms.scaled import ScaledCodes
@@ -22,7 +23,7 @@ __all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Sto
 
 # In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {
-    f.kind: f for f in (PointRows, Tiles, ScaledCodes, Compressed, CompressedTiles, FineGrained, Pair, Kept)
+    f.kind: f for f in (PointRows, Tiles, ScaledCodes, Compressed, CompressedTiles, FineGrained, Mlx, Pair, Kept)
 }
 
 

@@ -194,8 +194,11 @@ class Tiles(ScaledCodes):
         )
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        bits, width = self.format.storage_bits, DTYPE_BITS[self.codes.dtype]
-        return start * bits // width, stop * bits // width
+        return self._place_in(self.data[0], start), self._place_in(self.data[0], stop)
+
+    def _place_in(self, component: Component, start: int) -> int:
+        """The element of a component at which the codes of the numbers from `start` on begin."""
+        return start * self.format.storage_bits // DTYPE_BITS[component.dtype]
 
     @functools.cached_property
     def late_side(self) -> tuple[Component, ...]:
@@ -258,7 +261,7 @@ class Tiles(ScaledCodes):
 
     def _as_grid(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
         """The data in the layout of `grid`."""
-        first, _ = self.place(start, stop, side)
+        first = self._place_in(self.codes, start)
         fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
         return self.grid.read(fetch, start, stop, side)
 
@@ -312,7 +315,7 @@ class Tiles(ScaledCodes):
         scales = self._stored(self._rule(x.numel() // self.cols), block.more.parts, factor)
         scales = self._search(measured.side).in_rows(x, scales, work) if self.searches else scales
         more = _TileFacts(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
-        mine = Measurement(stats=block.stats, side={**measured.side, self.name + self.scale_suffix: scales})
+        mine = Measurement(stats=block.stats, side={**measured.side, self.scales.name: scales})
         return BlockFacts(stats=block.stats, more=more), self.encode(x, 0, mine, work)
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:

@@ -194,7 +194,8 @@ def make_plan(
     UsageError for a pattern that matches no tensor.
     """
     suffixes = form_type(options).suffixes
-    taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in entries]
+    owners = {*entries, *(n.removesuffix(".weight") for n in entries)}
+    taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in owners]
     _check_free_names(taken)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
         check_matches(pattern, entries)

@@ -11,6 +11,7 @@ from lpconv.storage.compressed import COMPRESSED_TENSORS
 
 _VLLM = "transformers with compressed-tensors; vLLM (not tested)"
 _TRIED = "vLLM (tested on a CPU); transformers with compressed-tensors"
+_MLX = "mlx-lm"
 _PLAIN = "transformers; SGLang and vLLM (not tested)"
 _OURS = "transformers with `import lpconv.hf` or trust_remote_code"
 
@@ -37,6 +38,12 @@ def _compressed(
     return Scheme(options=options, bits=bits, opens=opens, use=use, calibrated=calibrated)
 
 
+def _mlx(format: str, granularity: str, bits: float, use: str) -> Scheme:
+    return Scheme(
+        options={"layout": "mlx", "format": format, "granularity": granularity}, bits=bits, opens=_MLX, use=use
+    )
+
+
 SCHEMES: dict[str, Scheme] = {
     "FP8_DYNAMIC": _compressed("e4m3fn", "row", 8.01, "serving on unknown hardware; inputs in fp8", opens=_TRIED),
     "FP8": _compressed("e4m3fn", "tensor", 8, "serving with static input scales; inputs in fp8", calibrated=True),
@@ -59,6 +66,10 @@ SCHEMES: dict[str, Scheme] = {
         opens=_PLAIN,
         use="plain transformers, MXFP8",
     ),
+    "MLX_MXFP4": _mlx("e2m1", "mx", 4.25, "Apple computers; 4-bit floats"),
+    "MLX_MXFP8": _mlx("e4m3fn", "mx", 8.25, "Apple computers; 8-bit floats"),
+    "MLX_INT4": _mlx("int4", "group:64", 5, "Apple computers; 4-bit integers"),
+    "MLX_INT8": _mlx("int8", "group:64", 9, "Apple computers; 8-bit integers"),
     "UNIT_FP16": Scheme(
         options={"method": "unit", "format": "fp16"}, bits=16, opens=_OURS, use="scaled training in fp16; half of fp32"
     ),

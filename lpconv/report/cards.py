@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import PurePath
 
-from lpconv.report.convert import auto_class
+from lpconv.report.convert import auto_class, opening_lines
 from lpconv.report.convert_compare import RUN_FIGURES, figures
 from lpconv.report.convert_tables import action_row, worst_table
 from lpconv.report.convert_words import method_name, scale_words, summary
@@ -23,13 +23,14 @@ _WORST = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """What a card says about a third-party layout: how to open it, and its tag on the hub.
+    """What a card says about a third-party layout: how to open it, its tag and library on the hub.
 
     `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
     """
 
     opening: str
     tag: str
+    library: str = "transformers"
     served: tuple[tuple[str, str], ...] = ()
 
 
@@ -47,6 +48,12 @@ LAYOUTS = {
         opening="This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
         "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
         tag="fp8",
+    ),
+    "mlx": _Layout(
+        opening="This directory has mlx-lm's layout: {codes}. mlx-lm opens it with `pip install mlx-lm`; lpconv is not "
+        "needed:",
+        tag="mlx",
+        library="mlx",
     ),
 }
 _REFUSED = (
@@ -88,15 +95,16 @@ def model_card(result: ConvertResult) -> Document:
 
 
 def _conversion_header(result: ConvertResult) -> dict[str, object]:
-    opens_plainly = _is_foreign(result) or result.method == "collage"
-    header: dict[str, object] = {"library_name": "transformers" if opens_plainly else "lpconv"}
+    library = "transformers" if result.method == "collage" else "lpconv"
+    layout = LAYOUTS[result.options["layout"]] if _is_foreign(result) else None
+    header: dict[str, object] = {"library_name": library if layout is None else layout.library}
     if _is_hub_id(result):
         header["base_model"] = result.source.resolved
     header |= result.card
     if "base_model" in header:
         header["base_model_relation"] = "quantized"
     methods = [_TAGS.get(part, part) for part in result.method.split("+")]
-    own = [LAYOUTS[result.options["layout"]].tag] if _is_foreign(result) else ["lpconv", *methods]
+    own = ["lpconv", *methods] if layout is None else [layout.tag]
     return header | {"tags": [*dict.fromkeys((*own, result.format, "low-precision"))]}
 
 
@@ -112,19 +120,19 @@ def _is_hub_id(result: ConvertResult) -> bool:
 
 def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
     auto = auto_class(result.architecture)
-    plainly = _loading_code(auto, needs_lpconv=False)
     if _is_foreign(result):
         layout, granularity = LAYOUTS[result.options["layout"]], str(result.options.get("granularity"))
         words = layout.opening.format(codes=f"{result.format} codes with {scale_words(result)}")
         is_served = any(result.format == f and granularity.startswith(g) for f, g in layout.served)
         serving = (Prose(text="To serve it with vLLM:"), Code(lines=("vllm serve PATH",)))
-        return Prose(text=words), plainly, *(serving if is_served else ())
+        opening = opening_lines(str(result.options["layout"]), result.architecture, "PATH")
+        return Prose(text=words), Code(language="python", lines=opening), *(serving if is_served else ())
     if result.method == "collage":
         ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
         kept = "What {} rounded away is stored next to it, under `collage/`. lpconv adds the residual again:"
         whole = Code(language="python", lines=("import lpconv", "", 'model = lpconv.load("PATH")'))
         first = Prose(text=f"This directory {ordinary.format(result.format)}")
-        return first, plainly, Prose(text=kept.format(result.format)), whole
+        return first, _loading_code(auto, needs_lpconv=False), Prose(text=kept.format(result.format)), whole
     loader = (
         "For code that cannot import lpconv.hf first, the loader module in this directory registers the format: "
         f'`{auto}.from_pretrained("PATH", trust_remote_code=True)`.'

@@ -159,12 +159,20 @@ def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
 
 
 def _opening_section(result: ConvertResult) -> Section | None:
-    if result.options.get("layout", "lpconv") == "lpconv":
+    layout = str(result.options.get("layout", "lpconv"))
+    if layout == "lpconv":
         lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
     else:
-        auto = auto_class(result.architecture)
-        lines = (f"from transformers import {auto}", f"model = {auto}.from_pretrained({result.output!r})")
+        lines = opening_lines(layout, result.architecture, result.output)
     return section("How to open it", Code(lines=lines, language="python"))
+
+
+def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
+    """Python code that opens an output in a third-party layout without lpconv."""
+    if layout == "mlx":
+        return ("from mlx_lm import load", f"model, tokenizer = load({path!r})")
+    auto = auto_class(architecture)
+    return (f"from transformers import {auto}", f"model = {auto}.from_pretrained({path!r})")
 
 
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.

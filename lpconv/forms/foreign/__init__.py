@@ -14,13 +14,14 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.storage.compressed import INPUT_SCALES
 
-__all__ = ["ACTIVATIONS", "READ", "check_readable", "find", "is_part", "why_unreadable"]
+__all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "find", "is_part", "why_unreadable"]
 
 _LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
 _BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
 
+MLX = "mlx"  # the `quant_method` of files in mlx-lm's layout that lpconv wrote
 # The values of `quant_method` that lpconv reads.
-READ = frozenset(_BY_METHOD)
+READ = frozenset((*_BY_METHOD, MLX))
 # Last parts of names of activation and cache scales, which no weight needs.
 ACTIVATIONS = frozenset(
     {*INPUT_SCALES, "input_zero_point", "output_scale", "output_zero_point", "activation_scale",

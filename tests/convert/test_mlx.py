@@ -1,0 +1,134 @@
+"""`--layout mlx`: what mlx decodes, by the formulas of its documentation, is what lpconv decodes.
+
+`benchmarks/serving/mlx.py` compares with mlx itself.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from convert_models import tiny
+from safetensors.torch import load_file
+from torch import Tensor
+
+import lpconv
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, UsageError
+from lpconv.forms.mlx import Mlx
+from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.patterns import FormatRule
+from lpconv.progress import Silent
+
+GRAINS = {"e2m1": "mx", "e4m3fn": "mx", "int4": "group:32", "int8": "group:32"}
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def as_mlx(source: Path | str, output: Path, number: str, **more: Any) -> Path:
+    options: dict[str, Any] = {"format": number, "granularity": GRAINS[number], "verify": "weights", **more}
+    convert(str(source), output, ConvertOptions(layout="mlx", **options))
+    return output
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny("llama", tmp_path_factory.mktemp("mlx") / "source", dtype=torch.bfloat16)
+
+
+def dequantized(words: Tensor, scales: Tensor, biases: Tensor | None, bits: int) -> Tensor:
+    """The lowest bits of a word are its first number; affine numbers are q * scale + bias."""
+    shifts = torch.arange(0, 32, bits)
+    codes = (words.long()[..., None] >> shifts) & (2**bits - 1)
+    groups = codes.reshape(*scales.shape, -1)
+    if biases is not None:
+        return (groups.float() * scales[..., None] + biases[..., None]).flatten(1)
+    return ((_E2M1 if bits == 4 else _E4M3)[groups] * torch.exp2(scales.float() - 127)[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("number", GRAINS)
+def test_weights_decode_by_the_formulas_of_mlx(number: str, source: Path, tmp_path: Path) -> None:
+    output = as_mlx(source, tmp_path / "out", number)
+    settings, tensors = (
+        json.loads((output / "config.json").read_text())["quantization"],
+        load_file(output / "model.safetensors"),
+    )
+    assert settings["mode"] == {"e2m1": "mxfp4", "e4m3fn": "mxfp8"}.get(number, "affine")
+    with StoredTensors.open(output) as stored:
+        coded = [n for n, form in stored.forms.items() if isinstance(form, Mlx)]
+        for name in coded:
+            scales, biases = (tensors.get(name.replace(".weight", end)) for end in (".scales", ".biases"))
+            assert scales is not None
+            theirs = dequantized(tensors[name], scales, biases, settings["bits"])
+            assert torch.equal(theirs, stored.tensor(name)), name
+    assert len(coded) == 14
+    assert not inspect(output).problems
+
+
+@pytest.mark.parametrize("number", GRAINS)
+def test_it_is_restored_and_converted_again(number: str, source: Path, tmp_path: Path) -> None:
+    output = as_mlx(source, tmp_path / "out", number)
+    restore(output, tmp_path / "back", force=False, progress=Silent())
+    assert (tmp_path / "back/config.json").read_text() == (source / "config.json").read_text()
+    again = as_mlx(output, tmp_path / "again", number, scale="exact" if "int" in number else None)
+    with StoredTensors.open(output) as one, StoredTensors.open(again) as other:
+        assert all(torch.equal(one.tensor(n), other.tensor(n)) for n in one.forms)
+    ids = torch.arange(3, 19).view(1, 16)
+    with torch.inference_mode():
+        logits = [lpconv.load(path, dtype=torch.float32)(input_ids=ids).logits for path in (output, tmp_path / "back")]
+    assert torch.allclose(*logits, atol=2e-2)  # bf16 rounds what was restored
+
+
+def test_modules_in_another_format_are_listed(source: Path, tmp_path: Path) -> None:
+    rule = FormatRule(pattern="*down_proj*", format="e4m3fn")
+    output = as_mlx(source, tmp_path / "out", "e2m1", rules=(rule,))
+    settings = json.loads((output / "config.json").read_text())["quantization"]
+    assert settings["model.layers.1.mlp.down_proj"] == {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    with StoredTensors.open(output) as stored:
+        form = stored.forms["model.layers.1.mlp.down_proj.weight"]
+        assert isinstance(form, Mlx)
+        assert form.format.name == "e4m3fn"
+
+
+def test_rotary_settings_have_the_names_that_mlx_reads(source: Path, tmp_path: Path) -> None:
+    config = json.loads((as_mlx(source, tmp_path / "out", "e2m1") / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
+
+def test_experts_stay_as_they_are(tmp_path: Path) -> None:
+    output = as_mlx(tiny("mixtral", tmp_path / "source"), tmp_path / "out", "int4")
+    with StoredTensors.open(output) as stored:
+        coded = {n for n, form in stored.forms.items() if isinstance(form, Mlx)}
+    assert len(coded) == 8
+    assert not any("experts" in n for n in coded)
+
+
+def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
+    output = as_mlx(demo_checkpoint(), tmp_path / "out", "int4", **more)
+    assert not inspect(output).problems
+
+
+@pytest.mark.parametrize(
+    ("number", "grain"), [("e5m2", "mx"), ("int4", "group:16"), ("e2m1", "nvfp4"), ("fp16", "row")]
+)
+def test_what_mlx_lacks_is_refused(number: str, grain: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="layout `mlx` cannot store"):
+        convert(str(source), tmp_path / "out", ConvertOptions(layout="mlx", format=number, granularity=grain))
+
+
+def test_another_bias_is_refused(source: Path, tmp_path: Path) -> None:
+    output = as_mlx(source, tmp_path / "out", "int4")
+    path = output / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    begin = header["model.layers.0.mlp.up_proj.biases"]["data_offsets"][0] + 8 + int.from_bytes(raw[:8], "little")
+    raw[begin + 3] ^= 0x80
+    path.write_bytes(raw)
+    with pytest.raises(InputError, match="do not fit its int4 codes"):
+        StoredTensors.open(output)
