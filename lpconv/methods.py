@@ -17,6 +17,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, default_grain
 from lpconv.formats.spec import Format, get_format
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.gguf import GGUF
 
 if TYPE_CHECKING:
     from lpconv.forms import Form
@@ -68,6 +69,7 @@ class Method:
 
 _WITH_SCALES = {
     LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained", "mlx": "mlx",
+    GGUF: "gguf",
 }  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m

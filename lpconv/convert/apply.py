@@ -44,6 +44,7 @@ class _Output:
     def __init__(self, create: Create, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
         self.part = create(file.name, file.size_bytes, flusher)
         self._places = {i.name: (len(file.header) + i.begin, DTYPE_BITS[i.dtype]) for i in file.tensors}
+        self.gaps = {name: bytes(gap) for name, gap in file.gaps.items()}
 
     def write(self, name: str, first: int, data: Tensor) -> None:
         """Write data at element `first` of a tensor. May be called from any thread."""
@@ -151,8 +152,10 @@ class Engine:
         encode = functools.partial(self._encode_block, files=files, measured=measured)
         with closing(self._workers.in_order(tensor_blocks(tensors), encode)) as results:
             for block, (work, statistics, encoded) in results:
-                for file, data in zip(files, encoded.data, strict=False):
+                for file, part, data in zip(files, block.tensor.form.data, encoded.data, strict=False):
                     file.part.digest(_bytes(data))
+                    if part.name in file.gaps and block.stop == block.tensor.info.num_elements:
+                        file.part.append(file.gaps[part.name])
                 self._workers.give(work)
                 sums[block.tensor.name].add(statistics, encoded)
                 self._progress.advance(block.source_bytes)

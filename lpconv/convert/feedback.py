@@ -13,7 +13,7 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
 from lpconv.report.tensors import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
+from lpconv.storage.arranged import arranged
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
 from lpconv.storage.resolve import Resolved
@@ -123,6 +124,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
             _Weights.open(job.checkpoint) as weights,
             quiet_transformers(),
         ):
+            weights.orders = {} if job.plan.gguf is None else job.plan.gguf.orders
             at_once = windows_together(config, length)
             walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
             progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
@@ -162,11 +164,16 @@ class _Weights(StoredTensors):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.rounded: dict[str, tuple[Form, Side]] = {}
+        self.orders: Mapping[str, str] = {}  # of rounded tensors, if it is not that of the source
 
     def values(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self.rounded:
             return super().values(name, start, stop)
-        return Codes.from_form(*self.rounded[name]).part(start, stop).decode_to(torch.empty(stop - start))
+        codes = Codes.from_form(*self.rounded[name])
+        if name not in self.orders:
+            return codes.part(start, stop).decode_to(torch.empty(stop - start))
+        whole = codes.decode_to(torch.empty(len(codes))).view(self.forms[name].shape)
+        return arranged(whole, self.orders[name], back=True).reshape(-1)[start:stop]
 
 
 class _Rounding:
@@ -224,4 +231,5 @@ def _can_be_rounded(t: PlannedTensor) -> bool:
         and isinstance(t.form, ScaledCodes)
         and t.form.format.storage_bits <= FEEDBACK_BITS
         and len(t.info.shape) in (2, 3)  # or one matrix for each expert
+        and t.form.shape == t.info.shape  # not transposed, as in GGUF
     )

@@ -17,10 +17,12 @@ from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats
 from lpconv.forms.ranges import block_ranges
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.dtypes import TORCH_DTYPES
+from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
@@ -54,8 +56,9 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         files, index = [], {}
         for name in checkpoint.weight_files:
             members = [r for r in records if reader.file_of(r.name) == name]
-            files.append(_write(reader, name, members, staging.directory, progress))
-            index.update(dict.fromkeys((r.name for r in members), name))
+            target = name if checkpoint.kind != GGUF else shard_names(1)[0]
+            files.append(_write(reader, target, members, staging.directory, progress))
+            index.update(dict.fromkeys((r.name for r in members), target))
         if len(checkpoint.weight_files) > 1:
             total = sum(r.bytes_in for r in records)
             write_small(

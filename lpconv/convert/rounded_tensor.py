@@ -32,7 +32,7 @@ class TensorRounding:
         self.form, self._workers, self._measured = t.form, workers, measured
         self._codes = torch.empty(data.num_bytes, dtype=torch.uint8)
         codes = self._codes.view(TORCH_DTYPES.get(data.dtype, torch.uint8)).view(data.shape)
-        self.parts = {**measured.side, data.name: codes}
+        self.parts = {**{c.name: measured.side[c.name] for c in t.form.side}, data.name: codes}
         self._size, self._count = t.info.num_elements // count, count
         self._signal = self._noise = self._nearest = self._max_steps = 0.0
         self._num_inputs = self._num_rounded = 0
@@ -97,7 +97,7 @@ class TensorRounding:
 
     def _note_distance(self, rounded: Tensor, weight: Tensor, scales: Tensor) -> None:
         """Note the largest distance of a number; overwrites `rounded`."""
-        self._max_steps = max(self._max_steps, float(rounded.sub_(weight).abs_().div_(scales).amax()))
+        self._max_steps = max(self._max_steps, float(rounded.sub_(weight).div_(scales).abs_().amax()))
 
     def _store(self, index: int, rounded: Tensor) -> None:
         """Store the codes of a matrix of numbers on the form's grid."""

@@ -10,6 +10,7 @@ from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
     from lpconv.extras.gguf import make_view as make_view
+    from lpconv.extras.gguf_model import GgufModel as GgufModel, gguf_model as gguf_model
     from lpconv.extras.lm_eval import answer_tasks as answer_tasks, read_tasks as read_tasks
     from lpconv.extras.ray import RayExecutor as RayExecutor
     from lpconv.extras.remote import head as head, upload_bytes as upload_bytes

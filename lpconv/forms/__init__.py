@@ -11,6 +11,7 @@ from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form
+from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
 from lpconv.forms.kept import Kept
 from lpconv.forms.mlx import Mlx
 from lpconv.forms.pair import Pair
@@ -23,7 +24,20 @@ __all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Sto
 
 # In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {
-    f.kind: f for f in (PointRows, Tiles, ScaledCodes, Compressed, CompressedTiles, FineGrained, Mlx, Pair, Kept)
+    f.kind: f
+    for f in (
+        PointRows,
+        Tiles,
+        ScaledCodes,
+        Compressed,
+        CompressedTiles,
+        FineGrained,
+        Mlx,
+        GgufBlocks,
+        GgufNumbers,
+        Pair,
+        Kept,
+    )
 }
 
 

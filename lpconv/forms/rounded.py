@@ -120,13 +120,14 @@ class Rounded(Form):
 
         Zeros may have become other numbers. That has no relative error, and is not taken for an overflow.
         """
-        from lpconv.forms.blocks import as_float32, block_error
+        from lpconv.forms.blocks import as_float32, block_error, block_stats
 
         data = self.read(self.fetch, start, start + x.numel(), self.held)
         value, got = as_float32(x, work), self.decode(data, start, start + x.numel(), self.held)
         moved = got.masked_fill(value != 0, 0.0)
         error = block_error(value, got.sub_(moved))
-        return EncodedBlock(data=data, error=error + BlockError(sum_squares=float(moved.square_().sum())))
+        stats = None if self.side else block_stats(x, work)
+        return EncodedBlock(data=data, stats=stats, error=error + BlockError(sum_squares=float(moved.square_().sum())))
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode(data, start, stop, side)
@@ -134,10 +135,18 @@ class Rounded(Form):
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode_to(out, data, start, stop, side)
 
+    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
+        between = self.inner.side_in(data)
+        if between is None:
+            return super().confirms(x, data, start, side, work)
+        from lpconv.forms.blocks import as_float32
+
+        return self.is_right(as_float32(x, work), self.decode(data, start, start + x.numel(), side), 0, between)
+
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         """Whether numbers are on the grid, by the slow reference, and no further from the source than recorded."""
         scales = self.inner.scale_of_each(side, start, start + value.numel())
-        distance = float((value - got).abs_().div_(scales).amax()) if value.numel() else 0.0
+        distance = float((value - got).div_(scales).abs_().amax()) if value.numel() else 0.0
         return distance <= self.record.max_steps + _SLACK and self.inner.is_right(got, got, start, side)
 
 

@@ -86,6 +86,10 @@ class ScaledCodes(Form):
         ones.view(*factor.shape[:-1], -1).mul_(factor)
         return ones
 
+    def side_in(self, data: Sequence[Tensor]) -> Side | None:
+        """The side tensors of a block that are stored between its codes; None if they are stored on their own."""
+        return None
+
     def is_valid_side(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
 

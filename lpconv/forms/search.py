@@ -34,8 +34,12 @@ def candidates(stored: Tensor, format: Format) -> list[Tensor]:
     elif stored.dtype == torch.float8_e4m3fn:
         codes = stored.view(torch.uint8).int()
         others = [(codes + n).clamp_(1, 126).to(torch.uint8).view(stored.dtype) for n in _NEIGHBOURS if n]
+    elif stored.dtype == torch.float16:  # GGUF's; those of 4-bit codes have a sign
+        signs = (1, -1) if format.storage_bits == 4 else (1,)
+        multiples = [m * sign for m in _CLIPPING[format.storage_bits] for sign in signs]
+        others = [(stored.float() * m).half() for m in multiples if m != 1]
     else:
-        multiples = _CLIPPING[format.storage_bits] if format.twos_complement else _WITHIN_BINADE
+        multiples = list(_CLIPPING[format.storage_bits] if format.twos_complement else _WITHIN_BINADE)
         others = [(stored.float() * m).clamp_(*_SCALES).bfloat16().to(stored.dtype) for m in multiples if m != 1]
     return [stored, *others]
 

@@ -27,7 +27,7 @@ _LOW, _HIGH = (127 - 40) << 23, (127 + 40) << 23
 _SIGN = -(2**31)
 _ENDS = ("positive", "negative")
 _E2M1_END = 7.0  # half a step above its largest number
-_OF_SCALES = FORMATS["e4m3fn"]
+_OF_SCALES, _HALF = FORMATS["e4m3fn"], FORMATS["fp16"]
 _WIDE = 128  # from this many columns on, torch compares floats as fast as integers
 
 
@@ -200,6 +200,23 @@ class TileScales:
         """Scales in e4m3fn, rounded to nearest, as in NVIDIA's recipe and torchao."""
         scales = (absmax.double() / self.format.max * factor.double()).float()
         return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
+
+
+class BlockScales(TileScales):
+    """The fp16 scales of GGUF's integers: the number of largest magnitude becomes 127 or -127, or -8 of four bits.
+
+    So scales of 4-bit codes are negative if that number is positive.
+    """
+
+    def _scales(self, parts: Parts) -> Tensor:
+        positive, negative = parts["positive"].double(), parts["negative"].double()
+        is_short = self.format.storage_bits == 4
+        size = torch.maximum(positive, negative) / (self.format.max + is_short)
+        if self.has_pow2_scale:
+            size = torch.from_numpy(normal_pow2_ceil(size.float().clamp_min(_HALF.min_subnormal).numpy()))
+        size = size.clamp(_HALF.min_subnormal, _HALF.max)
+        signed = torch.where((positive >= negative) & is_short, -size, size)
+        return torch.where(parts["absmax"] == 0, 1.0, signed).float()
 
 
 @functools.lru_cache(maxsize=8)

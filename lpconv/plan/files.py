@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.forms.facts import ConvertedFacts
+from lpconv.plan.gguf import gguf_config
 from lpconv.plan.plan import Plan
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -57,7 +58,8 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         experts=experts,
         calibrated=calibrated,
     )
-    config = checkpoint.config | plan.form.config_entries(made)
+    entries = plan.form.config_entries(made) if plan.gguf is None else gguf_config(plan)
+    config = checkpoint.config | entries
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config

@@ -11,7 +11,7 @@ from typing import Any
 
 from lpconv.data import check_text, text_at
 from lpconv.errors import ResourceError
-from lpconv.extras import working_folder
+from lpconv.extras import gguf_model, working_folder
 from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.forms.foreign import check_readable
@@ -20,11 +20,14 @@ from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import linears_of
 from lpconv.models.whole import check_complete
 from lpconv.plan.files import output_config, plain_config
+from lpconv.plan.gguf import make_gguf_plan
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
+from lpconv.storage.arranged import ArrangedSource
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.gguf import GGUF, check_installed
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
@@ -90,12 +93,19 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         infos = {n: e.info for n, e in source.entries.items()}
         shapes = {n: info.shape for n, info in infos.items()}
         check_readable(Headers.of(plain.config, infos))
-        plan = make_plan(
-            {n: (e.info, e.file) for n, e in source.entries.items()},
-            options,
-            ties=find_ties(source, plain.config),
-            linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
-        )
+        if options.layout == GGUF:
+            check_installed("--layout gguf")
+            model = gguf_model(plain, shapes)
+            source = ArrangedSource(source, model.orders, model.hidden)
+            stored = {n: info for n, info in infos.items() if n not in model.hidden}
+            plan = make_gguf_plan(stored, options, model, ties=find_ties(source, plain.config))
+        else:
+            plan = make_plan(
+                {n: (e.info, e.file) for n, e in source.entries.items()},
+                options,
+                ties=find_ties(source, plain.config),
+                linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
+            )
         output_config(plain, plan)  # raises its errors now
         memory = plan_memory(plan, plain, gates, output=output, uploads=url is not None)
         missing = check_complete(plain, shapes, allow_missing=options.allow_missing)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lpconv.errors import UnsupportedError
+from lpconv.extras import GgufModel
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.inspect.defects import fused_groups
@@ -78,15 +79,28 @@ class PlannedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFile:
-    """One file to write: name relative to the output directory, header bytes, and tensors in file order."""
+    """One file to write: name relative to the output directory, header bytes, and tensors in file order.
+
+    Each tensor is followed by zeros up to a multiple of `alignment`.
+    """
 
     name: str
     header: bytes
     tensors: tuple[TensorInfo, ...]
+    alignment: int = 1
 
     @property
     def size_bytes(self) -> int:
-        return len(self.header) + (self.tensors[-1].end if self.tensors else 0)
+        return len(self.header) + (self._aligned(self.tensors[-1].end) if self.tensors else 0)
+
+    @property
+    def gaps(self) -> dict[str, int]:
+        """Number of zeros after each tensor that has some."""
+        gaps = {t.name: self._aligned(t.end) - t.end for t in self.tensors}
+        return {name: gap for name, gap in gaps.items() if gap}
+
+    def _aligned(self, position: int) -> int:
+        return -(-position // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +129,14 @@ class PlannedShard:
 class Plan:
     """Everything that will be written. `tensors` has every source tensor exactly once, in source order.
 
-    `linears` are the model's `Linear` modules, if the layout needs them.
+    `linears` are the model's `Linear` modules, if the layout needs them, `gguf` the model in GGUF for that layout.
     """
 
     options: ConvertOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
     linears: LinearModules | None = None
+    gguf: GgufModel | None = None
 
     @property
     def format_name(self) -> str:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from lpconv.methods import TRANSFORMERS
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.gguf import GGUF
 
 _VLLM = "transformers with compressed-tensors; vLLM (not tested)"
 _TRIED = "vLLM (tested on a CPU); transformers with compressed-tensors"
-_MLX = "mlx-lm"
+_MLX, _LLAMA_CPP = "mlx-lm", "llama.cpp"
 _PLAIN = "transformers; SGLang and vLLM (not tested)"
 _OURS = "transformers with `import lpconv.hf` or trust_remote_code"
 
@@ -36,6 +37,11 @@ def _compressed(
 ) -> Scheme:
     options = {"layout": COMPRESSED_TENSORS, "format": format, "granularity": granularity}
     return Scheme(options=options, bits=bits, opens=opens, use=use, calibrated=calibrated)
+
+
+def _gguf(format: str, granularity: str, bits: float, use: str) -> Scheme:
+    options = {"layout": GGUF, "format": format, "granularity": granularity}
+    return Scheme(options=options, bits=bits, opens=_LLAMA_CPP, use=use)
 
 
 def _mlx(format: str, granularity: str, bits: float, use: str) -> Scheme:
@@ -70,6 +76,11 @@ SCHEMES: dict[str, Scheme] = {
     "MLX_MXFP8": _mlx("e4m3fn", "mx", 8.25, "Apple computers; 8-bit floats"),
     "MLX_INT4": _mlx("int4", "group:64", 5, "Apple computers; 4-bit integers"),
     "MLX_INT8": _mlx("int8", "group:64", 9, "Apple computers; 8-bit integers"),
+    "GGUF_F16": _gguf("fp16", "tensor", 16, "llama.cpp without loss, if fp16 holds the weights"),
+    "GGUF_BF16": _gguf("bf16", "tensor", 16, "llama.cpp, for weights that are bf16"),
+    "GGUF_Q8_0": _gguf("int8", "group:32", 8.5, "llama.cpp, 8-bit integers"),
+    "GGUF_Q4_0": _gguf("int4", "group:32", 4.5, "llama.cpp, 4-bit integers"),
+    "GGUF_MXFP4": _gguf("e2m1", "mx", 4.25, "llama.cpp, 4-bit floats"),
     "UNIT_FP16": Scheme(
         options={"method": "unit", "format": "fp16"}, bits=16, opens=_OURS, use="scaled training in fp16; half of fp32"
     ),

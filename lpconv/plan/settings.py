@@ -18,6 +18,7 @@ from lpconv.plan.patterns import FormatRule, check_pattern
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
+from lpconv.storage.gguf import GGUF
 
 _WHY_NO_FEEDBACK = {
     "collage": "its residual keeps what rounding loses",
@@ -197,6 +198,8 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
         raise UsageError(
             f"layout `{options.layout}` cannot store method {method.name} in {format_name}{words}", hint=hint
         )
+    if options.layout == GGUF and options.max_shard_size is not None:
+        raise UsageError("--max-shard-size: layout `gguf` writes one file", hint="leave it out")
     form = method.form(options.layout)
     for rule in options.rules if options.layout != LPCONV else ():
         if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):

@@ -8,6 +8,7 @@ transformers; nothing is copied. `lpconv.extras.gguf` creates the view of a file
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +26,31 @@ WEIGHTS = "model.gguf"  # in a view, a link to the file
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }  # fmt: skip
 
 
 def is_view(directory: Path) -> bool:
-    """Whether a directory is a view that `as_directory` created."""
-    return directory.parent == cache_folder(GGUF)
+    """Whether a directory is a view that `as_directory` created, or an output in this layout, which is like one."""
+    return directory.parent == cache_folder(GGUF) or is_written(directory)
+
+
+def is_written(directory: Path) -> bool:
+    """Whether a directory has a GGUF file, and its table in config.json."""
+    if not (directory / WEIGHTS).is_file():
+        return False
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    settings = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(settings, dict) and settings.get("quant_method") == GGUF
+
+
+def check_installed(what: str) -> None:
+    """Raise UnsupportedError if the package gguf, which `what` needs, is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError(f"{what} needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`")
 
 
 def header_of(path: Path, config: Mapping[str, Any]) -> Header:
@@ -40,10 +60,11 @@ def header_of(path: Path, config: Mapping[str, Any]) -> Header:
     """
     if path.name != WEIGHTS or not is_view(path.parent):
         return read_header(path)
+    check_installed("reading GGUF")
     tensors = {}
     for name, t in config["quantization_config"]["tensors"].items():
         size, num_bytes = BLOCKS[t["type"]]
-        is_plain = size == 1 and not t["processed"]
+        is_plain = size == 1 and not t["processed"] and "order" not in t
         *lead, cols = t["shape"] if is_plain else t["stored"]
         shape = (*lead, cols) if is_plain else (*lead, cols // size * num_bytes)
         tensors[name] = TensorInfo(
@@ -76,9 +97,6 @@ def _view(file: Path) -> Path:
     known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
     view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
     if not (view / "config.json").exists():
-        if importlib.util.find_spec("gguf") is None:
-            raise UnsupportedError(
-                "reading GGUF needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`"
-            )
+        check_installed("reading GGUF")
         extras.make_view(file.absolute(), view)
     return view

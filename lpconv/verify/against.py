@@ -167,12 +167,12 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
         form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
         if record.action == "convert":
             fmt = find("format", record.format, FORMATS, error=InputError)
-            refused = plan.form.refusal(t.info.shape, fmt, settings)
+            refused = plan.form.refusal(t.form.shape, fmt, settings)
             if refused is not None:
                 raise InputError(
                     f"tensor `{t.name}` is not stored as {MARKER} describes: {refused}", hint="download it again"
                 )
-            form = plan.form.of(t.name, t.info.shape, fmt, settings)
+            form = plan.form.of(t.name, t.form.shape, fmt, settings)
         tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
     return dataclasses.replace(plan, tensors=tuple(tensors))
 

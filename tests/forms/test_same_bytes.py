@@ -31,6 +31,7 @@ from lpconv.methods import METHODS
 from lpconv.plan.options import LAYOUTS, ConvertOptions
 from lpconv.plan.patterns import FormatRule
 from lpconv.plan.settings import fill_options
+from lpconv.storage.gguf import GGUF
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
@@ -78,6 +79,13 @@ _RESCALED: list[Options] = [
 ]  # fmt: skip
 
 
+_GGUF: list[Options] = [
+    {"method": "unit", "format": f, "granularity": g, "layout": GGUF}
+    for f, g in (("fp32", TENSOR), ("fp16", TENSOR), ("bf16", TENSOR), ("int8", "group:32"), ("int4", "group:32"),
+                 ("e2m1", "mx"))
+]  # fmt: skip
+
+
 def _asked(options: Options) -> tuple[str | None, ...]:
     """What `options` come to, without those that scale or divide otherwise. Raises UsageError for what is refused."""
     o = fill_options(ConvertOptions(**options))
@@ -87,7 +95,8 @@ def _asked(options: Options) -> tuple[str | None, ...]:
 def _others(known: list[Options]) -> Iterator[Options]:
     """Every combination that is not refused and not among `known`."""
     seen = {_asked(options) for options in known}
-    for method, layout, grain, fmt in itertools.product(METHODS, LAYOUTS, (TENSOR, *GRAINS, "group:32"), FORMATS):
+    layouts = [n for n in LAYOUTS if n != GGUF]  # llama.cpp does not split text like the demo model
+    for method, layout, grain, fmt in itertools.product(METHODS, layouts, (TENSOR, *GRAINS, "group:32"), FORMATS):
         for residual in METHODS[method].residuals or (None,):
             options = {"method": method, "format": fmt, "granularity": grain, "layout": layout, "residual": residual}
             with contextlib.suppress(UsageError):
@@ -147,7 +156,7 @@ def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
     of_demo = [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_TILES, *_ODD]
     cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
         ("demo", _demo, [*of_demo, *_others(of_demo), *_CALIBRATED, *_RESCALED]),
-        ("gpt2", _gpt2, [*_SCALED, *_PAIRS, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
+        ("gpt2", _gpt2, [*_SCALED, *_PAIRS, *_GGUF, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
         ("minilm", _minilm, _FEW),
         ("albert", _albert, _FEW),
     )
@@ -162,7 +171,8 @@ CASES = {name: (opened, options) for name, opened, options in _cases()}
 
 def _sums(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file that must not change, by name."""
-    paths = (*sorted(folder.rglob("*.safetensors")), *sorted(folder.rglob("*.index.json")), folder / "config.json")
+    weights = (p for end in ("safetensors", "gguf") for p in sorted(folder.rglob(f"*.{end}")))
+    paths = (*weights, *sorted(folder.rglob("*.index.json")), folder / "config.json")
     sums = {p.relative_to(folder).as_posix(): hashlib.sha256(_bytes_of(p)).hexdigest() for p in paths}
     index = folder / "collage/residual.json"
     if index.exists():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.stored import Side, Stored
+from lpconv.storage.arranged import TRANSPOSED, arranged
 from lpconv.storage.gguf import BLOCKS, GGUF
 
 if TYPE_CHECKING:
@@ -24,12 +25,20 @@ if TYPE_CHECKING:
 
 
 METHODS = (GGUF,)
-_FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4"}
+_FORMATS = {
+    "F32": "fp32",
+    "F16": "fp16",
+    "BF16": "bf16",
+    "Q4_0": "int4",
+    "Q4_1": "int4",
+    "Q4_K": "int4",
+    "MXFP4": "e2m1",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Stored):
-    """Rows of blocks of type `kind`, called `original` in the file.
+    """Rows of blocks of type `kind`, called `original` in the file, with elements in an `order` that lpconv chose.
 
     `processed_by` is the architecture whose processor changes decoded values, with its settings as JSON; None without
     one.
@@ -40,6 +49,7 @@ class Blocks(Stored):
     rows: int
     codes: Component
     processed_by: tuple[str, str] | None = None
+    order: str = ""
 
     @property
     def words(self) -> str:
@@ -65,7 +75,7 @@ class Blocks(Stored):
 
     @property
     def cols(self) -> int:
-        return self.num_elements // (1 if self.processed_by else self.rows)
+        return self.num_elements // (1 if self.processed_by or self.order else self.rows)
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
         size, num_bytes = BLOCKS[self.kind]
@@ -84,7 +94,12 @@ class Blocks(Stored):
                 .process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
                 .weights
             )
-        return torch.tensor(values, dtype=torch.float32).reshape(-1)
+        numbers = torch.tensor(values, dtype=torch.float32)
+        if self.order:
+            numbers = arranged(
+                numbers.view(self.shape[::-1] if self.order == TRANSPOSED else self.shape), self.order, back=True
+            )
+        return numbers.reshape(-1)
 
 
 @lru_cache(maxsize=4)
@@ -110,4 +125,5 @@ def find(name: str, headers: Headers) -> Blocks | None:
         rows=math.prod(t["stored"][:-1]),
         codes=codes,
         processed_by=(headers.quantization["architecture"], settings) if t["processed"] else None,
+        order=t.get("order", ""),
     )

@@ -1,0 +1,223 @@
+"""The GGUF file of a model: names, order and types of its tensors, and its metadata, for the families in `_FAMILIES`.
+
+Names, keys and the encoding of the header come from the package gguf; which values llama.cpp expects is written down
+here. Sources: ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `src/llama-model.cpp`; ggml-org/ggml, docs/gguf.md.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.gguf_writer import WriterState
+
+from lpconv.errors import UnsupportedError
+from lpconv.extras.gguf_vocab import add_vocabulary
+from lpconv.report.numbers import code_list
+from lpconv.storage.arranged import TRANSPOSED, rotary
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import read_json
+
+_LIKE_LLAMA = re.compile(r"rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """A family that llama.cpp knows as `architecture`.
+
+    `needs` are settings of config.json with the only values that llama.cpp computes; a missing setting has the first
+    one. `defaults` are the family's other settings that config.json may lack. `hidden` matches the names of tensors
+    that llama.cpp does not read.
+    """
+
+    architecture: gguf.MODEL_ARCH
+    describe: Callable[[gguf.GGUFWriter, Mapping[str, Any]], None]
+    needs: Mapping[str, tuple[Any, ...]]
+    defaults: Mapping[str, Any]
+    hidden: re.Pattern[str] = _LIKE_LLAMA
+
+
+def _decoder(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    """Sizes of a Llama or Qwen."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    _add_sizes(writer, config, "num_hidden_layers", "hidden_size", config["intermediate_size"])
+
+
+def _gpt2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["n_positions"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    _add_sizes(writer, config, "n_layer", "n_embd", config.get("n_inner") or 4 * config["n_embd"])
+
+
+def _bert(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_token_type_count(config["type_vocab_size"])
+    _add_sizes(writer, config, "num_hidden_layers", "hidden_size", config["intermediate_size"])
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any], layers: str, width: str, inner: int) -> None:
+    writer.add_block_count(config[layers])
+    writer.add_embedding_length(config[width])
+    writer.add_feed_forward_length(inner)
+    writer.add_vocab_size(config["vocab_size"])
+
+
+_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+_QWEN = {**_SILU, "use_sliding_window": (False,)}
+_SIZES = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(architecture=gguf.MODEL_ARCH.LLAMA, describe=_decoder, needs=_SILU, defaults=_SIZES),
+    "Qwen2ForCausalLM": _Family(architecture=gguf.MODEL_ARCH.QWEN2, describe=_decoder, needs=_QWEN, defaults=_SIZES),
+    "Qwen3ForCausalLM": _Family(architecture=gguf.MODEL_ARCH.QWEN3, describe=_decoder, needs=_QWEN, defaults=_SIZES),
+    "GPT2LMHeadModel": _Family(
+        architecture=gguf.MODEL_ARCH.GPT2,
+        describe=_gpt2,
+        needs={"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+               "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+        defaults={"n_positions": 1024, "layer_norm_epsilon": 1e-5},
+        hidden=re.compile(r"(^|\.)attn\.(masked_)?bias$"),
+    ),
+    "BertModel": _Family(
+        architecture=gguf.MODEL_ARCH.BERT,
+        describe=_bert,
+        needs={"hidden_act": ("gelu",), "position_embedding_type": ("absolute",), "is_decoder": (False,)},
+        defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2},
+        hidden=re.compile(r"(^|\.)(embeddings\.position_ids|pooler\.dense\.(weight|bias))$"),
+    ),
+}  # fmt: skip
+_ROTARY = re.compile(r"\.(q|k)_proj\.(weight|bias)$")
+_CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+_IN_FULL = re.compile(r"^(position_embd|token_types)\.weight$")  # fp32, as llama.cpp's own conversion leaves them
+_FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "int8": "MOSTLY_Q8_0",
+               "int4": "MOSTLY_Q4_0", "e2m1": "MOSTLY_MXFP4_MOE"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufModel:
+    """The model of a checkpoint as llama.cpp sees it.
+
+    `names` are the names in GGUF of all tensors that it stores, `orders` the orders of elements that differ from the
+    checkpoint's, `in_full` the matrices that are stored in fp32, and `hidden` the tensors that it does not store.
+    """
+
+    names: Mapping[str, str]
+    orders: Mapping[str, str]
+    in_full: frozenset[str]
+    hidden: frozenset[str]
+    family: _Family
+    directory: Path
+    config: Mapping[str, Any]
+
+    def header(self, tensors: Sequence[tuple[str, str, tuple[int, ...]]], format: str) -> bytes:
+        """The bytes before the data of `tensors`: (name in the checkpoint, type, shape in bytes), in file order."""
+        architecture = gguf.MODEL_ARCH_NAMES[self.family.architecture]
+        writer = gguf.GGUFWriter(None, architecture)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[format]])
+        try:
+            self.family.describe(writer, {**self.family.defaults, **self.config})
+        except KeyError as e:
+            raise UnsupportedError(f"config.json does not say {e}", hint="download it again") from e
+        if self.family.architecture is gguf.MODEL_ARCH.BERT:
+            writer.add_pooling_type(_pooling(self.directory))
+        add_vocabulary(writer, self.directory, self.config)
+        for name, kind, shape in tensors:
+            raw_dtype = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor_info(
+                self.names[name], shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=raw_dtype
+            )
+        out = io.BytesIO()
+        writer.fout, writer.state = [out], WriterState.EMPTY  # type: ignore[list-item]  # only written to
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        return out.getvalue() + bytes(-len(out.getvalue()) % gguf.GGUF_DEFAULT_ALIGNMENT)
+
+
+def gguf_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> GgufModel:
+    """The model of a checkpoint with tensors of these shapes.
+
+    Raises UnsupportedError for families, settings, tensors and tokenizers that are not mapped.
+    """
+    config = checkpoint.config
+    family = _family(config)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if not isinstance(layers, int):
+        raise UnsupportedError("config.json does not say how many layers the model has", hint="download it again")
+    table = gguf.get_tensor_name_map(family.architecture, layers)
+    hidden = frozenset(n for n in shapes if family.hidden.search(n))
+    found = {n: table.get_name(n.removeprefix("bert."), try_suffixes=(".weight", ".bias")) for n in shapes}
+    names = {n: name for n, name in found.items() if name is not None and n not in hidden}
+    unknown = shapes.keys() - names.keys() - hidden
+    if unknown:
+        raise UnsupportedError(
+            f"{code_list(sorted(unknown))}: llama.cpp has no such tensor in its {family.architecture.name} models",
+            hint="use another --layout",
+        )
+    model = GgufModel(
+        names=names,
+        orders=dict(_orders(names, family, config)),
+        in_full=frozenset(n for n, name in names.items() if len(shapes[n]) < 2 or _IN_FULL.search(name)),
+        hidden=hidden,
+        family=family,
+        directory=checkpoint.directory,
+        config=config,
+    )
+    model.header([], "fp32")  # raises its errors now
+    return model
+
+
+def _pooling(directory: Path) -> gguf.PoolingType:
+    """How sentence-transformers pools the outputs of an encoder."""
+    path = directory / "1_Pooling" / "config.json"
+    modes = read_json(path) if path.is_file() else {}
+    known = {"pooling_mode_mean_tokens": gguf.PoolingType.MEAN, "pooling_mode_cls_token": gguf.PoolingType.CLS}
+    return next((pooling for mode, pooling in known.items() if modes.get(mode)), gguf.PoolingType.NONE)
+
+
+def _family(config: Mapping[str, Any]) -> _Family:
+    named = next(iter(config.get("architectures") or ()), "no class")
+    family = _FAMILIES.get(named)
+    if family is None:
+        raise UnsupportedError(
+            f"layout `gguf` does not know `{named}`", hint=f"it writes {', '.join(_FAMILIES)}; or use another --layout"
+        )
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    settings = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    for key, values in {**family.needs, "rope_type": ("default",)}.items():
+        if settings.get(key, values[0]) not in values:
+            raise UnsupportedError(
+                f"config.json has {key} {settings[key]!r}, which layout `gguf` cannot express for {named}",
+                hint=f"it needs {' or '.join(map(repr, values))}; or use another --layout",
+            )
+    return family
+
+
+def _orders(names: Mapping[str, str], family: _Family, config: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
+    if family.architecture is gguf.MODEL_ARCH.GPT2:
+        return [(n, TRANSPOSED) for n in names if _CONV1D.search(n)]
+    if family.architecture is not gguf.MODEL_ARCH.LLAMA:
+        return []
+    heads = {
+        "q": config["num_attention_heads"],
+        "k": config.get("num_key_value_heads") or config["num_attention_heads"],
+    }
+    return [(n, rotary(heads[m[1]])) for n in names if (m := _ROTARY.search(n))]

@@ -1,0 +1,206 @@
+"""`--layout gguf`: the package gguf decodes what lpconv decodes, transformers opens the file, and metadata fit.
+
+`benchmarks/serving/llama_cpp.py` runs llama.cpp itself.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from convert_models import tiny
+from safetensors.torch import load_file
+from torch import Tensor
+
+import lpconv
+from lpconv.convert.restore import restore
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import UnsupportedError, UsageError
+from lpconv.forms.reader import StoredTensors
+from lpconv.inspect.headers import inspect
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
+from lpconv.storage.arranged import arranged
+from lpconv.verify.run import verify_output
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
+TYPES = {
+    "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},
+    "Q4_0": {"format": "int4", "granularity": "group:32"}, "MXFP4": {"format": "e2m1", "granularity": "mx"},
+}  # fmt: skip
+FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def as_gguf(source: Path | str, output: Path, kind: str, **more: Any) -> Path:
+    options: dict[str, Any] = {**TYPES[kind], "verify": "weights", **more}
+    convert(str(source), output, ConvertOptions(layout="gguf", **options))
+    return output
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each family, with rows that blocks of 32 fill."""
+    folder, sizes = tmp_path_factory.mktemp("gguf"), {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    made: dict[str, Any] = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+        "qwen2": transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)),
+        "qwen3": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=128)),
+    }
+    for name, model in made.items():
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder / name)
+    return {**{n: folder / n for n in made}, "gpt2": tiny("gpt2", folder / "gpt2")}
+
+
+def by_gguf(output: Path) -> dict[str, Tensor]:
+    """The tensors of the file, decoded by the package, by their names in GGUF."""
+    tensors = gguf.GGUFReader(output / "model.gguf").tensors
+    shapes = {t.name: [int(n) for n in reversed(t.shape)] for t in tensors}
+    return {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)).float().view(shapes[t.name]) for t in tensors}
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_package_decodes_the_same_numbers(family: str, kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    output = as_gguf(sources[family], tmp_path / "out", kind)
+    theirs, table = by_gguf(output), json.loads((output / "config.json").read_text())["quantization_config"]["tensors"]
+    with StoredTensors.open(output) as stored:
+        assert {t["name"] for t in table.values()} == theirs.keys()
+        for name in stored.forms:
+            wanted = stored.tensor(name)
+            order = table[name]["order"]
+            wanted = arranged(wanted, order) if order else wanted
+            assert torch.equal(theirs[table[name]["name"]], wanted), name
+    assert kind in {t["type"] for t in table.values()}
+    assert not inspect(output).problems
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_transformers_opens_the_file_as_the_same_model(family: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    """It has its own idea of the order of rows, which it undoes."""
+    output = as_gguf(sources[family], tmp_path / "out", "Q8_0")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(output, gguf_file="model.gguf", dtype=torch.float32)
+    ours = lpconv.load(output, dtype=torch.float32)
+    ids = torch.arange(3, 35).view(2, 16)
+    with torch.inference_mode():
+        assert torch.equal(theirs(input_ids=ids).logits, ours(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "F16"), ("gpt2", "Q8_0"), ("llama", "Q4_0")])
+def test_it_is_restored_verified_and_converted_again(
+    family: str, kind: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    output = as_gguf(sources[family], tmp_path / "out", kind)
+    against = VerifyOptions(level="weights", against=str(sources[family]))
+    assert verify_output(output, against, progress=Silent()).passed
+    restore(output, tmp_path / "back", force=False, progress=Silent())
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (sources[family] / "config.json").read_text()
+    )
+    source, back = (load_file(p / "model.safetensors") for p in (sources[family], tmp_path / "back"))
+    assert {n: x.shape for n, x in back.items()} == {n: x.shape for n, x in source.items()}
+    assert all((x - back[n]).norm() <= 0.1 * x.norm() for n, x in source.items())
+    again = as_gguf(output, tmp_path / "again", kind)
+    assert (again / "model.gguf").read_bytes() == (output / "model.gguf").read_bytes()
+
+
+def test_a_search_is_better_and_two_runs_give_the_same_bytes(sources: dict[str, Path], tmp_path: Path) -> None:
+    outputs = [
+        as_gguf(sources["llama"], tmp_path / str(i), "Q4_0", scale=scale, workers=i + 1)
+        for i, scale in enumerate((None, "search", "search"))
+    ]
+    source = load_file(sources["llama"] / "model.safetensors")
+    errors = []
+    for output in outputs:
+        with StoredTensors.open(output) as stored:
+            errors.append(sum(float((x - stored.tensor(n)).square().sum()) for n, x in source.items()))
+    assert errors[1] < 0.95 * errors[0]
+    assert (outputs[1] / "model.gguf").read_bytes() == (outputs[2] / "model.gguf").read_bytes()
+
+
+def test_blocks_are_no_worse_than_those_of_the_package() -> None:
+    """The package rounds with scales that are not yet fp16, and has the same scales."""
+    from lpconv.formats.grains import get_grain
+    from lpconv.formats.spec import FORMATS
+    from lpconv.forms import FormSettings
+    from lpconv.forms.blocks import Workspace
+    from lpconv.forms.facts import Measurement
+    from lpconv.forms.gguf_blocks import GgufBlocks
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    x[3], x[4, :32], x[6, 0], x[7, 40] = 0.0, -0.0, 50.0, -50.0
+    for number, kind, first in (("int8", "Q8_0", 2), ("int4", "Q4_0", 2)):
+        form = GgufBlocks.of("w", (64, 256), FORMATS[number], FormSettings(scale="exact", grain=get_grain("group:32")))
+        raw = form.encode(x.view(-1), 0, Measurement(), Workspace()).data[0].numpy().reshape(64, -1)
+        theirs = gguf.quantize(x.numpy(), gguf.GGMLQuantizationType[kind])
+        blocks = [b.reshape(512, -1)[np.abs(x.numpy()).reshape(512, 32).max(1) > 0] for b in (raw, theirs)]
+        assert np.array_equal(blocks[0][:, :first], blocks[1][:, :first])
+        ours, other = (
+            np.square(x.numpy() - gguf.dequantize(b, gguf.GGMLQuantizationType[kind])).sum() for b in (raw, theirs)
+        )
+        assert ours <= other
+
+
+def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
+    output = as_gguf(llama_of_demo(tmp_path), tmp_path / "out", "Q4_0", **more)
+    nearest = as_gguf(tmp_path / "source", tmp_path / "nearest", "Q4_0")
+    assert (output / "model.gguf").read_bytes() != (nearest / "model.gguf").read_bytes()
+    against = VerifyOptions(level="weights", against=str(tmp_path / "source"))
+    assert verify_output(output, against, progress=Silent()).passed
+
+
+def llama_of_demo(folder: Path) -> Path:
+    """The demo model with a tokenizer that splits text as llama.cpp does, and has a merge."""
+    shutil.copytree(demo_checkpoint(), folder / "source")
+    document = json.loads((folder / "source/tokenizer.json").read_text())
+    document["pre_tokenizer"]["use_regex"] = True
+    del document["model"]["vocab"]["ÿ"]
+    document["model"] |= {"vocab": document["model"]["vocab"] | {"th": 255}, "merges": [["t", "h"]]}
+    (folder / "source/tokenizer.json").write_text(json.dumps(document))
+    return folder / "source"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "does not know `MixtralForCausalLM`"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    changed: dict[str, Any], words: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "source").mkdir()
+    config = json.loads((sources["llama"] / "config.json").read_text()) | changed
+    (tmp_path / "source/config.json").write_text(json.dumps(config))
+    shutil.copy(sources["llama"] / "model.safetensors", tmp_path / "source")
+    with pytest.raises(UnsupportedError, match=words):
+        as_gguf(tmp_path / "source", tmp_path / "out", "F16")
+
+
+def test_what_gguf_lacks_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    for options in (
+        {"format": "e4m3fn"},
+        {"format": "int4", "granularity": "group:64"},
+        {"format": "fp16", "granularity": "row"},
+    ):
+        with pytest.raises(UsageError, match="layout `gguf` cannot store"):
+            convert(str(sources["llama"]), tmp_path / "out", ConvertOptions(layout="gguf", **options))
+    with pytest.raises(UsageError, match="one file"):
+        as_gguf(sources["llama"], tmp_path / "out", "F16", max_shard_size=1000)
