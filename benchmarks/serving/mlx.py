@@ -71,7 +71,7 @@ def greedy(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many first tokens are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def measure(python: Path, model: str, scheme: str, folder: Path) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _add_special(
                       ("pad", keys.PAD_ID), ("cls", keys.BOS_ID), ("mask", keys.MASK_ID)):  # fmt: skip
         token = settings.get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
-        number = ids.get(content, config.get(f"{name}_token_id")) if content is None or content in ids else None
+        number = config.get(f"{name}_token_id") if content is None else ids.get(content)
         if isinstance(number, int):
             found[name] = number
             writer.add_uint32(key, number)

@@ -76,16 +76,17 @@ class GgufNumbers(Form):
         import torch
 
         from lpconv.forms.blocks import as_float32, block_error, block_stats
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
         value = as_float32(x, work)
-        numbers = value.to(getattr(torch, self.format.torch))
+        numbers = value.to(TORCH_DTYPES[self.type])
         error = block_error(value, numbers.to(torch.float32, copy=True))
         return EncodedBlock(data=(numbers.view(torch.uint8),), stats=block_stats(x, work), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        import torch
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
-        return data[0].view(getattr(torch, self.format.torch)).float()
+        return data[0].view(TORCH_DTYPES[self.type]).float()
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers

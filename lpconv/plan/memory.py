@@ -42,6 +42,7 @@ _TRANSFORMERS_BYTES = 160 * _MIB  # transformers and one architecture, and block
 _BUILDING_BYTES = 120 * _MIB  # transformers and a model without weights, for comparing names and shapes
 _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
+_ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one being arranged
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
 MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs collected per pass, at least one
@@ -139,8 +140,10 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
     checked = max((min(t.info.num_elements, max(CHECKED_ELEMENTS, t.form.cols)) for t in plan.tensors), default=0)
     temporary = workers * max(fitting, _DECODING_BYTES * largest + _CHECKING_BYTES * checked)
     sides = sum(c.num_bytes for t in plan.tensors for c in t.form.side) * _COPIES_OF_SIDES
+    orders = {} if plan.gguf is None else plan.gguf.orders
+    held = _ARRANGED_COPIES * max((t.info.num_bytes for t in plan.tensors if t.name in orders), default=0)
     tables = _TABLES_BYTES if any(t.form.shares_scale and t.form.late_side for t in plan.tensors) else 0
-    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables
+    return _OVERHEAD_BYTES + len(plan.tensors) * _TENSOR_BYTES + buffers + temporary + sides + tables + held
 
 
 def _rounding(plan: Plan) -> int:

@@ -55,6 +55,12 @@ LAYOUTS = {
         tag="mlx",
         library="mlx",
     ),
+    "gguf": _Layout(
+        opening="This directory has a GGUF file for llama.cpp: {codes}. `llama-cli -m PATH/model.gguf` runs it, as do "
+        "programs that use llama.cpp; lpconv is not needed. In Python, with `pip install llama-cpp-python`:",
+        tag="gguf",
+        library="gguf",
+    ),
 }
 _REFUSED = (
     "Plain transformers refuses these weights on purpose. The codes are useless without their scales, so they are "

@@ -171,6 +171,8 @@ def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str
     """Python code that opens an output in a third-party layout without lpconv."""
     if layout == "mlx":
         return ("from mlx_lm import load", f"model, tokenizer = load({path!r})")
+    if layout == "gguf":
+        return ("from llama_cpp import Llama", f"model = Llama({path + '/model.gguf'!r})")
     auto = auto_class(architecture)
     return (f"from transformers import {auto}", f"model = {auto}.from_pretrained({path!r})")
 

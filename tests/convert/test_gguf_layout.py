@@ -3,6 +3,7 @@
 `benchmarks/serving/llama_cpp.py` runs llama.cpp itself.
 """
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from convert_models import tiny
+from convert_models import minilm, tiny
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -204,3 +205,83 @@ def test_what_gguf_lacks_is_refused(sources: dict[str, Path], tmp_path: Path) ->
             convert(str(sources["llama"]), tmp_path / "out", ConvertOptions(layout="gguf", **options))
     with pytest.raises(UsageError, match="one file"):
         as_gguf(sources["llama"], tmp_path / "out", "F16", max_shard_size=1000)
+
+
+def test_the_package_is_asked_for_by_name(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gguf" else find(name, *more))
+    with pytest.raises(UnsupportedError, match="needs the package gguf") as refused:
+        as_gguf(sources["llama"], tmp_path / "out", "F16")
+    assert "lpconv[gguf]" in str(refused.value.hint)
+
+
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)" + _WORDS
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "rule"),
+    [
+        (None, "gpt-2"),
+        ({"type": "Digits", "individual_digits": True}, "smollm"),
+        ({"type": "Split", "pattern": {"Regex": _LLAMA3}, "behavior": "Isolated", "invert": False}, "llama-bpe"),
+        ({"type": "Split", "pattern": {"Regex": _LLAMA3.replace("{1,3}", "")}, "behavior": "Isolated"}, "qwen2"),
+        ({"type": "Digits", "individual_digits": False}, None),
+        ({"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated"}, None),
+    ],
+)
+def test_the_rule_that_splits_text_is_named_or_refused(first: Any, rule: str | None, tmp_path: Path) -> None:
+    source = llama_of_demo(tmp_path)
+    document = json.loads((source / "tokenizer.json").read_text())
+    is_split = first is not None and first["type"] == "Split"
+    both = [first, {**_BYTES, "use_regex": not is_split}]
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both} if first else {**_BYTES, "use_regex": True}
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    if rule is None:
+        with pytest.raises(UnsupportedError, match="do not split text like"):
+            as_gguf(source, tmp_path / "out", "F16")
+        return
+    fields = gguf.GGUFReader(as_gguf(source, tmp_path / "out", "F16") / "model.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == rule
+    assert fields["tokenizer.ggml.tokens"].contents()[254:257] == ["þ", "th", "<|endoftext|>"]
+    assert fields["tokenizer.ggml.merges"].contents() == ["t h"]
+    assert fields["tokenizer.ggml.token_type"].contents()[255:257] == [gguf.TokenType.NORMAL, gguf.TokenType.CONTROL]
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 256
+    assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+
+
+def test_an_encoder_has_its_words_and_lacks_its_pooler(tmp_path: Path) -> None:
+    result = convert(str(minilm()), tmp_path / "out", ConvertOptions(layout="gguf", format="fp16", verify="weights"))
+    assert "pooler.dense.weight" in "".join(result.warnings)
+    fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
+    words = fields["tokenizer.ggml.tokens"].contents()
+    assert [words[i] for i in (101, 1996, 2015)] == ["[CLS]", "\u2581the", "s"]
+    assert fields["bert.pooling_type"].contents() == gguf.PoolingType.MEAN
+    with StoredTensors.open(tmp_path / "out") as stored, StoredTensors.open(minilm()) as source:
+        assert source.forms.keys() - stored.forms.keys() == {
+            "embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias",
+        }  # fmt: skip
+        assert all(torch.allclose(stored.tensor(n), source.tensor(n).float(), atol=1e-3) for n in stored.forms)
+
+
+def test_a_killed_run_publishes_nothing_and_is_resumed(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lpconv.storage.partfile.PartFile.finish", kill)
+        with pytest.raises(Killed):
+            as_gguf(sources["llama"], tmp_path / "out", "Q8_0")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial/model.gguf").exists()
+    resumed = as_gguf(sources["llama"], tmp_path / "out", "Q8_0", resume=True)
+    whole = as_gguf(sources["llama"], tmp_path / "whole", "Q8_0")
+    assert (resumed / "model.gguf").read_bytes() == (whole / "model.gguf").read_bytes()

@@ -98,7 +98,7 @@ def test_a_card_shows_vllm_for_what_vllm_served(fmt: str, granularity: str, is_s
     assert ("vllm serve PATH" in programs(document)) == is_served
 
 
-@pytest.mark.parametrize("layout", ["compressed-tensors", "transformers", "mlx"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "transformers", "mlx", "gguf"])
 def test_other_layouts_need_no_lpconv(layout: str) -> None:
     document = card(options={"layout": layout})
     assert "needed" in prose(document)
