@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command, machine, parser, save, work_folder
-from benchmarks.serving.mlx import NUM_TOKENS, PROMPTS, common_prefix, greedy, prompts_of
+from benchmarks.serving.mlx import PROMPTS, common_prefix, greedy, prompts_of
 
+NUM_TOKENS = 8
 PACKAGE = "node-llama-cpp@3.22.1"
 SCHEMES = ("GGUF_F16", "GGUF_Q8_0", "GGUF_Q4_0", "GGUF_MXFP4")
 CHILD = """
@@ -70,7 +71,7 @@ def measure(node: Path, model: str, scheme: str, folder: Path) -> dict[str, Any]
     theirs = json.loads(run.stdout.splitlines()[-1])
     ours = lpconv.load(output, dtype=torch.float32)
     difference = largest_difference(ours, prompts, theirs["found"])
-    pairs = zip(greedy(ours, prompts), theirs["found"], strict=True)
+    pairs = zip(greedy(ours, prompts, NUM_TOKENS), theirs["found"], strict=True)
     row = {
         "model": Path(model).name,
         "scheme": scheme,
@@ -146,8 +147,7 @@ def main() -> None:
         for model, scheme in [*((options.model, s) for s in options.schemes), *((str(m), "GGUF_F16") for m in others)]:
             rows.append(measure(node, model, scheme, folder))
             print(rows[-1], flush=True)
-    name = Path(options.model).name
-    save({"command": command(), "model": name, "machine": machine("gguf"), "rows": rows}, options.out)
+            save({"command": command(), "machine": machine("gguf"), "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,11 @@ def prompts_of(model: str) -> list[list[int]]:
     return [list(tokenizer(p).input_ids) for p in PROMPTS]
 
 
-def greedy(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS) -> list[list[int]]:
     """The most likely continuation of each prompt, in lpconv."""
     import torch
 
-    options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
 
