@@ -95,7 +95,9 @@ class AdviseOptions:
     ] = None
     task: Annotated[str, _train("Training task", choices=TASKS)] = "auto"
     steps: Annotated[int, Ge(1), _train("Number of optimizer steps")] = FinetuneOptions.steps
-    lr: Annotated[float, Gt(0), _train("Peak learning rate", example="5e-5")] = Arithmetic().usual_lr
+    lr: Annotated[float, Gt(0), _train("Peak learning rate", example="5e-5")] = Arithmetic().usual_lr(
+        FinetuneOptions.steps
+    )
     seed: Annotated[int, Ge(0), Option("Seed of token masks and of the first run")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False

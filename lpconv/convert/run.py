@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lpconv.convert.finished import finished_output
@@ -12,6 +12,7 @@ from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.shares import check_shareable, folder_for_parts
 from lpconv.errors import VerificationError
 from lpconv.extras import RemoteStaging, check_free_url
+from lpconv.forms.stored import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes
@@ -47,13 +48,14 @@ class _Request:
     """Arguments of a call besides the options.
 
     `command` is the command to name in reports, `names_source` whether they name the source, and `finishing` whether
-    parts are combined.
+    parts are combined. `codes` are given components of tensors, by their names.
     """
 
     progress: Progress
     command: str | None
     names_source: bool = True
     finishing: bool = False
+    codes: Mapping[str, Side] | None = None
     started: float = dataclasses.field(default_factory=time.perf_counter)
 
 
@@ -90,13 +92,15 @@ def convert(
     progress: Progress | None = None,
     command: str | None = None,
     names_source: bool = True,
+    codes: Mapping[str, Side] | None = None,
 ) -> ConvertResult:
     """Convert a checkpoint into the directory or URL `output`, which is published only after all checks have passed.
 
     `model` is a directory, a URL, an alias, a hub id or ``demo``. With `names_source` the local reports contain the
-    source's path. Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
+    source's path. `codes` has the components to store for some tensors, instead of those that rounding would give.
+    Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
     """
-    request = _Request(progress=progress or Silent(), command=command, names_source=names_source)
+    request = _Request(progress=progress or Silent(), command=command, names_source=names_source, codes=codes)
     return _publish(model, output, options, request)
 
 
@@ -163,7 +167,7 @@ def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
         calibration = _calibration(job, staging, request.progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        with with_error_feedback(job, staging, request.progress) as job:
+        with with_error_feedback(job, staging, request.progress, codes=request.codes) as job:
             result = _carry_out(job, staging, request, calibration)
         job.watch.check()
         if not result.verify.passed:
@@ -197,8 +201,15 @@ def _working_folder(job: Job) -> Staging:
 
 
 @contextlib.contextmanager
-def with_error_feedback(job: Job, staging: Staging, progress: Progress) -> Iterator[Job]:
-    """The job itself when rounding to nearest, else with codes from error feedback, whose files are then deleted."""
+def with_error_feedback(
+    job: Job, staging: Staging, progress: Progress, *, codes: Mapping[str, Side] | None = None
+) -> Iterator[Job]:
+    """The job with given `codes` or those of error feedback, whose files are then deleted; else the job itself."""
+    if codes is not None:
+        from lpconv.convert.given import with_codes  # imports torch (seconds)
+
+        yield with_codes(job, codes)
+        return
     if job.plan.options.rounding == NEAREST:
         yield job
         return

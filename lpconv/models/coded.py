@@ -90,13 +90,14 @@ class Codes:
             return out.copy_(self.source.values(self.form.name, self.start, self.stop))
         form = self.form
         first, last = form.widened(self.start, self.stop)
-        data = form.read(self._fetch, first, last, self.parts)
+        data = form.read(self.fetch, first, last, self.parts)
         if (first, last) == (self.start, self.stop):
             return form.decode_to(out, data, first, last, self.parts)
         decoded = form.decode(data, first, last, self.parts)
         return out.copy_(decoded[self.start - first : self.stop - first])
 
-    def _fetch(self, component: Component, start: int, stop: int) -> Tensor:
+    def fetch(self, component: Component, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of a component in memory, 1-D, in the dtype of the file."""
         first, last = (n * DTYPE_BITS[component.dtype] // 8 for n in (start, stop))
         raw = self.parts[component.name].reshape(-1).view(torch.uint8)[first:last]
         return raw.view(TORCH_DTYPES.get(component.dtype, torch.uint8))

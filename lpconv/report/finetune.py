@@ -72,8 +72,9 @@ def finetune_document(result: FinetuneResult) -> Document:
 
 
 def _verdict(result: FinetuneResult) -> Verdict:
-    """Verdict "failed" if a gate fails, "not run" if the gap says nothing about precision, else "passed"."""
-    outcome: Outcome = "passed" if result.gaps and result.learned("twin") is not False else "not run"
+    """Verdict "failed" if a gate fails, "not run" if nothing was shown about precision or recovered, else "passed"."""
+    shows_cost = result.gaps and result.learned("twin") is not False
+    outcome: Outcome = "passed" if shows_cost or (result.source and result.learned("run")) else "not run"
     if failed := failed_gates(result.gates):
         return Verdict(outcome="failed", text=f"{failed}. {verdict(result)}")
     return Verdict(outcome=outcome, text=verdict(result))
@@ -89,6 +90,11 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
         )
         for g in result.gaps
     ]
+    for h in result.held_out if result.source else ():
+        before, after = (figure_text(h.metric, x) for x in (h.before, h.after))
+        tiles.append(
+            Tile(label=metric_name(h.metric, result).capitalize(), figure=f"{before} → {after}", detail="held out")
+        )
     beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
     tiles.append(Tile(label="Time per step", figure=duration_text(run.step_time_s), detail=beside))
     if run.memory is not None:
@@ -135,13 +141,15 @@ def _figures(r: FinetuneResult) -> Mapping[str, str]:
     run = main_run(r)
     figures = {"model": r.name, "recipe": r.recipe, "twin": r.twin or MISSING, "task": r.task}
     figures |= {"steps": count_text(len(run.losses.steps)), "seeds": count_text(sum(x.role == "run" for x in r.runs))}
-    figures |= {f"{metric_name(s.name)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values}
+    figures |= {
+        f"{metric_name(s.name, r)}, run": figure_text(s.name, s.values[-1]) for s in run.evaluations if s.values
+    }
     for name, of_run, of_twin, gap, error, _ in texts_of(gap_table(r)):
         figures |= {f"{name}, run": of_run, f"{name}, twin": of_twin, f"{name}, gap": gap}
         figures[f"{name}, standard error of the gap"] = error
     for h in (h for h in r.held_out if h.role == "run"):
-        figures[f"{metric_name(h.metric)} before training"] = figure_text(h.metric, h.before)
-        figures[f"{metric_name(h.metric)} of the baseline guess"] = figure_text(h.metric, h.baseline)
+        figures[f"{metric_name(h.metric, r)} before training"] = figure_text(h.metric, h.before)
+        figures[f"{metric_name(h.metric, r)} of the baseline guess"] = figure_text(h.metric, h.baseline)
     return figures | {
         "skipped steps": count_text(run.num_skipped),
         "time per step": duration_text(run.step_time_s),

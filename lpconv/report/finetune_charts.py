@@ -63,7 +63,7 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
         lines.append(Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True))
     elif level is not None:
         words += f" The baseline guess, {guess(result)}, is outside the chart: {figure_text(metric, level)}."
-    return line_chart(metric_name(metric).capitalize(), words, lines)
+    return line_chart(metric_name(metric, result).capitalize(), words, lines)
 
 
 def _is_near(level: float, lines: Sequence[Line]) -> bool:

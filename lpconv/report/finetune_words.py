@@ -23,6 +23,7 @@ _METRICS = {
     "eval_loss_published": "held-out loss of the published model",
     "eval_accuracy_published": "held-out accuracy of the published model",
 }
+_RECOVERED = {"held-out loss": "KL to the source", "held-out accuracy": "equal first choices"}
 _SHARES = ("eval_accuracy", "eval_accuracy_fp32", "eval_accuracy_published")
 # The three products of a linear layer, with the roles of their operands.
 _PRODUCTS = {
@@ -49,9 +50,12 @@ def twin_run(result: FinetuneResult) -> RunRecord | None:
     return next((r for r in result.runs if r.role == "twin" and r.seed == seed), None)
 
 
-def metric_name(metric: str) -> str:
+def metric_name(metric: str, result: FinetuneResult | None = None) -> str:
     """Display name of a held-out metric."""
-    return _METRICS.get(metric, metric)
+    name = _METRICS.get(metric, metric)
+    for usual, recovered in _RECOVERED.items() if result is not None and result.source else ():
+        name = name.replace(usual, recovered)
+    return name
 
 
 def figure_text(metric: str, value: float | None) -> str:
@@ -106,7 +110,7 @@ def held_out_table(result: FinetuneResult) -> Table:
     """Each held-out metric of run and twin, before the first step and after the last."""
     rows = tuple(
         (
-            metric_name(h.metric),
+            metric_name(h.metric, result),
             _arithmetic_of(result, h.role),
             figure_text(h.metric, h.before),
             figure_text(h.metric, h.after),
@@ -125,10 +129,10 @@ def held_out_words(result: FinetuneResult) -> str:
     h = result.held_out[0]
     examples = "example" if h.num_available == 1 else "examples"
     of_all = "" if h.num_examples == h.num_available else f" of {count_text(h.num_available)}"
-    return (
-        f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are over batches. "
-        f"The baseline guess is {guess(result)}, with the frequencies of the training data."
-    )
+    text = f"On {count_text(h.num_examples)}{of_all} held-out {examples}; standard errors are over batches."
+    if result.source:
+        return text
+    return f"{text} The baseline guess is {guess(result)}, with the frequencies of the training data."
 
 
 def guess(result: FinetuneResult) -> str:
@@ -152,12 +156,11 @@ def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
 def _progress(result: FinetuneResult, role: str) -> str:
     parts = []
     for h in (h for h in result.held_out if h.role == role):
-        text = (
-            f"{metric_name(h.metric)} {figure_text(h.metric, h.before)} before, {figure_text(h.metric, h.after)} after"
-        )
+        before, after = (figure_text(h.metric, x) for x in (h.before, h.after))
+        text = f"{metric_name(h.metric, result)} {before} before, {after} after"
         if h.standard_error is not None:
             text += f" ± {_error_text(h.metric, h.standard_error)}"
-        if h.metric == "eval_accuracy":
+        if h.metric == "eval_accuracy" and h.baseline is not None:
             text += f", {figure_text(h.metric, h.baseline)} by {guess(result)}"
         parts.append(text)
     return "; ".join(parts)
@@ -166,8 +169,10 @@ def _progress(result: FinetuneResult, role: str) -> str:
 def verdict(result: FinetuneResult) -> str:
     """Two or three sentences: what precision cost, and whether the data can show that."""
     run = main_run(result)
+    if result.source:
+        return _recovery_verdict(result)
     if not result.gaps:
-        ends = [f"{metric_name(s.name)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
+        ends = [f"{metric_name(s.name, result)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so the cost of low precision is unknown. The run ended at {' and '.join(ends)}."
     by_metric = {g.metric: g for g in result.gaps}
     g = by_metric.get("eval_accuracy", result.gaps[0])
@@ -193,6 +198,24 @@ def verdict(result: FinetuneResult) -> str:
     if published is not None:
         text += f" For the published model ({result.saved_as}), which gates judge, it is {noise_text(published)}."
     return text
+
+
+def _recovery_verdict(result: FinetuneResult) -> str:
+    """What a recovery won on held-out examples, and what the published model has."""
+    run = main_run(result)
+    changes = (
+        f"{metric_name(h.metric, result)} from {figure_text(h.metric, h.before)} to {figure_text(h.metric, h.after)}"
+        for h in result.held_out
+    )
+    published = (
+        f"{metric_name(s.name, result)} {figure_text(s.name, s.values[-1])}"
+        for s in run.evaluations
+        if s.name.endswith("_published")
+    )
+    return (
+        f"{plural(len(run.losses.steps), 'step')} towards `{result.source}` changed {' and '.join(changes)} on "
+        f"held-out examples. The published model in fp32: {' and '.join(published)}."
+    )
 
 
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:

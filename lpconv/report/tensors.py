@@ -115,7 +115,8 @@ def has_finer_scales(result: ConvertResult) -> bool:
 
 def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, float] | None:
     """Mean relative squared output errors of layers (to nearest, with error feedback), or None without feedback."""
-    errors = [(r.nearest_error, r.output_error) for r in records if r is not None]
+    pairs = ((r.nearest_error, r.output_error) for r in records if r is not None)
+    errors = [(before, after) for before, after in pairs if before is not None and after is not None]
     if not errors:
         return None
     before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))

@@ -10,17 +10,19 @@ from lpconv.results.verify import VerifyResult
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingRecord:
-    """Error feedback for one tensor, on `num_inputs` inputs of its layer from the calibration text.
+    """Codes of one tensor that are not the nearest ones: from error feedback, or from training (`finetune --recover`).
 
-    `output_error` is ‖(W - Q)X‖² / ‖WX‖², the relative squared error of the layer's output due to rounding, and
-    `nearest_error` the same for rounding to nearest with equal scales. Every number is within `max_steps` times its
-    scale of the source's. `sha256` is the hash of the stored components. `num_nearest` of the experts in the tensor
-    were rounded to nearest, because no input reaches them.
+    Every number is within `max_steps` times its scale of the source's. `sha256` is the hash of the stored components.
+
+    Error feedback used `num_inputs` inputs of the tensor's layer from the calibration text. `output_error` is
+    ‖(W - Q)X‖² / ‖WX‖², the relative squared error of the layer's output due to rounding, and `nearest_error` the same
+    for rounding to nearest with equal scales. All three are None for trained codes. `num_nearest` of the experts in the
+    tensor were rounded to nearest, because no input reaches them.
     """
 
-    output_error: float
-    nearest_error: float
-    num_inputs: int
+    output_error: float | None = None
+    nearest_error: float | None = None
+    num_inputs: int | None = None
     max_steps: float
     sha256: str
     num_nearest: int = 0

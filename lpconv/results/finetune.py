@@ -251,12 +251,16 @@ class FinetuneResult(RunResult):
     command's `seconds` by activity; the rest is start-up and small tasks. `held_out` has a record per role and metric;
     it is empty in documents of older versions. `card` are the facts of the source's model card that the output repeats:
     base model and licence.
+
+    `source` is set for a recovery: every loss is then the KL divergence from this model's predictions, in nats per
+    token, and accuracy is the share of tokens with its first choice.
     """
 
     kind: str = "finetune"
     name: str
     recipe: str
     twin: str | None
+    source: str | None = None
     task: str
     facts: dict[str, str]
     runs: tuple[RunRecord, ...]

@@ -201,6 +201,12 @@ def is_output(directory: Path) -> bool:
     return read_marker(directory).get("kind") not in ("restore", "repair")
 
 
+def is_trained(directory: Path) -> bool:
+    """Whether training moved the weights off the source's. Recovered codes still belong to the source's weights."""
+    path = directory / TUNED
+    return path.exists() and not (read_json(path).get("arithmetic") or {}).get("on_codes")
+
+
 def check_is_output(directory: Path) -> None:
     """Raise UnsupportedError for a checkpoint that is not an output, InputError for anything else without a marker."""
     if (directory / MARKER).exists():

@@ -6,6 +6,7 @@ largest number as complete. Here a list of the files' hashes is written last.
 
 import math
 import shutil
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.metrics.add({name: metrics[name] for name in ("eval_loss", "eval_accuracy") if name in (metrics or {})})
         if state.global_step in (0, state.max_steps):
             self.metrics.add({"eval_batches": self.trainer.evaluated})
+        if self.trainer.distillation is not None:
+            sizes, _, shares = zip(*self.trainer.evaluated, strict=True)
+            self.metrics.add({"eval_accuracy": statistics.fmean(shares, weights=sizes)})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()  # resuming after this step needs its row

@@ -1,6 +1,6 @@
 """Held-out metrics of weights in fp32, which separate effects of training and of publishing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,22 +33,23 @@ def as_published(evaluations: Iterable[Series]) -> tuple[Series, ...]:
 @torch.no_grad()
 def in_fp32(
     model: Any, values: Mapping[str, Tensor] | None, batches: Iterable[Mapping[str, Tensor]], *, step: int,
-    accuracy: bool,
+    num_right: Callable[[Any, Mapping[str, Tensor]], float] | None,
 ) -> tuple[Series, ...]:  # fmt: skip
     """Mean loss, and optionally accuracy, of `model` with the trained `values`, weighted by examples.
 
-    Without `values`, `model` is the published one, and the metrics are named accordingly.
+    `num_right` counts the right examples of a batch from the model's output, for the accuracy. Without `values`,
+    `model` is the published one, and the metrics are named accordingly.
     """
     if values is not None:
         model.load_state_dict(values)
     model.eval()
     losses: list[float] = []  # per example, its batch's loss: bit-identical to Trainer's mean
-    hits = 0
+    hits = 0.0
     for batch in batches:
         out, labels = model(**batch), batch["labels"]
         losses += [float(out.loss)] * len(labels)
-        hits += int((out.logits.argmax(-1) == labels).sum()) if accuracy else 0
+        hits += num_right(out, batch) if num_right is not None else 0
     metrics = {"eval_loss": float(np.array(losses, np.float32).mean())}
-    metrics |= {"eval_accuracy": hits / len(losses)} if accuracy else {}
+    metrics |= {"eval_accuracy": hits / len(losses)} if num_right is not None else {}
     behind = PUBLISHED if values is None else IN_FP32
     return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in metrics.items())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,20 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.forms.decoded import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.source import open_source
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
 from lpconv.train.recipes import Arithmetic
+from lpconv.train.recover import Recovery
 
 MEASURED_BATCHES = 4  # for --calibrate and --critical auto
 
@@ -33,6 +33,7 @@ class TrainingJob:
     """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
+    `recovery` is set for --recover.
     """
 
     checkpoint: Checkpoint
@@ -45,6 +46,12 @@ class TrainingJob:
     mask_id: int | None
     keep: tuple[int, int]
     num_targets: int
+    recovery: Recovery | None = None
+
+    @property
+    def loss(self) -> str:
+        """Description of the loss."""
+        return self.task.loss if self.recovery is None else "KL divergence from the source's predictions"
 
     def targets(self) -> Iterator[Any]:
         """The loss targets of each training example."""
@@ -148,8 +155,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
 
 def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
     """Raise ResourceError, from headers alone, if weights, gradients and optimizer state do not fit in memory."""
-    with closing(open_source(checkpoint)) as source:
-        sizes = [math.prod(entry.info.shape) for entry in source.entries.values()]
+    sizes = [*map(math.prod, stored_shapes(checkpoint).values())]
     needed = parameter_bytes(sum(sizes), max(sizes), options.arithmetic, num_ranks=num_ranks(options))
     check_room(needed, options.max_memory)
 
@@ -175,6 +181,8 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     opened = open_to_train(job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared)
     if opened.model.config.pad_token_id is None:
         opened.model.config.pad_token_id = job.pad_id
+    if job.recovery is not None:
+        job.recovery.distillation.attach(opened.model)
     return opened
 
 

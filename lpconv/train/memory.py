@@ -53,6 +53,8 @@ def parameter_bytes(num_parameters: int, largest: int, arithmetic: Arithmetic, *
     The first rank saves the model; with GPUs that takes no GPU memory.
     """
     needed = {"weights, gradients and optimizer": weight_bytes(num_parameters, arithmetic) // num_ranks}
+    if arithmetic.on_codes:
+        needed |= {"latents": 4 * num_parameters, "source": 4 * num_parameters}
     if num_ranks > 1:
         needed["the largest parameter, gathered"] = 4 * largest
         if is_main_process() and not torch.cuda.is_available():

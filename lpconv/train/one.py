@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,8 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
     with quiet_transformers(), clock.spending("evaluating in fp32"):
         if computes_in_fp32(work.arithmetic):
             exact = rename_to_fp32(record.evaluations)
+        elif work.arithmetic.on_codes:  # the published model has the same weights
+            exact = ()
         else:
             exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
     record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
@@ -92,7 +94,8 @@ def _prepare(
         with clock.spending("checking gradients"):
             _check_gradients(job, work, opened.model.to(device), needed)
     with clock.spending("preparing"):
-        prepared = prepare(opened.model.to(device), work.arithmetic, job.options, seed=work.seed)
+        model = opened.model.to(device)
+        prepared = prepare(model, work.arithmetic, job.options, seed=work.seed, recovery=job.recovery)
         if job.options.calibrate and work.arithmetic.method == "unit":
             _calibrate(job, work, prepared.model)
     if job.options.is_sharded:
@@ -114,7 +117,7 @@ def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
 def _trainer(
     job: TrainingJob, work: TrainingRun, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
 ) -> LowPrecisionTrainer:
-    is_measurable = not (job.options.compile or job.options.is_sharded)
+    is_measurable = not (job.options.compile or job.options.is_sharded or job.recovery)  # MemTracker needs gradients
     trainer = LowPrecisionTrainer(
         prepared,
         seed=work.seed,
@@ -124,6 +127,7 @@ def _trainer(
         train_dataset=job.stream(work.seed, held_out=False),
         eval_dataset=job.stream(work.seed, held_out=True),
         data_collator=job.collate,
+        distillation=job.recovery.distillation if job.recovery is not None else None,
         compute_metrics=_accuracy if job.num_labels else None,
         preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
     )
@@ -162,7 +166,7 @@ def figures_in_fp32(
     """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
     model = start_in_fp32(job, work.seed).to(device)
-    return in_fp32(model, values, batches, step=job.options.steps, accuracy=bool(job.num_labels))
+    return in_fp32(model, values, batches, step=job.options.steps, num_right=_counter(job))
 
 
 def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool) -> TrainingArguments:
@@ -261,6 +265,14 @@ def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     if job.options.is_sharded:
         shard(measured, RECIPES["fp32"].arithmetic)
     apply_factors(model, calibrate(measured, batches))
+
+
+def _counter(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
+    """Counts the examples of a batch that a model gets right; None for tasks without accuracy."""
+    if job.recovery is not None:
+        distillation = job.recovery.distillation
+        return lambda out, batch: distillation.agreement * len(batch["labels"])
+    return (lambda out, batch: int((out.logits.argmax(-1) == batch["labels"]).sum())) if job.num_labels else None
 
 
 def _accuracy(predictions: Any) -> dict[str, float]:

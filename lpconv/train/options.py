@@ -66,6 +66,14 @@ class ArithmeticOptions:
             panel=None,
         ),
     ] = None
+    recover: Annotated[
+        bool,
+        _how(
+            "Train the codes of an output of `lpconv convert` towards the predictions of its source, and publish it in "
+            "the same form",
+            panel=None,
+        ),
+    ] = False
     precision: Annotated[
         str | None,
         _how("Number format of matrix products", default="the recipe's", choices=PRECISIONS),
@@ -134,6 +142,9 @@ class FinetuneOptions:
     calibrate: Annotated[
         bool, _how("Set the static scales of method unit from the first batches", default="by theory")
     ] = False
+    source: Annotated[
+        str | None, _data("Source of the model, for --recover", default="the recorded source", metavar="MODEL")
+    ] = None
     task: Annotated[str, _data("Training task", choices=TASKS)] = "auto"
     data: Annotated[
         str | None,
@@ -162,7 +173,7 @@ class FinetuneOptions:
         Gt(0),
         _train(
             "Peak learning rate",
-            default="5e-5; 0.25 for native recipes",
+            default="5e-5; 0.25 for native recipes; 1.5/steps of a code for --recover",
             example="5e-5",
         ),
     ] = None
@@ -225,7 +236,7 @@ class FinetuneOptions:
         Ge(0),
         _check(
             "Evaluate every N steps; 0 for only after the last step",
-            default="every quarter of the run, at least 10 steps",
+            default="every quarter of the run, at least 10 steps; only after the last step for --recover",
         ),
     ] = None
     eval_batches: Annotated[int, Ge(1), _check("Largest number of batches per evaluation")] = 16
@@ -256,7 +267,7 @@ class FinetuneOptions:
     @property
     def highest_lr(self) -> float:
         """`lr`, or the default for the arithmetic."""
-        return self.arithmetic.usual_lr if self.lr is None else self.lr
+        return self.arithmetic.usual_lr(self.steps) if self.lr is None else self.lr
 
     @property
     def critical_patterns(self) -> tuple[str, ...]:
@@ -270,8 +281,11 @@ class FinetuneOptions:
 
     @property
     def twin_arithmetic(self) -> Arithmetic | None:
-        """The arithmetic of the twin: native for a native run, because rates have other effects elsewhere."""
-        if self.twin == "none":
+        """The arithmetic of the twin: native for a native run, because rates have other effects elsewhere.
+
+        A recovery has no twin: it is compared with the source.
+        """
+        if self.twin == "none" or self.arithmetic.on_codes:
             return None
         if self.arithmetic.is_native:
             return dataclasses.replace(RECIPES["native"].arithmetic, precision=self.twin)
@@ -289,6 +303,8 @@ class FinetuneOptions:
             return 0
         asked: int | None = getattr(self, f"{what}_every")
         part, least = _INTERVALS[what]
+        if what == "eval" and self.arithmetic.on_codes:
+            part = 1
         return max(least, self.steps // part) if asked is None else asked
 
 
@@ -318,10 +334,27 @@ def check_options(options: FinetuneOptions) -> None:
             f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products",
             hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
+    _check_recovery(options)
     if options.eval_data is not None and options.data is None:
         raise UsageError("--eval-data needs --data", hint="pass both, or neither to use the sample text")
     if options.data is not None and Path(options.data).is_dir():
         raise UsageError(f"`{options.data}` is a directory", hint="pass one file to --data")
+
+
+def _check_recovery(options: FinetuneOptions) -> None:
+    """Raise UsageError for options that do not fit together with or without --recover."""
+    if not options.arithmetic.on_codes:
+        if options.source is not None:
+            raise UsageError("--source only applies to --recover", hint="add --recover, or leave --source out")
+        return
+    if options.task not in ("auto", "clm", "mlm"):
+        raise UsageError(f"--recover does not support task {options.task}", hint="it recovers language models")
+    defaults = {f.name: f.default for f in dataclasses.fields(FinetuneOptions)}
+    given = {n for n in ("twin", "weight_decay", "lca", "compile", "parallel") if getattr(options, n) != defaults[n]}
+    wrong = next(iter(sorted(given - ({"twin"} if options.twin == "none" else set()))), None)
+    if wrong is not None:
+        flag = "--" + wrong.replace("_", "-")
+        raise UsageError(f"{flag} does not apply to --recover", hint=f"leave {flag} out")
 
 
 def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:

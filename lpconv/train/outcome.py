@@ -22,6 +22,8 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
     """The gates of a run. Raises UsageError for invalid gates and for those on metrics that it will not measure."""
     gates = tuple(map(FINETUNE_GATES.parse, options.gates))
     for gate in gates:
+        if "gap" in gate.metric and options.arithmetic.on_codes:
+            raise UsageError(f"gate `{gate.expression}` does not apply to --recover", hint="use loss or accuracy")
         if "gap" in gate.metric and options.twin == "none":
             raise UsageError(f"gate `{gate.expression}` needs a twin", hint="use --twin fp32 or --twin bf16")
         if gate.metric == "loss_gap_low" and options.seeds == 1:

@@ -1,5 +1,6 @@
 """Prepare a model for training in an arithmetic: parameters, optimizer, and context of its passes."""
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from lpconv.scaled.places import heads
 from lpconv.shards import is_sharded, local, placed_like
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import Arithmetic
+from lpconv.train.recover import Recovery
 
 
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
@@ -117,7 +119,9 @@ class TrainingSetup:
         return {name: values[id(x)] for name, x in state.items()}
 
 
-def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int) -> TrainingSetup:
+def prepare(
+    model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, seed: int, recovery: Recovery | None = None
+) -> TrainingSetup:
     """Change `model`, in fp32, in place for `arithmetic`."""
     settings: dict[str, Any] = {
         "lr": options.highest_lr,
@@ -125,6 +129,10 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         "eps": 1e-8,
         "weight_decay": options.weight_decay,
     }
+    autocast = _AUTOCAST.get(arithmetic.precision)
+    if recovery is not None:
+        make_on_codes = functools.partial(recovery.optimizer, model, **(settings | {"weight_decay": 0.0}))
+        return TrainingSetup(model=model, make_optimizer=make_on_codes, autocast=autocast)
     if arithmetic.variant is not None:
         compiled = os.environ.get("LPCONV_COMPILE") != "never"  # as for the kernels
         settings |= {"variant": arithmetic.variant, "seed": seed, "diagnostics_every": options.every("track"),
@@ -145,7 +153,7 @@ def prepare(model: Any, arithmetic: Arithmetic, options: FinetuneOptions, *, see
         model=model,
         make_optimizer=lambda: make(model.parameters(), **settings),
         loss_scale=loss_scale,
-        autocast=_AUTOCAST.get(arithmetic.precision),
+        autocast=autocast,
     )
 
 

@@ -59,6 +59,11 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
     trained = published.with_name("trained")
     shutil.rmtree(trained, ignore_errors=True)
     shutil.rmtree(published, ignore_errors=True)
+    if method == "recovered":
+        assert job.recovery is not None
+        job.recovery.publish(published, values)
+        _remove_reports(published)
+        return
     is_bf16 = (method, format) == ("plain", "bf16")
     if job.examples.labels:
         model.config.id2label = dict(enumerate(job.examples.labels))
@@ -75,9 +80,14 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
         os.rename(trained, published)
         return
     convert(str(trained), published, ConvertOptions(method=method, format=format, verify="weights", force=True))
+    _remove_reports(published)
+    shutil.rmtree(trained)
+
+
+def _remove_reports(published: Path) -> None:
+    """Delete the reports of a conversion, which describe less than those of the fine-tuning."""
     for name in ("README.md", "report.json", "report.html", "SHA256SUMS"):
         (published / name).unlink(missing_ok=True)
-    shutil.rmtree(trained)
 
 
 def _round_to_bf16(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

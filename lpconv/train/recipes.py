@@ -6,6 +6,7 @@ Plain records; nothing here imports torch, so that `--help` and `--list-recipes`
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -61,7 +62,8 @@ class Arithmetic:
     """A valid combination, made by `arithmetic`. `loss_scale` is a name in `LOSS_SCALES` or a number as text.
 
     `operand_scale` selects the scales at which scaled fp8 casts operands (see `lpconv.scaled.choices.operand_scales`),
-    and `operand_rounding` the rounding of activations and gradients in fp8 without scales.
+    and `operand_rounding` the rounding of activations and gradients in fp8 without scales. `on_codes`: weights are
+    trained on the grid of their stored codes, for `finetune --recover`.
     """
 
     precision: str = "bf16"
@@ -71,6 +73,7 @@ class Arithmetic:
     loss_scale_floor: str | None = None
     operand_scale: str = USUAL_OPERAND_SCALE
     operand_rounding: str = "nearest"
+    on_codes: bool = False
 
     @property
     def variant(self) -> str | None:
@@ -87,9 +90,15 @@ class Arithmetic:
         """Whether scales come from theory, which holds for weights drawn by `lpconv init`."""
         return self.method == "native"
 
-    @property
-    def usual_lr(self) -> float:
-        """The default for the highest learning rate. For native scaling it is the step on unit weights."""
+    def usual_lr(self, steps: int) -> float:
+        """The default for the highest learning rate.
+
+        For native scaling it is the step on unit weights. For recovery it is relative to the distance of neighbouring
+        codes, so small that only codes whose gradient hardly changes its sign move, as in AutoRound (Cheng et al. 2023,
+        arXiv 2309.05516).
+        """
+        if self.on_codes:
+            return RECOVERY_PATH / steps
         return 0.25 if self.is_native else 5e-5
 
     @property
@@ -100,6 +109,8 @@ class Arithmetic:
     @property
     def name(self) -> str:
         """A short name of the combination, for titles."""
+        if self.on_codes:
+            return "recover" if self == RECOVERY else f"recover {self.precision}"
         named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
         parts = (self.precision, self.method, self.optimizer, self.loss_scale)
         usual = dataclasses.replace(self, operand_scale=Arithmetic.operand_scale)
@@ -182,8 +193,14 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+RECOVERY_PATH = 1.5  # learning rate times steps, in units of the distance of neighbouring codes
+# Training that recovers what rounding to codes lost (docs/methods/recover.md).
+RECOVERY = Arithmetic(precision="bf16", on_codes=True)
+
+
 def arithmetic(
     *,
+    recover: bool = False,
     recipe: str | None = None,
     precision: str | None = None,
     method: str | None = None,
@@ -195,10 +212,11 @@ def arithmetic(
 ) -> Arithmetic:
     """The requested combination: a recipe, parts, or a recipe with parts replaced; by default unit-fp8.
 
+    `recover` allows no other part than a precision of bf16 or fp32.
     Without a named loss scale, fp16 and unscaled fp8 use the dynamic one. Raises UsageError for unknown names and, with
     the reason, for invalid combinations.
     """
-    named = {
+    named: dict[str, Any] = {
         "precision": precision,
         "method": method,
         "optimizer": optimizer,
@@ -207,6 +225,8 @@ def arithmetic(
         "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
     }
     changes = {k: v for k, v in named.items() if v is not None}
+    if recover:
+        return _recovery(precision, {**named, "precision": None, "recipe": recipe, "rounding": rounding})
     if recipe is None and changes.keys() <= {"operand_scale"} and rounding is None:
         recipe = "unit-fp8"
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
@@ -228,8 +248,20 @@ def arithmetic(
     return chosen
 
 
+def _recovery(precision: str | None, others: dict[str, Any]) -> Arithmetic:
+    given = next((name for name, value in others.items() if value is not None), None)
+    if given is not None:
+        flag = "--" + given.replace("_", "-")
+        raise UsageError(f"{flag} does not apply to --recover", hint=f"leave {flag} out")
+    if precision not in (None, "bf16", "fp32"):
+        raise UsageError(f"--recover does not compute in {precision}", hint="pass --precision bf16 or fp32")
+    return dataclasses.replace(RECOVERY, precision=precision or RECOVERY.precision)
+
+
 def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
-    """The published form of a run's weights: a method of `lpconv convert` or "plain", and a format."""
+    """The published form of a run's weights: a method of `lpconv convert`, "plain" or "recovered", and a format."""
+    if arithmetic.on_codes:
+        return "recovered", "codes"
     if arithmetic.optimizer.startswith("collage"):
         return "collage", "bf16"
     if arithmetic.is_scaled:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from lpconv.data import check_text, usual_seq_len
+from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
@@ -13,6 +14,7 @@ from lpconv.train.data import check_data, is_text
 from lpconv.train.folder import asked_for, check_folder
 from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import parse_gates
+from lpconv.train.recoverable import check_recoverable
 
 
 def finetune(
@@ -38,18 +40,21 @@ def finetune(
             progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
     check_start(options, checkpoint.config)
+    start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     seq_len = usual_seq_len(checkpoint.config, options.seq_len)
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
             check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
     from lpconv.train.study import study  # imports torch and transformers (seconds)
 
-    return study(checkpoint, output, options, gates, progress=progress, command=command)
+    return study(checkpoint, output, options, gates, progress=progress, command=command, start=start)
 
 
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     """Memory of a step of `model` on each rank, for every possible recipe; raises as `memory_plan` does."""
     check_options(options)
+    if options.arithmetic.on_codes:
+        raise UsageError("--dry-run does not support --recover, which runs in one process", hint="leave --dry-run out")
     from lpconv.train.memory_plan import memory_plan  # imports torch and transformers (seconds)
 
     return memory_plan(model, options)

@@ -43,6 +43,8 @@ from lpconv.train.outcome import gap_records, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import in_place, publish_model
 from lpconv.train.recipes import Arithmetic
+from lpconv.train.recover import Recovery
+from lpconv.train.recoverable import Recoverable
 from lpconv.train.watch import watches_run, watches_twin
 
 
@@ -54,14 +56,21 @@ def study(
     *,
     progress: Progress,
     command: str | None,
+    start: Recoverable | None = None,
 ) -> FinetuneResult:
-    """Fine-tune the model of a checkpoint and its twin, and fill the folder `output`; raises as `finetune` does."""
+    """Fine-tune the model of a checkpoint and its twin, and fill the folder `output`; raises as `finetune` does.
+
+    `start` is set for --recover.
+    """
     started = time.perf_counter()
     check_run(options)
     clock = Clock()
     checkpoint.check_promised()
     with clock.spending("reading data"):
         job = training_job(checkpoint, options)
+    if start is not None:
+        with clock.spending("opening the source"):
+            job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))
     is_main, asked = is_main_process(), asked_for(checkpoint.origin.name, options)
     with held_folder(output, asked, resume=options.resume, force=options.force) if is_main else nullcontext():
         wait_for_all()
@@ -69,12 +78,15 @@ def study(
             job, chosen = with_critical(job)
         runs, notes = _train_all(job, output, progress, is_main, clock)
         wait_for_all()
-        guess = baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets)
+        guess = (
+            baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets) if start is None else {}
+        )
         result = FinetuneResult(
             name=checkpoint.origin.name,
             output=str(output),
             recipe=options.arithmetic.name,
             twin=options.twin_arithmetic.name if options.twin_arithmetic else None,
+            source=None if start is None else start.source.origin.name,
             task=job.task.name,
             facts=_facts(job) | critical_facts(job.options.critical, chosen),
             runs=runs,
@@ -169,13 +181,17 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
 def _facts(job: TrainingJob) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
+    recovery = job.recovery
     return {
         "Model": job.checkpoint.origin.resolved,
-        "Task": f"{job.task.name}: {job.task.loss}",
+        **({} if recovery is None else {"Source": recovery.start.source.origin.resolved}),
+        "Task": f"{job.task.name}: {job.loss}",
         "Data": job.examples.words,
         "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.highest_lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
-        f"beta2 {o.beta2:g}, weight decay {o.weight_decay:g}, clip {o.clip:g}".replace("%", " %"),
+        f"beta2 {o.beta2:g}, weight decay {o.weight_decay if recovery is None else 0:g}, clip {o.clip:g}".replace(
+            "%", " %"
+        ),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }

@@ -21,6 +21,7 @@ from lpconv.storage.partfile import writing
 from lpconv.train import sharded
 from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.clock import Clock
+from lpconv.train.distil import Distillation
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import TrainingSetup
 from lpconv.train.watch import first_nonfinite
@@ -48,11 +49,19 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     """
 
     def __init__(
-        self, prepared: TrainingSetup, *, seed: int, memory: StepMemory | None, clock: Clock, **kwargs: Any
+        self,
+        prepared: TrainingSetup,
+        *,
+        seed: int,
+        memory: StepMemory | None,
+        clock: Clock,
+        distillation: Distillation | None = None,
+        **kwargs: Any,
     ) -> None:
         self.optimizer: Any = None
         super().__init__(model=prepared.model, **kwargs)
         self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
+        self.distillation = distillation
         self._is_sharded = any(is_sharded(p) for p in prepared.model.parameters())
         is_alone = self.accelerator.num_processes == 1
         averages = not (is_alone or self._is_sharded) and needs_averaging(prepared.model)
@@ -120,6 +129,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = prediction = super().prediction_step(model, inputs, *args, **kwargs)
         is_right = math.nan if logits is None else float((predicted(logits) == labels).float().mean())
+        is_right = is_right if self.distillation is None else self.distillation.agreement
         row = torch.tensor([[float(len(inputs["labels"])), float(loss.mean()), is_right]], device=self.args.device)
         self.evaluated += self.accelerator.gather(row).tolist()
         return prediction

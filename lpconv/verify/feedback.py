@@ -52,7 +52,8 @@ def check_output_errors(
 
     None if error feedback rounded no tensor.
     """
-    recorded = {n: r.rounding.output_error for n, r in output.records.items() if r.rounding is not None}
+    errors = ((n, r.rounding.output_error) for n, r in output.records.items() if r.rounding is not None)
+    recorded = {n: error for n, error in errors if error is not None}  # trained codes have none
     if not recorded:
         return None
     calibration = from_json(CalibrationRecord, provenance.get("calibration"))

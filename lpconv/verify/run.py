@@ -15,7 +15,7 @@ from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.staging import TUNED, is_output
+from lpconv.storage.staging import is_output, is_trained
 from lpconv.verify.hashes import check_hashes
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
@@ -45,7 +45,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         answers = compare_on_tasks(directory, against, tasks, limit=options.task_limit, progress=progress)
         result = dataclasses.replace(checked, tasks=answers)
         return _with_gates(result, [VERIFY_GATES.parse(g) for g in options.gates])
-    is_tuned = (directory / TUNED).exists()
+    is_tuned = is_trained(directory)
     if options.data is not None:
         check_text(options.data)
         assert against is not None  # required by check_verify

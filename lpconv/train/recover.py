@@ -1,0 +1,169 @@
+"""Recover what rounding to codes lost: train the codes of an output towards the predictions of its source.
+
+The model computes with its stored numbers s·c, for codes c and fixed scales s. The optimizer keeps a latent number u
+for each code, in units of its scale, and after every step the code is the one nearest to u. The gradient passes the
+rounding unchanged (straight-through estimator; Bengio et al. 2013, arXiv 1308.3432): u steps by the gradient at s·c. As
+Adam is invariant to the size of a gradient, the learning rate is about the largest step of u, as a fraction of the
+distance between neighbouring codes.
+
+The latents begin at the codes. Beginning at the source's weights would undo error feedback in the first steps.
+
+Norms, biases and other tensors without codes keep the bits of the output.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.convert.given import stored_parts
+from lpconv.convert.run import convert
+from lpconv.errors import InputError
+from lpconv.formats.narrow import nearest_code_
+from lpconv.formats.spec import Format
+from lpconv.forms.blocks import Workspace
+from lpconv.forms.scaled import ScaledCodes
+from lpconv.forms.stored import Side
+from lpconv.models.coded import CodedTensor, Codes
+from lpconv.models.load import load
+from lpconv.models.opening import open_to_train
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import Task
+from lpconv.plan.options import VerifyOptions
+from lpconv.progress import Progress
+from lpconv.train.distil import Distillation
+from lpconv.train.recoverable import Recoverable
+from lpconv.verify.run import verify_output
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grid:
+    """The numbers that a parameter can be stored as: code · scale, with the scales of `pieces` of stored tensors."""
+
+    pieces: tuple[Codes, ...]
+
+    def parts(self, x: Tensor) -> Iterator[tuple[Tensor, float | Tensor, Format]]:
+        """Views of a parameter's numbers, with a factor that broadcasts to each, and the format of their codes."""
+        flat, position = x.view(-1), 0
+        for piece in self.pieces:
+            form = _codes_of(piece)
+            factor = form.factor(piece.parts, piece.start, piece.stop)
+            numbers = flat[position : position + len(piece)]
+            yield numbers if isinstance(factor, float) else numbers.view(*factor.shape[:-1], -1), factor, form.format
+            position += len(piece)
+
+    def round_(self, latents: Tensor) -> Tensor:
+        """Replace latents by the nearest numbers of the grid."""
+        for numbers, factor, element in self.parts(latents):
+            nearest_code_(numbers, element).mul_(factor)
+        return latents
+
+    def divide_(self, values: Tensor) -> Tensor:
+        """Replace numbers of the grid by their codes, as floating-point numbers."""
+        for numbers, factor, element in self.parts(values):
+            nearest_code_(numbers.div_(factor), element)
+        return values
+
+    def step(self, values: Tensor) -> float:
+        """Mean distance of neighbouring codes, in units of their scales: 1 for integers, more for large floats."""
+        total = 0.0
+        for numbers, factor, element in self.parts(values):
+            mean = 1.0 if element.twos_complement else float((numbers / factor).abs().mean()) / 2**element.mantissa_bits
+            total += mean * numbers.numel()
+        return total / values.numel() or 1.0
+
+    def clip_(self, latents: Tensor) -> None:
+        """Keep latents within the range of their codes, from where they could not return."""
+        for numbers, _, element in self.parts(latents):
+            numbers.clamp_(-element.max - element.twos_complement, element.max)
+
+
+def _codes_of(piece: Codes) -> ScaledCodes:
+    assert isinstance(piece.form, ScaledCodes)
+    return piece.form
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recovery:
+    """What a recovery needs besides the model: the teacher, the grids of its parameters, and the stored components."""
+
+    start: Recoverable
+    distillation: Distillation
+    grids: Mapping[str, Grid]
+    codes: Mapping[str, Side]
+
+    @classmethod
+    def open(cls, start: Recoverable, task: Task, progress: Progress) -> Self:
+        """Open the source as teacher. Raises InputError if the output is not a conversion of it."""
+        against = VerifyOptions(against=str(start.source.directory), level="weights")
+        checked = verify_output(start.output.directory, against, progress=progress)
+        if not checked.passed:
+            raise InputError(
+                f"`{start.output.origin.name}` is not what the source converts to: {checked.problems[0]}",
+                hint="pass the source that was converted to --source, or convert it again",
+            )
+        teacher = open_to_train(task, start.source, seed=0).model
+        with quiet_transformers():
+            coded = load(start.output, model_class=task.auto, resident=True, dtype=torch.float32, allow_missing=True)
+        stored = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor) and _is_narrow(p, start)}
+        codes = {piece.form.name: piece.parts for p in stored.values() for piece in p.pieces}
+        return cls(
+            start=start,
+            distillation=Distillation(teacher),
+            grids={n: Grid(pieces=tuple(map(_with_scales, p.pieces))) for n, p in stored.items()},
+            codes=codes,
+        )
+
+    def optimizer(self, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+        """AdamW on the latents of the coded parameters of `model`, which have the rounded values between steps."""
+        trained = {p: self.grids[n] for n, p in model.named_parameters() if n in self.grids}
+        for p in model.parameters():
+            p.requires_grad_(p in trained)
+        steps = {p: grid.step(p.detach()) for p, grid in trained.items()}
+        groups = [{"params": [p], "lr": settings["lr"] * step, "scale": 1 / step} for p, step in steps.items()]
+        optimizer = torch.optim.AdamW(groups, **settings)
+
+        @torch.no_grad()
+        def take_latents(*_: Any) -> None:
+            for p, grid in trained.items():
+                latents = optimizer.state.get(p, {}).get("latents")
+                p.copy_(grid.divide_(p) if latents is None else latents)
+
+        @torch.no_grad()
+        def keep_latents(*_: Any) -> None:
+            for p, grid in trained.items():
+                grid.clip_(p)
+                if p in optimizer.state:  # a first step without gradients leaves no state
+                    optimizer.state[p]["latents"] = p.clone()
+                grid.round_(p)
+
+        optimizer.register_step_pre_hook(take_latents)
+        optimizer.register_step_post_hook(keep_latents)
+        return optimizer
+
+    def publish(self, output: Path, values: Mapping[str, Tensor]) -> None:
+        """Convert the source again with the codes of the trained `values`, by parameter name, and verify the result."""
+        numbers: dict[str, Tensor] = {}
+        forms: dict[str, ScaledCodes] = {}
+        for name, grid in self.grids.items():
+            for piece, (part, _, _) in zip(grid.pieces, grid.parts(values[name].contiguous()), strict=True):
+                forms[piece.form.name] = form = _codes_of(piece)
+                whole = numbers.setdefault(form.name, torch.empty(form.num_elements))
+                whole[piece.start : piece.stop] = part.reshape(-1)
+        work = Workspace()
+        sides = {n: {c.name: self.codes[n][c.name] for c in form.side} for n, form in forms.items()}
+        codes = {n: stored_parts(form, numbers[n], sides[n], work) for n, form in forms.items()}
+        convert(self.start.source, output, self.start.options, codes={**self.codes, **codes})
+
+
+def _is_narrow(parameter: CodedTensor, start: Recoverable) -> bool:
+    return all(piece.form.name in start.names for piece in parameter.pieces)
+
+
+def _with_scales(piece: Codes) -> Codes:
+    """The piece without its codes."""
+    side = {c.name for c in piece.form.side}
+    return replace(piece, parts={n: x for n, x in piece.parts.items() if n in side})

@@ -1,0 +1,77 @@
+"""Checks of `finetune --recover` before torch is imported: the output has codes, and its source is here."""
+
+from dataclasses import dataclass, replace
+
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.formats.spec import FORMATS
+from lpconv.forms.reader import open_readable
+from lpconv.methods import METHODS
+from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
+from lpconv.plan.settings import fill_options
+from lpconv.results import SourceRecord, TensorRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.staging import MARKER, is_trained
+from lpconv.storage.urls import is_url
+from lpconv.verify.reader import read_provenance
+
+_HINT = "convert it with `lpconv convert`, for example with --format int4 --granularity group:32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recoverable:
+    """An output of `lpconv convert` to recover: its source, and the options to convert that with new codes.
+
+    `names` are the tensors that it stores as codes of few bits.
+    """
+
+    output: Checkpoint
+    source: Checkpoint
+    options: ConvertOptions
+    names: tuple[str, ...]
+
+
+def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
+    """Open the source of an output, by default the recorded one.
+
+    Raises UnsupportedError for outputs without codes that can be trained, InputError if the source is not found.
+    """
+    name = output.origin.name
+    provenance = read_provenance(output.directory)
+    if is_trained(output.directory):
+        raise UnsupportedError(f"`{name}` was trained after conversion, so it has no source to recover", hint=_HINT)
+    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
+    narrow = [r for r in records if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
+    options = from_json(ConvertOptions, provenance["options"])
+    if not narrow or not METHODS[options.method].has_granularity:
+        stored = f"{options.method} in {provenance.get('format')}"
+        raise UnsupportedError(
+            f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",
+            hint=_HINT,
+        )
+    if (provenance.get("calibration") or {}).get("absmax"):
+        raise UnsupportedError(
+            f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
+        )
+    recorded = from_json(SourceRecord, provenance["source"])
+    if source is None and is_url(recorded.name):
+        raise InputError(
+            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
+            hint="if you trust it, pass it to --source",
+        )
+    try:
+        found = open_readable(source or recorded.name, revision=None if source else recorded.revision)
+    except InputError as e:
+        hint = e.hint if source else "pass the source to --source"
+        raise InputError(f"the source of `{name}` is not here: {e.message}", hint=hint) from e
+    options = replace(
+        options,
+        rounding=NEAREST,
+        calibrate=None,
+        calibration_tokens=None,
+        calibration_seed=None,
+        input_scales=False,
+        verify="weights",
+        allow_missing=True,  # the output is published already
+        force=True,
+    )
+    return Recoverable(output=output, source=found, options=fill_options(options), names=tuple(r.name for r in narrow))

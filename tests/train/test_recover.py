@@ -1,0 +1,253 @@
+"""Recovering what rounding lost: codes are trained, everything else keeps its bits, and the output is verified."""
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional
+
+from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+from lpconv.forms.reader import StoredTensors
+from lpconv.models.coded import CodedTensor
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import read_json
+from lpconv.train.distil import Distillation
+from lpconv.train.options import FinetuneOptions, check_options
+from lpconv.train.recipes import arithmetic
+from lpconv.train.recover import Grid
+from lpconv.train.recoverable import check_recoverable
+from lpconv.train.run import finetune, plan
+from lpconv.verify.run import verify_output
+
+COMPRESSED: dict[str, Any] = {"layout": "compressed-tensors"}
+FORMS: dict[str, dict[str, Any]] = {
+    "int4 groups": {"format": "int4", "granularity": "group:32"},
+    "int8 groups": {"format": "int8", "granularity": "group:128", **COMPRESSED},
+    "W4A16 with feedback": {
+        "scheme": "W4A16", "rounding": "gptq", "calibrate": "demo", "calibration_tokens": 512, "scale": "search"
+    },
+    "NVFP4": {"scheme": "NVFP4A16"},
+    "MXFP4": {"format": "e2m1", "granularity": "mx", **COMPRESSED},
+    "fp8 rows": {"format": "e4m3fn", "granularity": "row", **COMPRESSED},
+    "fp8 blocks": {"format": "e4m3fn", "granularity": "128x128"},
+    "fp8 with one scale": {"format": "e4m3fn"},
+    "two formats": {"format": "int4", "granularity": "group:32", "exclude": ("*.3.mlp.*",)},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("forms")
+    for name, options in FORMS.items():
+        convert("demo", folder / name, ConvertOptions(verify="none", **options))
+    return {name: folder / name for name in FORMS}
+
+
+def _options(**more: Any) -> FinetuneOptions:
+    small: dict[str, Any] = {"steps": 2, "batch_size": 2, "seq_len": 16, "eval_batches": 2}
+    return FinetuneOptions(arithmetic=arithmetic(recover=True, precision="fp32"), **(small | more))
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:  # type: ignore[no-untyped-call]
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_codes_change_and_the_output_is_verified(outputs: dict[str, Path], form: str, tmp_path: Path) -> None:
+    start, out = outputs[form], tmp_path / "out"
+    finetune(str(start), out, _options(lr=0.4, warmup=0.0))
+
+    with StoredTensors.open(start) as reader:
+        coded = {name: f for name, f in reader.forms.items() if f.format is not None and f.format.storage_bits <= 8}
+    data = {c.name for f in coded.values() for c in f.data}
+    before, after = _stored(start), _stored(out)
+    changed = {n for n, x in after.items() if not torch.equal(x.view(torch.uint8), before[n].view(torch.uint8))}
+    assert list(after) == list(before)
+    assert changed
+    assert changed <= data  # scales, norms and everything else keep their bits
+    assert read_json(out / "config.json") == read_json(start / "config.json")
+    assert verify_output(out, VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
+
+
+def test_changed_codes_are_found_by_verification(outputs: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finetune(str(outputs["int4 groups"]), out, _options(lr=0.4, warmup=0.0))
+    path = out / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x10
+    path.write_bytes(data)
+    checked = verify_output(out, VerifyOptions(against="demo", level="weights"), progress=Silent())
+    assert [p for p in checked.problems if "differs from the source" in p]
+
+
+def test_divergence_falls_and_is_reported(outputs: dict[str, Path], tmp_path: Path) -> None:
+    result = finetune(str(outputs["MXFP4"]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128, lr=0.015))
+    held_out = {h.metric: h for h in result.held_out}
+    (run,) = result.runs
+    assert held_out["eval_loss"].after < 0.9 * held_out["eval_loss"].before
+    published = {s.name: s.values[-1] for s in run.evaluations}["eval_loss_published"]
+    assert math.isclose(published, held_out["eval_loss"].after, rel_tol=1e-4)  # the run computed in fp32, too
+    assert 0.5 < held_out["eval_accuracy"].after <= 1
+    assert (result.source, result.twin, result.recipe) == ("demo", None, "recover fp32")
+
+
+def test_a_resumed_run_publishes_the_same_bytes(
+    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, options = str(outputs["int4 groups"]), _options(steps=6, lr=0.2, save_every=3)
+    finetune(start, tmp_path / "whole", options)
+    with monkeypatch.context() as patch:
+        patch.setattr("lpconv.train.study.publish_model", _fail)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(start, tmp_path / "cut", options)
+    folder = tmp_path / "cut" / "runs" / "run-seed0"
+    shutil.rmtree(folder / "checkpoint-6")
+    finetune(start, tmp_path / "cut", replace(options, resume=True))
+    whole, resumed = (tmp_path / n / "model.safetensors" for n in ("whole", "cut"))
+    assert whole.read_bytes() == resumed.read_bytes()
+
+
+def _fail(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_recovered_output_is_recovered_again(outputs: dict[str, Path], tmp_path: Path) -> None:
+    finetune(str(outputs["NVFP4"]), tmp_path / "one", _options(lr=0.4, warmup=0.0))
+    finetune(str(tmp_path / "one"), tmp_path / "two", _options(lr=0.4, warmup=0.0, seed=1))
+    assert verify_output(tmp_path / "two", VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
+
+
+def test_decoded_values_can_be_published(outputs: dict[str, Path], tmp_path: Path) -> None:
+    finetune(str(outputs["int4 groups"]), tmp_path / "out", _options(save="plain"))
+    assert _stored(tmp_path / "out")["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_of_a_grid_are_divided_and_rounded_to_themselves(outputs: dict[str, Path], form: str) -> None:
+    with StoredTensors.open(outputs[form]) as reader:
+        name = "model.layers.1.self_attn.q_proj.weight"
+        tensor = CodedTensor.from_form(reader.forms[name], reader.read_components(name))
+    grid, values = Grid(pieces=tensor.pieces), tensor.decode()
+    latents = grid.divide_(values.clone())
+    assert float(latents.abs().max()) <= 448  # codes, without their scales
+    assert torch.equal(grid.round_(latents * 1.002), values)
+
+
+def test_the_loss_is_the_divergence_from_the_teacher() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(7, 300)
+            self.drop = torch.nn.Dropout(0.5)
+
+        def forward(self, input_ids: Tensor) -> Any:
+            from transformers.modeling_outputs import CausalLMOutput
+
+            return CausalLMOutput(logits=self.drop(self.table(input_ids)))
+
+    torch.manual_seed(0)
+    teacher, model = Model(), Model()
+    distillation = Distillation(teacher)
+    distillation.attach(model)
+    ids = torch.randint(7, (3, 200))
+    model.train()
+    output = model(input_ids=ids, labels=ids)
+    (got,) = torch.autograd.grad(output.loss, [model.table.weight])
+
+    log_q, log_p = (m.table(ids).log_softmax(-1).flatten(0, 1) for m in (model, teacher))
+    wanted = functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    (reference,) = torch.autograd.grad(wanted, [model.table.weight])
+    torch.testing.assert_close(output.loss, wanted)
+    torch.testing.assert_close(got, reference)
+    assert distillation.agreement == float((log_q.argmax(-1) == log_p.argmax(-1)).float().mean())
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": ({"format": "fp16"}, "stores unit in fp16"),
+    "collage": ({"method": "collage"}, "stores collage in bf16"),
+    "multipoint": ({"method": "multipoint", "format": "int8"}, "stores multipoint"),
+    "input scales": (
+        {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
+        "stores input scales",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_outputs_without_codes_to_train_are_refused(case: str, tmp_path: Path) -> None:
+    options, message = REFUSED[case]
+    convert("demo", tmp_path / "out", ConvertOptions(verify="none", **options))
+    with pytest.raises(UnsupportedError, match=message):
+        check_recoverable(Checkpoint.open(tmp_path / "out"), None)
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", ConvertOptions(verify="none", format="e4m3fn"))
+    with pytest.raises(InputError) as raised:
+        check_recoverable(Checkpoint.open(tmp_path / "out"), None)
+    assert raised.value.hint == "pass the source to --source"
+    found = check_recoverable(Checkpoint.open(tmp_path / "out"), str(tmp_path / "source"))
+    assert found.source.directory == tmp_path / "source"
+
+
+def test_another_source_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+    finetune("demo", tmp_path / "other", FinetuneOptions(
+        arithmetic=arithmetic(recipe="fp32"), steps=1, batch_size=1, seq_len=16, eval_batches=1, twin="none", lr=1e-2
+    ))  # fmt: skip
+    with pytest.raises(InputError, match="is not what the source converts to"):
+        finetune(str(outputs["NVFP4"]), tmp_path / "out", _options(source=str(tmp_path / "other")))
+
+
+def test_trained_outputs_are_refused(tmp_path: Path) -> None:
+    options = replace(_options(twin="none"), arithmetic=arithmetic(recipe="unit-fp8"), track_every=0)
+    finetune("demo", tmp_path / "out", options)
+    with pytest.raises(UnsupportedError, match="was trained after conversion"):
+        check_recoverable(Checkpoint.open(tmp_path / "out"), "demo")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lca": True},
+        {"compile": True},
+        {"parallel": "fsdp2"},
+        {"weight_decay": 0.1},
+        {"twin": "bf16"},
+        {"task": "seq2seq"},
+    ],
+)
+def test_options_that_do_not_apply_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--recover"):
+        check_options(_options(**more))
+
+
+@pytest.mark.parametrize(
+    "part", [{"recipe": "fp32"}, {"optimizer": "bf16"}, {"loss_scale": "dynamic"}, {"precision": "fp8"}]
+)
+def test_other_arithmetic_is_refused(part: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="--recover"):
+        arithmetic(recover=True, **part)
+
+
+def test_gaps_and_plans_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(LpconvError, match="does not apply to --recover"):
+        finetune(str(outputs["NVFP4"]), tmp_path / "out", _options(gates=("loss_gap<=1",)))
+    with pytest.raises(UsageError, match="--dry-run"):
+        plan(str(outputs["NVFP4"]), _options())
