@@ -59,8 +59,8 @@ def test_the_sdist_has_what_the_tests_read(built: Path) -> None:
             # hidden folders are caches of tools, such as .ruff_cache
             is_cache = "__pycache__" in name.parts or any(part.startswith(".") for part in name.parts[1:])
             assert not path.is_file() or is_cache or (unpacked / name).is_file(), name
-    for name in ("README.md", "LICENSE", "pyproject.toml", ".pre-commit-hooks.yaml"):
-        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
+    for single in ("README.md", "LICENSE", "pyproject.toml", ".pre-commit-hooks.yaml"):
+        assert (unpacked / single).read_bytes() == (ROOT / single).read_bytes()
 
 
 def test_the_metadata_say_what_it_is(built: Path) -> None:

@@ -185,8 +185,7 @@ def test_parts_of_other_options_sources_and_versions(
     convert_part(str(copy), output, anew, part)
     details = refused(source, output, 8).details
     assert details["part"] == "2/2"
-    (changed,) = details["changed"]
-    assert "files" in changed
+    assert "files" in str(details["changed"])
 
     with monkeypatch.context() as patch:
         patch.setattr(lpconv.plan.job, "__version__", "0.0.0")
@@ -210,8 +209,7 @@ def test_machines_that_fetched_the_same_commit_agree(
     with pytest.raises(OutputExistsError) as caught:
         finish(Checkpoint.from_resolved(elsewhere), output, UNIT)
     assert caught.value.details["part"] == "1/2"
-    (changed,) = caught.value.details["changed"]
-    assert "commit" in changed
+    assert "commit" in str(caught.value.details["changed"])
     finish(Checkpoint.from_resolved(origin), output, UNIT)
 
 
