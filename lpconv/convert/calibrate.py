@@ -6,12 +6,14 @@ machine finds the same scales however much memory is free.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from lpconv.data import text_at
 from lpconv.errors import InputError, UnsupportedError
@@ -27,6 +29,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
 from lpconv.verify.text import calibration_windows, windows_together
 
+_LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale
 _HINT = "leave --calibrate out to keep inputs unquantized"
 
 
@@ -36,15 +39,18 @@ def check_calibration(job: Job) -> None:
 
 
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
-    """The largest inputs, on the job's text, of the modules that store an input scale.
+    """The largest inputs, on the job's text, of the modules that store an input scale, and keys and values.
 
     Raises InputError for inputs that are NaN or infinite, UnsupportedError for modules that the text never reaches.
     """
     config, tokens, length = job_windows(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
+    caches = job.plan.cache_scales
     progress.start("calibrating", tokens.windows.numel())
-    largest = _largest_inputs(job.checkpoint, modules, config, tokens.windows, progress) if modules else {}
-    missed = [n for n in modules if n not in largest]
+    largest: dict[str, float] = {}
+    if modules or caches:
+        largest = _largest_inputs(job.checkpoint, modules, caches, config, tokens.windows, progress)
+    missed = [n for n in (*modules, *caches) if n not in largest]
     if missed:
         raise UnsupportedError(
             f"the text never reaches {code_list(missed)}, so their input scales cannot be measured",
@@ -62,7 +68,12 @@ def job_windows(job: Job) -> tuple[Any, Tokens, int]:
 
 
 def _largest_inputs(
-    checkpoint: Checkpoint, modules: Sequence[str], config: Any, windows_NL: Tensor, progress: Progress
+    checkpoint: Checkpoint,
+    modules: Sequence[str],
+    caches: Sequence[str],
+    config: Any,
+    windows_NL: Tensor,
+    progress: Progress,
 ) -> dict[str, float]:
     magnitudes: dict[str, float] = {}
     with (
@@ -80,21 +91,29 @@ def _largest_inputs(
         num_outputs = vocabulary_size(config) if has_head else 0
         at_once = windows_together(config, windows_NL.shape[1], num_outputs=num_outputs)
         for ids_NL in torch.split(windows_NL, at_once):
-            (model if has_head else model.base_model)(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL))
+            cached = {"past_key_values": DynamicCache(), "use_cache": True} if caches else {}
+            part = model if has_head else model.base_model
+            part(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL), **cached)
+            for name in caches:
+                layer = cached["past_key_values"].layers[int(_LAYER.findall(name)[0])]
+                _note_values(magnitudes, name, layer.keys if name.endswith(".k_scale") else layer.values)
             progress.advance(ids_NL.numel())
-    return {name: magnitudes[name] for name in modules if name in magnitudes}
+    return {name: magnitudes[name] for name in (*modules, *caches) if name in magnitudes}
 
 
 def _note(
     magnitudes: dict[str, float], name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    x = args[0] if args else kwargs["input"]
+    _note_values(magnitudes, name, args[0] if args else kwargs["input"])
+
+
+def _note_values(magnitudes: dict[str, float], name: str, x: Tensor) -> None:
     if not x.numel():
         return
     largest = float(x.abs().amax())
     if not math.isfinite(largest):
         raise InputError(
-            f"inputs of `{name}` are NaN or infinite on this text, so they have no scale",
+            f"values for `{name}` are NaN or infinite on this text, so they have no scale",
             hint="check with `lpconv inspect --stats` whether the weights are finite",
         )
     magnitudes[name] = max(magnitudes.get(name, 0.0), largest)

@@ -5,7 +5,8 @@ names the modules that are not quantised, and those with another format. See `lp
 from other tools, with other settings, are read as a third-party layout.
 
 A weight may have an input scale next to it: `MODULE.input_scale`, or `MODULE.input_global_scale`, by which the input
-scales of groups are divided. It comes from the largest input during calibration.
+scales of groups are divided. It comes from the largest input during calibration. The projections of keys and values may
+have a scale for the cache, `ATTENTION.k_scale` and `ATTENTION.v_scale`: from calibration, or 1.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -28,6 +29,7 @@ from lpconv.storage.compressed import (
     COMPRESSED_TENSORS,
     INPUT_GLOBAL_SCALE,
     INPUT_SCALE,
+    cache_scale_name,
     preset_of,
     quantization_config,
 )
@@ -50,7 +52,7 @@ class _Layout(ScaledCodes):
     """Common parts of both layouts.
 
     `input_absmax` is the largest calibrated input, or None without calibration; then `input_scale`, if there is one,
-    can be read but not written.
+    can be read but not written. `cache_absmax` is the same for the keys or values in the cache, whose scale is then 1.
     """
 
     quantised_by: ClassVar[str | None] = COMPRESSED_TENSORS
@@ -59,6 +61,8 @@ class _Layout(ScaledCodes):
 
     has_input_scale: bool = False
     input_absmax: float | None = None
+    has_cache_scale: bool = False
+    cache_absmax: float | None = None
 
     input_name: ClassVar[str]
 
@@ -66,7 +70,8 @@ class _Layout(ScaledCodes):
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         form = super().of(name, shape, format, settings)
         assert isinstance(form, _Layout)
-        return replace(form, has_input_scale=settings.calibrated)
+        caches = settings.kv_cache and cache_scale_name(name) is not None
+        return replace(form, has_input_scale=settings.calibrated, has_cache_scale=caches)
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -102,7 +107,8 @@ class _Layout(ScaledCodes):
         presets = {n: preset_of(f, grain, calibrated=converted.calibrated) for n, f in converted.formats.items()}
         assert usual is not None, "refused"
         others = {n.removesuffix(_WEIGHT): p for n, p in presets.items() if p is not None and p != usual}
-        return {"quantization_config": quantization_config(converted.ignored, usual, others)}
+        config = quantization_config(converted.ignored, usual, others, kv_cache=converted.kv_cache)
+        return {"quantization_config": config}
 
     @property
     def input_scale(self) -> Component:
@@ -110,33 +116,49 @@ class _Layout(ScaledCodes):
         return Component(name=self.name.removesuffix(_WEIGHT) + f".{self.input_name}", dtype="F32", shape=(1,))
 
     @property
-    def _of_inputs(self) -> tuple[Component, ...]:
-        return (self.input_scale,) if self.has_input_scale else ()
+    def cache_scale(self) -> str | None:
+        return cache_scale_name(self.name) if self.has_cache_scale else None
+
+    @property
+    def _of_activations(self) -> tuple[Component, ...]:
+        cached = () if self.cache_scale is None else (Component(name=self.cache_scale, dtype="F32", shape=(1,)),)
+        return (self.input_scale, *cached) if self.has_input_scale else cached
 
     def _as_stored(self, headers: Headers) -> Self:
-        """The form, with an input scale if the config and the file have one."""
+        """The form, with scales of inputs and of the cache if the config and the file have them."""
         presets = headers.presets
         is_calibrated = presets is not None and presets.preset_for(self.name.removesuffix(_WEIGHT)).is_calibrated
-        return replace(self, has_input_scale=is_calibrated and headers.holds(self.input_scale))
+        has_cache_scale = "kv_cache_scheme" in headers.quantization and cache_scale_name(self.name) in headers.root
+        has_input_scale = is_calibrated and headers.holds(self.input_scale)
+        return replace(self, has_input_scale=has_input_scale, has_cache_scale=has_cache_scale)
 
     def with_inputs(self, absmax: float) -> Self:
         return replace(self, input_absmax=absmax)
+
+    def with_cache(self, absmax: float) -> Self:
+        return replace(self, cache_absmax=absmax)
 
     @abstractmethod
     def scale_of_inputs(self, absmax: float) -> Tensor:
         """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
 
     def begin(self, largest: float) -> Measurement:
-        return self._with_input_scale(super().begin(largest))
+        return self._with_activations(super().begin(largest))
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
-        return self._with_input_scale(super().combine(looked, over, fused))
+        return self._with_activations(super().combine(looked, over, fused))
 
-    def _with_input_scale(self, measured: Measurement) -> Measurement:
-        if not self.has_input_scale:
-            return measured
-        assert self.input_absmax is not None, "not calibrated"
-        return replace(measured, side={**measured.side, self.input_scale.name: self.scale_of_inputs(self.input_absmax)})
+    def _with_activations(self, measured: Measurement) -> Measurement:
+        import torch
+
+        side = dict(measured.side)
+        if self.has_input_scale:
+            assert self.input_absmax is not None, "not calibrated"
+            side[self.input_scale.name] = self.scale_of_inputs(self.input_absmax)
+        if self.cache_scale is not None:
+            scale = max(self.cache_absmax / _E4M3FN.max, 2.0**-126) if self.cache_absmax else 1.0
+            side[self.cache_scale] = torch.tensor([scale], dtype=torch.float32)
+        return replace(measured, side=side)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +190,7 @@ class Compressed(_Layout):
     @property
     def components(self) -> tuple[Component, ...]:
         scale, codes = super().components
-        return replace(scale, dtype=self.scale_dtype), *self._of_inputs, codes
+        return replace(scale, dtype=self.scale_dtype), *self._of_activations, codes
 
     @property
     def shares_scale(self) -> bool:
@@ -193,7 +215,8 @@ class Compressed(_Layout):
         return replace(measured, side={**measured.side, name: one}, on_grid=on_grid)
 
     def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
-        return None if self.shares_scale else super().guess(sample)
+        guessed = None if self.shares_scale else super().guess(sample)
+        return guessed and self._with_activations(guessed)
 
     def scale_of_inputs(self, absmax: float) -> Tensor:
         import torch
@@ -295,7 +318,7 @@ class CompressedTiles(_Layout, Tiles):
 
     @property
     def side(self) -> tuple[Component, ...]:
-        return (*super().side, *self._of_inputs)
+        return (*super().side, *self._of_activations)
 
     def scale_of_inputs(self, absmax: float) -> Tensor:
         from lpconv.forms.tile_scales import dividing_factor

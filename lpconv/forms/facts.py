@@ -23,7 +23,8 @@ class FormSettings:
 
     `scale` is ``pow2``, ``exact`` or ``search``, `grain` the granularity of scales (None: the tensor), `residual` a key
     of `RESIDUALS`. Points have a budget of `budget_bits` per element and at most `points_max` per row. `calibrated`
-    means that the file also has input scales, `is_expert` that the weight belongs to one of several experts.
+    means that the file also has input scales, `kv_cache` that it has scales of keys and values, and `is_expert` that
+    the weight belongs to one of several experts.
     """
 
     scale: str = "pow2"
@@ -32,6 +33,7 @@ class FormSettings:
     budget_bits: float = math.inf
     points_max: int = 1
     calibrated: bool = False
+    kv_cache: bool = False
     is_expert: bool = False
 
 
@@ -41,7 +43,7 @@ class ConvertedFacts:
 
     `config` is the source's, `settings` are method, format, scale and granularity of the conversion, `formats` the
     formats of converted tensors by name, and `ignored` the modules that are not converted, for third-party layouts.
-    `experts` are the weights of single experts. `calibrated` is as in `FormSettings`.
+    `experts` are the weights of single experts. `calibrated` and `kv_cache` are as in `FormSettings`.
     """
 
     config: Mapping[str, Any]
@@ -50,6 +52,7 @@ class ConvertedFacts:
     ignored: Sequence[str]
     experts: Iterable[str] = ()
     calibrated: bool = False
+    kv_cache: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,12 +134,21 @@ class Form(Stored):
         return False
 
     @property
+    def cache_scale(self) -> str | None:
+        """Name of the scale of keys or values that is stored next to the weight, or None."""
+        return None
+
+    @property
     def rounding(self) -> RoundingRecord | None:
         """The record of error feedback that chose the codes, None for codes that follow from the source alone."""
         return None
 
     def with_inputs(self, absmax: float) -> Form:
         """The form of a weight with inputs of up to `absmax`, which determine the input scale."""
+        return self
+
+    def with_cache(self, absmax: float) -> Form:
+        """The form of a projection whose keys or values reach up to `absmax`, which determine their scale."""
         return self
 
     @property

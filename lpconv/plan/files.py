@@ -57,6 +57,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         ignored=ignored,
         experts=experts,
         calibrated=calibrated,
+        kv_cache=plan.options.kv_cache is not None,
     )
     entries = plan.form.config_entries(made) if plan.gguf is None else gguf_config(plan)
     config = checkpoint.config | entries

@@ -90,7 +90,7 @@ def plan_memory(
         needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _rounding(plan))
         if needed > budget:
             raise _memory_error("rounding with error feedback", needed, budget, options)
-    if options.has_input_scales:
+    if options.has_input_scales or options.measures_cache:
         needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + CALIBRATING_BYTES)
         if needed > budget:
             raise _memory_error("running the model to measure its inputs", needed, budget, options)

@@ -133,7 +133,15 @@ class ConvertOptions:
         Ge(0),
         _what("Seed for choosing windows of the calibration text, for --rounding gptq", default="0"),
     ] = None
-    input_scales: Annotated[bool, _what("With --rounding gptq, also store input scales")] = False
+    input_scales: Annotated[bool, _what("With --rounding gptq or --kv-cache, also store input scales")] = False
+    kv_cache: Annotated[
+        str | None,
+        _what(
+            "Store scales for keys and values in fp8, for vLLM: 1, or measured on the text of --calibrate",
+            default="none",
+            choices=("fp8",),
+        ),
+    ] = None
     budget_bits: Annotated[
         float | None,
         Gt(0),
@@ -194,7 +202,13 @@ class ConvertOptions:
     @property
     def has_input_scales(self) -> bool:
         """Whether calibration also finds scales of inputs for the files."""
-        return self.calibrate is not None and (self.rounding == NEAREST or self.input_scales)
+        is_for_inputs = self.rounding == NEAREST and self.kv_cache is None
+        return self.calibrate is not None and (is_for_inputs or self.input_scales)
+
+    @property
+    def measures_cache(self) -> bool:
+        """Whether calibration finds the scales of keys and values."""
+        return self.calibrate is not None and self.kv_cache is not None
 
 
 @dataclass(frozen=True, kw_only=True)

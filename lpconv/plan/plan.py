@@ -19,7 +19,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
-from lpconv.storage.compressed import LinearModules
+from lpconv.storage.compressed import LinearModules, cache_scale_name
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
@@ -158,12 +158,23 @@ class Plan:
 
     @property
     def num_calibrated(self) -> int:
-        """Number of tensors with a stored input scale."""
-        return sum(t.form.has_input_scale for t in self.tensors)
+        """Number of scales of inputs, keys and values that come from the calibration text."""
+        return sum(t.form.has_input_scale for t in self.tensors) + len(self.cache_scales)
+
+    @property
+    def cache_scales(self) -> tuple[str, ...]:
+        """Names of the scales of keys and values that come from the calibration text."""
+        names = (t.form.cache_scale for t in self.tensors if self.options.measures_cache)
+        return tuple(name for name in names if name is not None)
 
     def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
-        """The plan with the calibrated largest input of every module that stores an input scale."""
-        return self.with_forms(lambda t: t.form.with_inputs(absmax[t.module]) if t.form.has_input_scale else t.form)
+        """The plan with the largest calibrated inputs by module, and keys and values by the name of their scale."""
+
+        def form_of(t: PlannedTensor) -> Form:
+            form = t.form.with_inputs(absmax[t.module]) if t.form.has_input_scale else t.form
+            return form if form.cache_scale not in absmax else form.with_cache(absmax[str(form.cache_scale)])
+
+        return self.with_forms(form_of)
 
     def with_forms(self, form_of: Callable[[PlannedTensor], Form]) -> "Plan":
         """The plan with other forms that store the same components."""
@@ -251,6 +262,8 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
             f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
             hint="use --layout lpconv or another --granularity; check that config.json names the model's class",
         )
+    if options.kv_cache is not None:
+        _check_cache(planned)
     formats: dict[str, set[Format | None]] = {}
     for name, module in linears.experts.items():
         formats.setdefault(module, set()).add(planned[name].format)
@@ -261,6 +274,22 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
                    else "--calibrate cannot measure the inputs of experts"),
                 hint="leave all of them unconverted with --exclude '*.experts.*', or use a --granularity that fits",
             )  # fmt: skip
+
+
+def _check_cache(planned: Mapping[str, PlannedTensor]) -> None:
+    """Raise UnsupportedError unless all projections of keys and values are found and converted."""
+    projections = [t for n, t in planned.items() if cache_scale_name(n) is not None]
+    if not projections:
+        raise UnsupportedError(
+            "the model has no weights `k_proj` and `v_proj`, next to which the scales of keys and values belong",
+            hint="leave --kv-cache out",
+        )
+    missing = next((t for t in projections if t.form.cache_scale is None), None)
+    if missing is not None:
+        raise UnsupportedError(
+            f"`{missing.info.name}` is not converted ({missing.reason}), so its scale of keys or values has no place",
+            hint="convert all `k_proj` and `v_proj`, or leave --kv-cache out",
+        )
 
 
 def _link_fused(planned: Mapping[str, PlannedTensor]) -> Iterator[PlannedTensor]:

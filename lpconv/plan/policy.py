@@ -77,6 +77,7 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
         scale=options.scale or "pow2",
         grain=get_grain(options.granularity),
         calibrated=options.has_input_scales,
+        kv_cache=options.kv_cache is not None,
         is_expert=linears is not None and name in linears.experts,
         **settings,
     )

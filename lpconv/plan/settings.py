@@ -48,7 +48,7 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
             f"--scheme {options.scheme} needs a text to measure input scales on",
             hint="add --calibrate FILE, or --calibrate demo for the sample text",
         )
-    if scheme.calibrated and options.rounding == GPTQ:
+    if scheme.calibrated and (options.rounding == GPTQ or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
     return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
 
@@ -76,6 +76,11 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
             )
     _check_layout(options, method, fmt.name, grain)
     options = _with_rounding(options, method, fmt)
+    if options.kv_cache is not None and options.layout != COMPRESSED_TENSORS:
+        raise UsageError(
+            f"layout `{options.layout}` has no scales of keys and values",
+            hint=f"use --layout {COMPRESSED_TENSORS}, or leave --kv-cache out",
+        )
     if options.has_input_scales:
         _check_calibration(options, fmt.name, grain)
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
@@ -96,7 +101,10 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     shaping = {n: to_json(getattr(options, n)) for n in names}
     text = shaping.pop("calibrate")
     for name in _OF_FEEDBACK if options.rounding == NEAREST else ():
-        del shaping[name]
+        if name != "input_scales" or options.kv_cache is None:
+            del shaping[name]
+    if options.kv_cache is None:
+        del shaping["kv_cache"]
     return shaping if text is None else shaping | {"calibrate": Path(text).name}
 
 
@@ -115,7 +123,8 @@ def command_line(model: str, options: ConvertOptions) -> str:
 def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
     """The options with the defaults of error feedback filled in. Raises UsageError if others contradict it."""
     if options.rounding != GPTQ:
-        wrong = next((n for n in _OF_FEEDBACK[1:] if getattr(options, n) not in (None, False)), None)
+        only = _OF_FEEDBACK[1:] if options.kv_cache is None else _OF_FEEDBACK[1:-1]
+        wrong = next((n for n in only if getattr(options, n) not in (None, False)), None)
         if wrong is not None:
             flag = "--" + wrong.replace("_", "-")
             raise UsageError(

@@ -69,7 +69,9 @@ def _done_words(result: ConvertResult) -> str:
 
 def has_input_scales(result: ConvertResult) -> bool:
     """Whether the files have input scales. Comparisons of a conversion do not apply them."""
-    return result.calibration is not None and bool(result.calibration.absmax)
+    return result.calibration is not None and any(
+        not n.endswith(("k_scale", "v_scale")) for n in result.calibration.absmax
+    )
 
 
 def _text_words(result: ConvertResult) -> str:

@@ -6,6 +6,7 @@ The config names unquantised modules, because a reader treats every other `Linea
 (vllm-project/compressed-tensors 0.20, `quantization/quant_config.py` and `quant_scheme.py`.)
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from lpconv.formats.grains import GRAINS, Grain, find_grain
 COMPRESSED_TENSORS = "compressed-tensors"
 # Names of a module's input scale: the only one, or the global scale of dynamic group scales.
 INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")
+# The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_CACHED = re.compile(r"(.+\.)([kv])_proj\.weight")
 MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones
 
 
@@ -115,6 +119,12 @@ def input_scale_name(inputs: Mapping[str, Any] | None) -> str | None:
     return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
 
 
+def cache_scale_name(weight: str) -> str | None:
+    """Name of the scale of the keys or values that a projection writes into the cache; None for other weights."""
+    match = _CACHED.fullmatch(weight)
+    return None if match is None else f"{match[1]}{match[2]}_scale"
+
+
 _INTEGERS = {"int4": 4, "int8": 8}
 
 
@@ -143,12 +153,16 @@ def _integers(number: str, grain: Grain) -> CompressedPreset:
 
 
 def quantization_config(
-    ignored: Iterable[str], preset: CompressedPreset, others: Mapping[str, CompressedPreset] | None = None
+    ignored: Iterable[str],
+    preset: CompressedPreset,
+    others: Mapping[str, CompressedPreset] | None = None,
+    *,
+    kv_cache: bool = False,
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     `ignored` are the names of unquantised `Linear` modules, `others` the presets of modules that do not have the usual
-    one.
+    one. With `kv_cache` the file has scales of keys and values.
     """
     members: dict[str, list[str]] = {}
     for module, other in (others or {}).items():
@@ -163,6 +177,7 @@ def quantization_config(
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": list(ignored),
+        **({"kv_cache_scheme": KV_CACHE_SCHEME} if kv_cache else {}),
     }
 
 
@@ -199,9 +214,8 @@ def presets_in(config: Mapping[str, Any]) -> CompressedPresets | None:
         for name in group["targets"]
         if preset is not None
     }
-    return (
-        CompressedPresets(usual=usual, others=others) if config == quantization_config(ignored, usual, others) else None
-    )
+    written = quantization_config(ignored, usual, others, kv_cache="kv_cache_scheme" in config)
+    return CompressedPresets(usual=usual, others=others) if config == written else None
 
 
 def _preset_in(group: Any) -> CompressedPreset | None:

@@ -180,10 +180,11 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
 def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
     """The plan with the recorded calibration, so that the text is not read again."""
     absmax = from_json(CalibrationRecord, provenance.get("calibration")).absmax
-    missing = [t.module for t in plan.tensors if t.form.has_input_scale and t.module not in absmax]
+    needed = [t.module for t in plan.tensors if t.form.has_input_scale]
+    missing = [name for name in (*needed, *plan.cache_scales) if name not in absmax]
     if missing:
         raise InputError(
-            f"{MARKER} does not record the largest input of `{missing[0]}`", hint="download the output again"
+            f"{MARKER} does not record the largest value for `{missing[0]}`", hint="download the output again"
         )
     return plan.with_inputs(absmax)
 
