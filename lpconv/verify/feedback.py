@@ -21,6 +21,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
 from lpconv.progress import Progress
 from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
+from lpconv.storage.arranged import arranged
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.source import read_range
 from lpconv.verify.reader import OutputReader
@@ -88,14 +89,16 @@ def check_output_errors(
 def _errors(job: Job, source: _Source, walk: LayerWalk, index: int, wanted: set[Matrix]) -> dict[str, float]:
     """The output errors of a layer's tensors, by name."""
     sums: dict[str, list[float]] = {}
+    orders: Mapping[str, str] = {} if job.plan.gguf is None else job.plan.gguf.orders
     while moments := collected(walk, index, Watch(wanted, MOMENTS_BYTES)) if wanted else {}:
         wanted -= moments.keys()
         for matrix, moment in moments.items():
             size = source.forms[matrix.name].num_elements // matrix.count
             place = matrix.name, matrix.index * size, (matrix.index + 1) * size
-            was, now = (
-                _sample(x, source, matrix, moment) for x in (read_range(job.source, *place), source.values(*place))
-            )
+            stored = source.values(*place)
+            if order := orders.get(matrix.name):  # that of the file, in which rows were sampled
+                stored = arranged(stored.view(source.forms[matrix.name].shape), order).reshape(-1)
+            was, now = (_sample(x, source, matrix, moment) for x in (read_range(job.source, *place), stored))
             sums.setdefault(matrix.name, [0.0, 0.0])[0] += moment.squared_outputs(was)
             sums[matrix.name][1] += moment.squared_outputs(was - now)
     return {name: noise / (signal or 1.0) for name, (signal, noise) in sums.items()}
