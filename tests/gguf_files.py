@@ -1,6 +1,7 @@
 """GGUF files: of a model of one layer with a tensor of each type and random numbers, and of any small Llama."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from lpconv.data import demo_checkpoint
 from lpconv.storage.gguf import BLOCKS
 
-__all__ = ["SIZE", "TYPES", "rewrite_as_gguf", "write_gguf"]
+__all__ = ["SIZE", "TYPES", "demo_with_merges", "rewrite_as_gguf", "write_gguf"]
 
 SIZE, VOCAB, HEADS, KV = 256, 64, 4, 2
 # One tensor of each type, q and k among them, whose rows llama.cpp reorders.
@@ -62,6 +64,17 @@ def write_gguf(folder: Path, architecture: str = "llama", types: dict[str, str] 
     for name, size in vectors.items():
         writer.add_tensor(_full(name), rng.normal(size=size).astype(np.float32))
     return _written(writer, folder)
+
+
+def demo_with_merges(folder: Path) -> Path:
+    """The demo model with a tokenizer that splits text as llama.cpp does, and has a merge."""
+    shutil.copytree(demo_checkpoint(), folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["pre_tokenizer"]["use_regex"] = True
+    del document["model"]["vocab"]["ÿ"]
+    document["model"] |= {"vocab": document["model"]["vocab"] | {"th": 255}, "merges": [["t", "h"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
 
 
 def rewrite_as_gguf(plain: Path, folder: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from bench_in_process import without_processes
 from foreign_files import make_foreign
+from gguf_files import demo_with_merges
 from stores import offered
 from typer.testing import CliRunner
 
@@ -79,6 +80,7 @@ def test_commands_of_a_page(page: str, converted: Path, tmp_path: Path, monkeypa
     without_processes(monkeypatch)  # and so does starting the processes of a bench
     for name in SOURCES:
         shutil.copytree(demo_checkpoint(), name)
+    demo_with_merges(Path("smollm"))
     for name, layout in FOREIGN.items() if page == "docs/layouts.md" else ():
         make_foreign(layout, Path("llama"), Path(name))
     Path("jobs.yaml").write_text(JOBS)

@@ -147,7 +147,10 @@ def main() -> None:
         for model, scheme in [*((options.model, s) for s in options.schemes), *((str(m), "GGUF_F16") for m in others)]:
             rows.append(measure(node, model, scheme, folder))
             print(rows[-1], flush=True)
-            save({"command": command(), "machine": machine("gguf"), "rows": rows}, options.out)
+            save(
+                {"command": command().replace(options.model, "MODEL"), "machine": machine("gguf"), "rows": rows},
+                options.out,
+            )
 
 
 if __name__ == "__main__":

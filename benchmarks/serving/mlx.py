@@ -121,7 +121,8 @@ def main() -> None:
         for scheme in options.schemes:
             rows.append(measure(python, options.model, scheme, folder))
             print(rows[-1], flush=True)
-    save({"command": command(), "model": Path(options.model).name, "machine": machine(), "rows": rows}, options.out)
+    run = {"command": command().replace(options.model, "MODEL"), "model": Path(options.model).name}
+    save({**run, "machine": machine(), "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

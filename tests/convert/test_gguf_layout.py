@@ -9,18 +9,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
 from convert_models import minilm, tiny
+from gguf_files import demo_with_merges
 from safetensors.torch import load_file
 from torch import Tensor
 
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
@@ -29,7 +30,6 @@ from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged
 from lpconv.verify.run import verify_output
 
-gguf = pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
 TYPES = {
     "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},
     "Q4_0": {"format": "int4", "granularity": "group:32"}, "MXFP4": {"format": "e2m1", "granularity": "mx"},
@@ -158,22 +158,11 @@ def test_blocks_are_no_worse_than_those_of_the_package() -> None:
 
 def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
     more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
-    output = as_gguf(llama_of_demo(tmp_path), tmp_path / "out", "Q4_0", **more)
+    output = as_gguf(demo_with_merges(tmp_path / "source"), tmp_path / "out", "Q4_0", **more)
     nearest = as_gguf(tmp_path / "source", tmp_path / "nearest", "Q4_0")
     assert (output / "model.gguf").read_bytes() != (nearest / "model.gguf").read_bytes()
     against = VerifyOptions(level="weights", against=str(tmp_path / "source"))
     assert verify_output(output, against, progress=Silent()).passed
-
-
-def llama_of_demo(folder: Path) -> Path:
-    """The demo model with a tokenizer that splits text as llama.cpp does, and has a merge."""
-    shutil.copytree(demo_checkpoint(), folder / "source")
-    document = json.loads((folder / "source/tokenizer.json").read_text())
-    document["pre_tokenizer"]["use_regex"] = True
-    del document["model"]["vocab"]["ÿ"]
-    document["model"] |= {"vocab": document["model"]["vocab"] | {"th": 255}, "merges": [["t", "h"]]}
-    (folder / "source/tokenizer.json").write_text(json.dumps(document))
-    return folder / "source"
 
 
 @pytest.mark.parametrize(
@@ -234,7 +223,7 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     ],
 )
 def test_the_rule_that_splits_text_is_named_or_refused(first: Any, rule: str | None, tmp_path: Path) -> None:
-    source = llama_of_demo(tmp_path)
+    source = demo_with_merges(tmp_path / "source")
     document = json.loads((source / "tokenizer.json").read_text())
     is_split = first is not None and first["type"] == "Split"
     both = [first, {**_BYTES, "use_regex": not is_split}]
