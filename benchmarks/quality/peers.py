@@ -17,13 +17,15 @@ those of all tensors but shapes. Processor seconds, wall seconds and peak memory
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +107,15 @@ def model_at(folder: Path, name: str) -> Path:
     """The bf16 copy of a model, made if it is not there."""
     target = folder / "models" / name
     if not target.exists():
-        source, making = MODELS[name](folder / "wide"), folder / "models" / f"{name}.partial"
-        making.mkdir(parents=True, exist_ok=True)
-        for path in [p for p in source.iterdir() if p.suffix in (".json", ".jinja")]:
-            shutil.copyfile(path, making / path.name)
-        tensors = {n: x.bfloat16() for n, x in load_file(source / "model.safetensors").items()}
-        save_file(tensors, making / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-        (making / "config.json").write_text(json.dumps(config, indent=1))
-        making.rename(target)
+        source = MODELS[name](folder / "wide")
+        with making(target) as partial:
+            partial.mkdir(parents=True, exist_ok=True)
+            for path in [p for p in source.iterdir() if p.suffix in (".json", ".jinja")]:
+                shutil.copyfile(path, partial / path.name)
+            tensors = {n: x.bfloat16() for n, x in load_file(source / "model.safetensors").items()}
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+            (partial / "config.json").write_text(json.dumps(config, indent=1))
     return target
 
 
@@ -143,11 +145,11 @@ class HeldOut:
         self._source: dict[str, Tensor] = {}
         for name, windows in self._windows.items():
             file, shape = folder / f"source-{model.name}-{name}", (len(windows), LENGTH, size)
-            is_there, num = file.exists(), len(windows) * LENGTH * size
-            says = torch.from_file(str(file), shared=True, size=num, dtype=torch.float32).view(shape)
-            for window, out in zip(windows, () if is_there else says, strict=False):
-                out.copy_(log_probabilities(opened, window))
-            self._source[name] = says
+            if not file.exists():
+                with making(file) as partial:
+                    for window, out in zip(windows, mapped(partial, shape), strict=True):
+                        out.copy_(log_probabilities(opened, window))
+            self._source[name] = mapped(file, shape)
 
     def compare(self, output: Path) -> dict[str, dict[str, float]]:
         """KL and equal first choices of an output, for each text."""
@@ -158,6 +160,19 @@ class HeldOut:
             parts = [compared(source, log_probabilities(opened, window)) for window, source in pairs]
             rows[name] = {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
         return rows
+
+
+@contextmanager
+def making(target: Path) -> Iterator[Path]:
+    """A path to write to, which gets the name `target` once the block is done."""
+    partial = target.with_name(f"{target.name}.partial")
+    yield partial
+    partial.rename(target)
+
+
+def mapped(file: Path, shape: tuple[int, ...]) -> Tensor:
+    """fp32 numbers that stay in a file, made if it is not there."""
+    return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape)
 
 
 @torch.no_grad()
@@ -182,7 +197,7 @@ def environment(folder: Path, peer: str) -> Path:
 def versions_of(python: Path, peer: str) -> dict[str, str]:
     listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], check=True, capture_output=True).stdout
     wanted = {*PACKAGES[peer], "torch", "transformers", "compressed-tensors"} - {"setuptools", "wheel"}
-    return {p["name"]: p["version"] for p in json.loads(listed) if p["name"] in wanted}
+    return {p["name"]: p["version"] for p in json.loads(listed) if p["name"].lower() in wanted}
 
 
 def measured(command: Sequence[str | Path], log: Path) -> dict[str, Any]:
@@ -210,7 +225,16 @@ def stored_bytes(output: Path) -> int:
 def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> list[str | Path]:
     options, element, group = LAYOUTS[row["layout"]]
     if row["rounding"] in OURS:
-        words = [*shlex.split(options), *shlex.split(OURS[row["rounding"]]), "--workers", "1", "-o", str(output)]
+        words = [
+            *shlex.split(options),
+            *shlex.split(OURS[row["rounding"]]),
+            "--verify",
+            "weights",
+            "--workers",
+            "1",
+            "-o",
+            str(output),
+        ]
         if row["seed"] is not None:
             words += ["--calibrate", "demo", "--calibration-seed", str(row["seed"])]
         return [sys.executable, "-m", "lpconv", "convert", model, *words]
