@@ -19,8 +19,8 @@ from lpconv.data import demo_checkpoint
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
-    "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/multipoint.md", "docs/methods/native.md",
-    "docs/layouts.md", "docs/layouts-reference.md", "docs/first-ten-minutes.md", "docs/past-one-machine.md",
+    "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/multipoint.md",
+    "docs/methods/native.md", "docs/layouts.md", "docs/layouts-reference.md", "docs/first-ten-minutes.md", "docs/past-one-machine.md",
     "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
 ]  # fmt: skip
 PROGRAMS = [

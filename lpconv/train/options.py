@@ -173,7 +173,7 @@ class FinetuneOptions:
         Gt(0),
         _train(
             "Peak learning rate",
-            default="5e-5; 0.25 for native recipes; 1.5/steps of a code for --recover",
+            default="5e-5; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
             example="5e-5",
         ),
     ] = None

@@ -98,7 +98,7 @@ class Arithmetic:
         arXiv 2309.05516).
         """
         if self.on_codes:
-            return RECOVERY_PATH / steps
+            return _RECOVERY_PATH / max(steps, _LEAST_STEPS)
         return 0.25 if self.is_native else 5e-5
 
     @property
@@ -193,7 +193,8 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-RECOVERY_PATH = 1.5  # learning rate times steps, in units of the distance of neighbouring codes
+_RECOVERY_PATH = 1.5  # learning rate times steps, in units of the distance of neighbouring codes
+_LEAST_STEPS = 100  # in shorter runs, gradients keep their sign by chance
 # Training that recovers what rounding to codes lost (docs/methods/recover.md).
 RECOVERY = Arithmetic(precision="bf16", on_codes=True)
 

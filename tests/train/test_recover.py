@@ -97,7 +97,7 @@ def test_changed_codes_are_found_by_verification(outputs: dict[str, Path], tmp_p
 
 
 def test_divergence_falls_and_is_reported(outputs: dict[str, Path], tmp_path: Path) -> None:
-    result = finetune(str(outputs["MXFP4"]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128, lr=0.015))
+    result = finetune(str(outputs["MXFP4"]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128))
     held_out = {h.metric: h for h in result.held_out}
     (run,) = result.runs
     assert held_out["eval_loss"].after < 0.9 * held_out["eval_loss"].before
