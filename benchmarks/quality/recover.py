@@ -1,0 +1,110 @@
+"""Recovery of converted models: KL to the source before and after `finetune --recover`, on two held-out texts.
+
+    python -m benchmarks.quality.recover --out FILE.json [--model demo smollm2] [--cases ...] [--work FOLDER]
+
+The texts and figures are those of `benchmarks.quality.feedback`. Training text and calibration text are the plays that
+ship with lpconv, or `--data FILE`. Seconds are of the whole command on one thread, with the load of the machine at its
+end. A row that the file has is not measured again, and a model or an output in FOLDER is not made again.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks import common
+from benchmarks.quality.feedback import (
+    GPTQ,
+    INT4,
+    LENGTH,
+    SEARCH,
+    WINDOWS,
+    compared,
+    converted,
+    log_probabilities,
+    texts,
+)
+from benchmarks.reproduce.finetune import smollm2
+from lpconv.data import demo_checkpoint
+from lpconv.models.tokenizer import read_tokenizer, tokenize
+
+MXFP4 = "--format e2m1 --granularity mx"
+CASES = {
+    "int4 g32, nearest": f"{INT4} --layout compressed-tensors",
+    "int4 g32, gptq and search": f"{INT4} --layout compressed-tensors {GPTQ} {SEARCH}",
+    "mxfp4, nearest": MXFP4,
+    "mxfp4, gptq": f"{MXFP4} {GPTQ}",
+}
+
+
+def recovered(output: Path, source: Path, trained: Path, options: str) -> dict[str, Any]:
+    """What the command says of its run; the output is made if it is not there."""
+    if not (trained / "report.json").exists():
+        words = ["--source", str(source), "--eval-batches", "4", *shlex.split(options), "--resume", "-o", str(trained)]
+        command = [sys.executable, "-m", "lpconv", "finetune", str(output), "--recover", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "LPCONV_COMPILE": "never"}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+    report = json.loads((trained / "report.json").read_text())
+    (run,) = report["runs"]
+    settings = report["options"]
+    return {
+        "steps": settings["steps"],
+        "tokens_per_step": settings["batch_size"] * (settings["seq_len"] or LENGTH),
+        "lr": settings["lr"] or "default",
+        "seconds": report["seconds"],
+        "step_s": run["step_time_s"],
+        "losses": run["losses"]["values"],
+    }
+
+
+def measure(
+    name: str, model: Path, folder: Path, cases: list[str], data: str, options: str, found: dict[str, Any], out: Path
+) -> None:
+    rows, tokenizer = found.setdefault(name, {}), read_tokenizer(model)
+    words = json.loads((model / "config.json").read_text())["vocab_size"]
+    windows: dict[str, Tensor] = {
+        what: tokenize(path, tokenizer, seq_len=LENGTH, vocab_size=words).windows[:WINDOWS]
+        for what, path in texts(folder).items()
+    }
+    source = log_probabilities(model, windows)
+    for case in cases:
+        row = case if data == "demo" else f"{case}, recovered on {Path(data).stem}"
+        if row in rows:
+            continue
+        output = folder / f"{name}-{case}".replace(", ", "-").replace(" ", "-")
+        trained = folder / f"{output.name}-recovered-{Path(data).stem}"
+        converted(model, output, CASES[case] + (f" --calibrate {shlex.quote(data)}" if GPTQ in CASES[case] else ""))
+        cost = recovered(output, model, trained, options + ("" if data == "demo" else f" --data {shlex.quote(data)}"))
+        before, after = (log_probabilities(path, windows) for path in (output, trained))
+        rows[row] = {
+            what: {"before": compared(source[what], before[what]), "after": compared(source[what], after[what])}
+            for what in windows
+        }
+        rows[row] |= {**cost, "load_average": os.getloadavg()[1]}
+        common.save(found, out)
+        print(name, row, json.dumps({k: v for k, v in rows[row].items() if k != "losses"}), flush=True)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, work="where outputs are kept", needs_out=True)
+    parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--data", default="demo", help="text to calibrate and train on")
+    parser.add_argument("--options", default="", help="further options of finetune, such as '--steps 50'")
+    asked = parser.parse_args()
+    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    found["machine"] = common.machine()
+    with common.work_folder(asked.work) as folder:
+        for name in asked.model:
+            there = demo_checkpoint() if name == "demo" else folder / name
+            model = there if there.exists() else Path(smollm2(folder)["model"])
+            measure(name, model, folder, asked.cases, asked.data, asked.options, found, asked.out)
+
+
+if __name__ == "__main__":
+    main()
