@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/multipoint.md",
-    "docs/methods/native.md", "docs/layouts.md", "docs/layouts-reference.md", "docs/first-ten-minutes.md", "docs/past-one-machine.md",
-    "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
+    "docs/methods/native.md", "docs/layouts.md", "docs/layouts-reference.md", "docs/first-ten-minutes.md",
+    "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
 ]  # fmt: skip
 PROGRAMS = [
     "docs/api.md", "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md",
