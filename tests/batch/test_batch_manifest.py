@@ -329,7 +329,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "include": ["a.*"], "exclude": "b.*",
         "rules": ["a=keep"], "revision": "v1", "max_memory": "1GB", "workers": 2, "max_shard_size": 1000,
         "verify": "none", "gates": ["sqnr>=1"], "force": True, "trust_remote_code": True, "budget_bits": 5.25,
-        "points_max": 2, "cache": True, "allow_missing": True,
+        "points_max": 2, "cache": True, "allow_missing": True, "kv_cache": "fp8",
     },
     "finetune": {
         "recipe": "fp32", "precision": "fp8", "method": "unit", "optimizer": "bf16", "rounding": "stochastic",
@@ -339,7 +339,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
         "calibrate": True, "check_gradients": False, "critical": "*.down_proj", "operand_scale": "tensor",
         "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
-        "gates": "loss<=9", "force": True, "allow_missing": True,
+        "gates": "loss<=9", "force": True, "allow_missing": True, "recover": True, "source": "x/s",
     },
     "bench": {
         "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
@@ -367,6 +367,8 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
         "rounding": "gptq",
         "calibrate": "demo",
     },
+    ("convert", "kv_cache"): {"scheme": "FP8_DYNAMIC"},
+    ("finetune", "source"): {"recover": True},
     ("convert", "budget_bits"): {"method": "multipoint"},
     ("convert", "points_max"): {"method": "multipoint"},
     ("finetune", "rounding"): {"optimizer": "bf16", "precision": "bf16"},

@@ -56,6 +56,7 @@ FORMS_TRIED: dict[str, dict[str, Any]] = {
         "layout": "compressed-tensors",
         "granularity": "mx",
     },
+    "mlx (e2m1, mx)": {"method": "unit", "format": "e2m1", "layout": "mlx", "granularity": "mx"},
     "compressed tiles (128x128)": {**_BLOCKS, "layout": "compressed-tensors"},
     "compressed tiles (e2m1, nvfp4)": {
         "method": "unit",
