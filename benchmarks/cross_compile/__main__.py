@@ -31,7 +31,7 @@ _CHECKED = ("step", "round", "cast", "decode")  # paths without products
 
 
 def main() -> int:
-    """Write the results of all targets, each from a process of its own."""
+    """Write the results of all targets, each from a process of its own; rows that a file has already are replaced."""
     parser = common.parser(__doc__)
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--only", default="", help="only paths whose names contain this")
@@ -41,12 +41,18 @@ def main() -> int:
         _work(options.worker, options.only)
         return 0
     start = time.perf_counter()
-    rows: list[dict[str, Any]] = []
+    kept = common.load(options.out)["rows"] if options.out and options.out.exists() else []
+    rows = {(r["target"], r["path"]): r for r in kept}
     with tempfile.TemporaryDirectory() as folder:
         for target in options.targets:
-            rows += run_worker(target, options.only, Path(folder))
+            rows |= {(r["target"], r["path"]): r for r in run_worker(target, options.only, Path(folder))}
     seconds = round(time.perf_counter() - start)
-    document = {"command": common.command(), **common.machine("triton"), "seconds": seconds, "rows": rows}
+    document = {
+        "command": common.command().replace(".__main__", ""),
+        **common.machine("triton"),
+        "seconds": seconds,
+        "rows": list(rows.values()),
+    }
     common.save(document, options.out)
     return 0
 

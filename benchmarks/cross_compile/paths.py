@@ -46,7 +46,7 @@ def paths() -> Iterator[Path]:
     yield Path(name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=4096)
     for kernel in (quantise._NEAREST, quantise._WIDE, quantise._STOCHASTIC):
         name = kernel.function.__name__.strip("_")
-        yield Path(name=f"round {name} bf16", run=partial(_round, kernel), elements=65664)
+        yield Path(name=f"round {name} bf16", run=partial(_round, kernel), elements=131_200)
     for scale in ("static", "l2", "max", "tensor", "row", "mx"):
         for axis in (-1, -2) if scale == "row" else (-1,):
             along = {"row": " along columns" if axis == -2 else " along rows"}.get(scale, "")
@@ -92,8 +92,9 @@ def _cast(scale: str, axis: int) -> None:
     def function(x: Tensor, state: Tensor | None) -> tuple[Tensor, float | Tensor]:
         return tuple(encode_operand(x, cast, axis=axis, state=state))  # type: ignore[return-value]
 
+    quarter = torch.tensor(0.25)  # calibrated scales are powers of two
     with fake_gpu(), torch.no_grad():
-        state = on_gpu(dtype=torch.float32) if scale == "static" else None
+        state = on_fake_gpu(quarter) if scale == "static" else None
         torch.compile(function, fullgraph=True)(on_gpu(_ROWS, _COLUMNS), state)
 
 

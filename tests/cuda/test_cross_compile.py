@@ -96,3 +96,10 @@ def test_a_lost_rounding_and_a_fused_product_are_found(tmp_path: Path) -> None:
     assert as_shipped == 0
     assert lost_rounding > 1000  # of 24,576 stored numbers: the low parts
     assert fused_products > 0
+
+
+def test_the_page_on_gpu_code_is_current() -> None:
+    import gpu_code_page
+
+    text = (cuda_page.ROOT / "docs" / "gpu-code.md").read_text(encoding="utf-8")
+    assert text == gpu_code_page.page(), "run the command on its top"
