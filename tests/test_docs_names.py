@@ -43,7 +43,8 @@ def missing_files(page: Path) -> set[str]:
 def missing_modules(text: str) -> set[str]:
     """Of the benchmarks that a page tells to run."""
     named = re.findall(r"-m (benchmarks(?:\.\w+)+)", text)
-    return {name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").exists()}
+    paths = {name: ROOT / name.replace(".", "/") for name in named}
+    return {n for n, p in paths.items() if not (p.with_suffix(".py").exists() or (p / "__main__.py").exists())}
 
 
 def _exists(name: str) -> bool:

@@ -50,10 +50,9 @@ python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_
   stay correct.
 - Scales of whole matrices need a second pass over the matrix. Row casts read a row twice if it is longer than
   1,024 elements.
-- An fp8 layer launches up to {most} kernels forward, where a bf16 layer launches none besides its product. Of
-  each operand, one writes the same codes a second time, transposed, because cuBLASLt wants both operands with
-  the summed axis last. A training step of a scaled model launches two to three times as many kernels as in
-  bf16. On small models that costs more than fp8 products save.
+- An fp8 layer launches up to {most} kernels forward, where a bf16 layer launches none besides its product. Codes
+  of an operand are written twice, the second time transposed, because cuBLASLt wants both operands with the
+  summed axis last. A training step of a scaled model launches {ratios} times as many kernels as in bf16.
 - {unsupported}
 
 The interpreter takes `div.full`, which may be wrong by two units in the last place on a GPU, as exact. It knows
@@ -72,6 +71,7 @@ def page() -> str:
         targets=", ".join(targets),
         row_codes=round(1e6 * max(r["unequal"] / r["compared"] for r in cast)),
         most=max(r["kernels"][0] for r in layers),
+        ratios=_ratios(rows),
         spills=", ".join(sorted({r["path"] for r in rows if r.get("spilled")})) or "no path",
         unsupported=_refusals(refused),
     )
@@ -80,6 +80,13 @@ def page() -> str:
     by_path = sorted(rows, key=lambda r: [p["path"] for p in rows].index(r["path"]))
     lines += [_line(path, {r["target"]: r for r in same}) for path, same in groupby(by_path, lambda r: str(r["path"]))]
     return "\n".join([*lines, ""])
+
+
+def _ratios(rows: list[dict[str, Any]]) -> str:
+    """Kernels of training steps with scaled tensors, as multiples of those in bf16."""
+    kernels = {r["path"]: sum(r["kernels"]) for r in rows if r["target"] == "sm_90" and " step " in r["path"]}
+    ratios = [n / kernels[f"{path.split()[0]} step plain bf16"] for path, n in kernels.items() if "fp8" in path]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 def _refusals(refused: list[dict[str, Any]]) -> str:
