@@ -58,7 +58,16 @@ def main() -> int:
 
 
 def run_worker(target: str, only: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of one target. `folder` is for the library that gives a torch for CPUs a device "cuda"."""
+    """The rows of one target."""
+    said = start_worker(["-m", "benchmarks.cross_compile", "--worker", target, "--only", only], folder)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+def start_worker(command: list[str], folder: Path) -> str:
+    """What a Python process prints that can compile for a GPU.
+
+    A torch for CPUs gets a device "cuda" from a library that is built in `folder`.
+    """
     sys.path.append(str(_ROOT / "tests" / "cuda"))
     from cuda_page import build_guard
 
@@ -66,14 +75,14 @@ def run_worker(target: str, only: str, folder: Path) -> list[dict[str, Any]]:
     if not torch.version.cuda and not library.exists():
         build_guard(library)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.cross_compile", "--worker", target, "--only", only],
+        [sys.executable, "-W", "ignore", *command],
         cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True,
         env={
             **os.environ, "LPCONV_COMPILE": "never", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests' / 'cuda'}",
             **({"LD_PRELOAD": str(library)} if library.exists() else {}),
         },
     )  # fmt: skip
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout
 
 
 def _work(target_name: str, only: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,8 @@ def _run(graph: Graph, inputs: list[Any], compiled: dict[str, MachineCode]) -> t
     """Run Inductor's own host code, with kernels that are interpreted."""
     kernels = {c.kernel: SimpleNamespace(run=_launcher(c, compiled[c.kernel])) for c in graph.calls}
     names: dict[str, Any] = {
-        "assert_size_stride": lambda *a: None, "assert_alignment": lambda *a: None, "copy_if_misaligned": lambda x: x,
+        **dict.fromkeys(re.findall(r"\bassert_\w+(?=\()", graph.code), lambda *a, **k: None),
+        "copy_if_misaligned": lambda x: x,
         "get_raw_stream": lambda index: 0, "reinterpret_tensor": torch.as_strided, "math": math,
         "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
         "torch": _Torch(), **kernels,

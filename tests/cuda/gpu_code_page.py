@@ -53,6 +53,10 @@ python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_
 - An fp8 layer launches up to {most} kernels forward, where a bf16 layer launches none besides its product. Codes
   of an operand are written twice, the second time transposed, because cuBLASLt wants both operands with the
   summed axis last. A training step of a scaled model launches {ratios} times as many kernels as in bf16.
+- From torch 2.14 Inductor turns a clamp into `min.NaN` and `max.NaN`, next to which transposed stores of fp8 codes
+  were garbage on GPUs ([triton#11111](https://github.com/triton-lang/triton/issues/11111)). Static casts meet this
+  pattern with {clamp_versions}. Their PTX is right in all {clamp_shapes} runs, in many launch shapes
+  (`python -m benchmarks.cross_compile.launch_shapes`). Whether ptxas makes a mistake below it, only a GPU can show.
 - {unsupported}
 
 The interpreter takes `div.full`, which may be wrong by two units in the last place on a GPU, as exact. It knows
@@ -67,7 +71,10 @@ def page() -> str:
     cast = [r for r in rows if r["path"].startswith("cast row") and "compared" in r]
     layers = [r for r in rows if r["path"].startswith("linear")]
     refused = [r for r in rows if "not_supported" in r]
+    clamps = recorded("launch_shapes")
     head = HEAD.format(
+        clamp_versions=" and ".join(f"{n} {clamps['versions'][n]}" for n in ("torch", "triton")),
+        clamp_shapes=_right_shapes(clamps["rows"]),
         targets=", ".join(targets),
         row_codes=round(1e6 * max(r["unequal"] / r["compared"] for r in cast)),
         most=max(r["kernels"][0] for r in layers),
@@ -80,6 +87,12 @@ def page() -> str:
     by_path = sorted(rows, key=lambda r: [p["path"] for p in rows].index(r["path"]))
     lines += [_line(path, {r["target"]: r for r in same}) for path, same in groupby(by_path, lambda r: str(r["path"]))]
     return "\n".join([*lines, ""])
+
+
+def _right_shapes(rows: list[dict[str, Any]]) -> int:
+    if any(r["wrong"] for r in rows):
+        raise ValueError("some launch shapes are wrong: say which on the page")
+    return sum(r["shapes"] for r in rows)
 
 
 def _ratios(rows: list[dict[str, Any]]) -> str:
