@@ -20,6 +20,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors
+from lpconv.models.tasks import cache_argument
 from lpconv.models.tokenizer import Tokens
 from lpconv.plan.job import Job
 from lpconv.progress import Progress
@@ -91,11 +92,12 @@ def _largest_inputs(
         num_outputs = vocabulary_size(config) if has_head else 0
         at_once = windows_together(config, windows_NL.shape[1], num_outputs=num_outputs)
         for ids_NL in torch.split(windows_NL, at_once):
-            cached = {"past_key_values": DynamicCache(), "use_cache": True} if caches else {}
             part = model if has_head else model.base_model
+            cache = DynamicCache()
+            cached = {cache_argument(type(part)) or "": cache, "use_cache": True} if caches else {}
             part(input_ids=ids_NL, attention_mask=torch.ones_like(ids_NL), **cached)
             for name in caches:
-                layer = cached["past_key_values"].layers[int(_LAYER.findall(name)[0])]
+                layer = cache.layers[int(_LAYER.findall(name)[0])]
                 _note_values(magnitudes, name, layer.keys if name.endswith(".k_scale") else layer.values)
             progress.advance(ids_NL.numel())
     return {name: magnitudes[name] for name in (*modules, *caches) if name in magnitudes}

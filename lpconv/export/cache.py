@@ -15,7 +15,7 @@ from lpconv.export.options import NO_CACHE_HINT, PAST
 from lpconv.export.trace import Traceable, TracedCase, open_in_memory, running
 from lpconv.models.inputs import random_ids, vocabulary_size
 from lpconv.models.opening import read_text_config
-from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
+from lpconv.models.tasks import CLM, architecture, cache_argument, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint
 
 _PRESENT = "present."
@@ -55,7 +55,7 @@ def _check(checkpoint: Checkpoint) -> bool:
     parameters = inspect.signature(model_class.forward).parameters
     layers = DynamicCache(config=config).layers
     other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
-    if task_of(model_class.__name__) is not CLM or "past_key_values" not in parameters:
+    if task_of(model_class.__name__) is not CLM or cache_argument(model_class) is None:
         raise UnsupportedError(f"`{model_class.__name__}` does not generate with a cache", hint=NO_CACHE_HINT)
     if other is not None:
         raise UnsupportedError(
@@ -88,5 +88,6 @@ def _step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     past = [x for name, x in inputs.items() if name.startswith(PAST)]
     others = {name: x for name, x in inputs.items() if not name.startswith(PAST)}
     cache = DynamicCache(ddp_cache_data=list(zip(past[::2], past[1::2], strict=True)))
-    logits: Tensor = model(**others, past_key_values=cache, use_cache=True).logits
+    argument = cache_argument(type(model)) or ""
+    logits: Tensor = model(**others, **{argument: cache}, use_cache=True).logits
     return (logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))

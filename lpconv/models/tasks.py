@@ -1,5 +1,6 @@
 """Tasks of checkpoints, and the transformers classes for them."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,3 +148,12 @@ def resolve_auto_class(cls: Any, config: Any) -> Any:
         raise UnsupportedError(
             f"{cls.__name__} cannot open a model of type `{config.model_type}`", hint="choose another class or task"
         ) from None
+
+
+def cache_argument(model_class: Any) -> str | None:
+    """Name of the argument that takes a cache of keys and values; None if the model takes none.
+
+    It is `cache` since transformers 5.24, and was `past_key_values`.
+    """
+    parameters = inspect.signature(model_class.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)

