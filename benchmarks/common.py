@@ -11,9 +11,11 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +46,15 @@ def work_folder(given: Path | None, **environment: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         yield Path(folder)
+
+
+def environment(folder: Path, packages: tuple[str, ...]) -> Path:
+    """The Python of a virtual environment with these packages, made if it is not there."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+    return python
 
 
 def command() -> str:

@@ -104,6 +104,12 @@ def measure(
             print(name, row, json.dumps(rows[row]), flush=True)
 
 
+def model_of(name: str, folder: Path) -> Path:
+    """The model of that name: the demo, one in `folder`, or SmolLM2, made there."""
+    there = demo_checkpoint() if name == "demo" else folder / name
+    return there if there.exists() else Path(smollm2(folder)["model"])
+
+
 def main() -> None:
     parser = common.parser(__doc__, work="where outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
@@ -114,9 +120,7 @@ def main() -> None:
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            there = demo_checkpoint() if name == "demo" else folder / name
-            model = there if there.exists() else Path(smollm2(folder)["model"])
-            measure(name, model, folder, asked.cases, asked.calibrate, found, asked.out)
+            measure(name, model_of(name, folder), folder, asked.cases, asked.calibrate, found, asked.out)
 
 
 if __name__ == "__main__":

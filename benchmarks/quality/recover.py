@@ -27,10 +27,9 @@ from benchmarks.quality.feedback import (
     compared,
     converted,
     log_probabilities,
+    model_of,
     texts,
 )
-from benchmarks.reproduce.finetune import smollm2
-from lpconv.data import demo_checkpoint
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 MXFP4 = "--format e2m1 --granularity mx"
@@ -101,9 +100,7 @@ def main() -> None:
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            there = demo_checkpoint() if name == "demo" else folder / name
-            model = there if there.exists() else Path(smollm2(folder)["model"])
-            measure(name, model, folder, asked.cases, asked.data, asked.options, found, asked.out)
+            measure(name, model_of(name, folder), folder, asked.cases, asked.data, asked.options, found, asked.out)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ for bit, and the first greedy tokens of both runtimes in fp32.
 import json
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, machine, parser, save, work_folder
+from benchmarks.common import command, environment, machine, parser, save, work_folder
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
 SCHEMES = ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")
@@ -41,15 +40,6 @@ for prompt in json.loads(sys.argv[2]):
 versions = {n: importlib.metadata.version(n) for n in ("mlx", "mlx-lm")}
 print(json.dumps({"hashes": hashes, "tokens": tokens, "versions": versions}))
 """
-
-
-def environment(folder: Path, packages: tuple[str, ...] = PACKAGES) -> Path:
-    """The Python of a virtual environment with these packages, made if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
-    return python
 
 
 def prompts_of(model: str) -> list[list[int]]:
@@ -116,7 +106,7 @@ def main() -> None:
     made.add_argument("--schemes", nargs="+", default=SCHEMES)
     options = made.parse_args()
     with work_folder(options.work) as folder:
-        python = environment(folder / "mlx-env")
+        python = environment(folder / "mlx-env", PACKAGES)
         rows = []
         for scheme in options.schemes:
             rows.append(measure(python, options.model, scheme, folder))

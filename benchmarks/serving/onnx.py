@@ -7,11 +7,10 @@ form, and compares greedy tokens and log-probabilities with those of PyTorch, wh
 import json
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, machine, parser, save, work_folder
+from benchmarks.common import command, environment, machine, parser, save, work_folder
 
 # Optimum needs an older transformers, so it has an environment of its own.
 ENVIRONMENTS = {
@@ -93,15 +92,6 @@ def with_loop():
 tokens = {"onnxruntime-genai": with_genai, "optimum-onnx": with_optimum}.get(runtime, with_loop)()
 print(json.dumps({"version": version, "tokens": tokens}))
 """
-
-
-def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The Python of a virtual environment with these packages, made if it is not there."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
-    return python
 
 
 def export(model: str, arguments: tuple[str, ...], folder: Path) -> tuple[Path, dict[str, Any]]:
