@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lpconv.errors import UnsupportedError
-from lpconv.extras import GgufModel
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
@@ -18,12 +17,15 @@ from lpconv.storage.arranged import TRANSPOSED
 from lpconv.storage.gguf import GGUF, WEIGHTS
 from lpconv.storage.header import TensorInfo
 
+if TYPE_CHECKING:
+    from lpconv.extras import GgufModel
+
 _ALIGNMENT = 32
 _SAME = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 def make_gguf_plan(
-    infos: Mapping[str, TensorInfo], options: ConvertOptions, model: GgufModel, *, ties: Mapping[str, str]
+    infos: Mapping[str, TensorInfo], options: ConvertOptions, model: "GgufModel", *, ties: Mapping[str, str]
 ) -> Plan:
     """The plan for source tensors, by name; `ties` maps dropped names to kept ones. Raises errors like `make_plan`."""
     for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
@@ -47,7 +49,7 @@ def gguf_config(plan: Plan) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": GGUF, "tensors": table}}
 
 
-def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: GgufModel, tied_to: str | None) -> PlannedTensor:
+def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: "GgufModel", tied_to: str | None) -> PlannedTensor:
     if tied_to is not None:
         kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
         return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)

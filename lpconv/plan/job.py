@@ -11,7 +11,7 @@ from typing import Any
 
 from lpconv.data import check_text, text_at
 from lpconv.errors import ResourceError
-from lpconv.extras import gguf_model, working_folder
+from lpconv.extras import working_folder
 from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
 from lpconv.forms.foreign import check_readable
@@ -95,6 +95,8 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         check_readable(Headers.of(plain.config, infos))
         if options.layout == GGUF:
             check_installed("--layout gguf")
+            from lpconv.extras import gguf_model  # imports gguf
+
             model = gguf_model(plain, shapes)
             source = ArrangedSource(source, model.orders, model.hidden)
             stored = {n: info for n, info in infos.items() if n not in model.hidden}

@@ -9,9 +9,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lpconv.errors import UnsupportedError
-from lpconv.extras import GgufModel
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.inspect.defects import fused_groups
@@ -23,6 +23,9 @@ from lpconv.storage.compressed import LinearModules, cache_scale_name
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
+
+if TYPE_CHECKING:
+    from lpconv.extras import GgufModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
     linears: LinearModules | None = None
-    gguf: GgufModel | None = None
+    gguf: "GgufModel | None" = None
 
     @property
     def format_name(self) -> str:
