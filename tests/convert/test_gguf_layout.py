@@ -6,6 +6,8 @@
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +276,8 @@ def test_a_killed_run_publishes_nothing_and_is_resumed(
     resumed = as_gguf(sources["llama"], tmp_path / "out", "Q8_0", resume=True)
     whole = as_gguf(sources["llama"], tmp_path / "whole", "Q8_0")
     assert (resumed / "model.gguf").read_bytes() == (whole / "model.gguf").read_bytes()
+
+
+def test_other_layouts_do_not_need_the_package() -> None:
+    code = "import sys; sys.modules['gguf'] = None; import lpconv.convert.run"
+    subprocess.run([sys.executable, "-c", code], check=True)
