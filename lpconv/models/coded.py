@@ -9,7 +9,10 @@ decoding itself is done by the forms.
 sum them in another order for a matrix of another size: outputs of a linear layer in fp32 differ from those of the
 decoded weight by less than 2K·2⁻²⁴·Σ|x||w| over the K inputs, and are mostly equal.
 
-*Limits.* Codes have no gradient and cannot be written to. A backward pass that reaches one raises UnsupportedError, and
+*Gradients.* Codes that do not require a gradient pass one on to their inputs: a linear layer decodes its blocks again in
+the backward pass, so no decoded weight is alive between both passes. Block sums are added in fp32.
+
+*Limits.* Codes have no gradient and cannot be written to. A backward pass that needs one raises UnsupportedError, and
 so does every in-place op.
 """
 
@@ -22,6 +25,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from transformers.core_model_loading import WeightRenaming
@@ -184,7 +188,7 @@ class CodedTensor(torch.Tensor):
         kwargs = kwargs or {}
         special = _BY_BLOCKS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if special is not None and not torch.is_autocast_enabled(args[0].device.type):
+            if special is not None:
                 return special(*args, **kwargs)
             return func(*args, **kwargs)
 
@@ -215,11 +219,23 @@ class _Linear(torch.autograd.Function):
                 torch.mm(flat, block.t(), out=y)
             else:
                 torch.addmm(bias[row : row + len(block)], flat, block.t(), out=y)
+        ctx.weight = weight  # codes; `x` is not needed
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        _refuse_gradient(grads[0])
+    @once_differentiable  # type: ignore[untyped-decorator]  # untyped in torch
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        weight, grad = ctx.weight, grads[0].reshape(-1, len(ctx.weight))
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        if needs_weight:
+            _refuse_gradient(grad)
+        total = None
+        if needs_input:
+            total = grad.new_zeros(len(grad), weight.shape[-1], dtype=torch.promote_types(grad.dtype, torch.float32))
+            for row, block in weight.blocks():
+                total += grad[:, row : row + len(block)] @ block
+            total = total.to(grad.dtype).view(*grads[0].shape[:-1], -1)
+        return total, None, grad.sum(0) if needs_bias else None
 
 
 def _refuse_gradient(gradient: Tensor) -> NoReturn:
@@ -248,6 +264,9 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, CodedTensor) or weight.ndim != 2 or isinstance(x, CodedTensor):
         return functional.linear(x, weight, bias)
     _tell_watches(x, weight, is_transposed=False)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)
     output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return output
 

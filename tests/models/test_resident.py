@@ -256,3 +256,68 @@ def test_gradients_through_an_op_that_decodes_are_refused_too(tmp_path: Path) ->
 def test_what_is_not_codes_is_opened_as_ever(tmp_path: Path) -> None:
     source = plain(tmp_path)
     assert torch.equal(logits(lpconv.load(source, resident=True)), logits(lpconv.load(source)))
+
+
+def gradients(model: Any, autocast: bool) -> dict[str, Tensor]:
+    """Gradients of everything that is not codes: norms and biases on both sides of every product."""
+    for p in coded(model):
+        p.requires_grad_(False)
+    inputs = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(input_ids=IDS, labels=IDS, **inputs).loss
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+def check_gradients(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Equal to 1e-5 of the largest: some, such as those of the biases of keys, are zero but for rounding."""
+    assert any("norm" in name.lower() or "ln_" in name for name in got)
+    largest = max(float(x.abs().max()) for x in wanted.values())
+    for name, x in got.items():
+        torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("layout", [*OURS, *THEIRS])
+def test_gradients_to_inputs_are_those_of_the_decoded_weights(tmp_path: Path, layout: str) -> None:
+    path = ours(tmp_path, OURS[layout]) if layout in OURS else make_foreign(layout, plain(tmp_path), tmp_path / "out")
+    got = gradients(lpconv.load(path, dtype=torch.float32, resident=True), autocast=False)
+    wanted = gradients(lpconv.load(path, dtype=torch.float32), autocast=False)
+    check_gradients(got, wanted)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_of_kinds_of_models(tmp_path: Path, model: str) -> None:
+    path = ours(tmp_path, OURS["mx"], model)
+    got = gradients(lpconv.load(path, dtype=torch.float32, resident=True), autocast=False)
+    wanted = gradients(lpconv.load(path, dtype=torch.float32, experts_implementation="eager"), autocast=False)
+    check_gradients(got, wanted)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "bert"])
+def test_no_decoded_weight_is_kept_for_the_backward_pass(tmp_path: Path, model: str, autocast: bool) -> None:
+    resident = lpconv.load(ours(tmp_path, OURS["mx"], model), dtype=torch.float32, resident=True)
+    weights = {tuple(p.shape) for p in coded(resident)}
+    kept: set[tuple[int, ...]] = set()
+
+    def keep(x: Tensor) -> Tensor:
+        if not isinstance(x, CodedTensor):
+            kept.add(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = gradients(resident, autocast)
+    assert found
+    assert kept
+    assert not kept & (weights | {shape[::-1] for shape in weights})
+
+
+def test_autocast_multiplies_codes_in_bf16(tmp_path: Path) -> None:
+    path = ours(tmp_path, OURS["mx"])
+    got = gradients(lpconv.load(path, dtype=torch.float32, resident=True), autocast=True)
+    wanted = gradients(lpconv.load(path, dtype=torch.float32), autocast=True)
+    exact = gradients(lpconv.load(path, dtype=torch.float32), autocast=False)
+    for name, x in got.items():
+        scale = float(exact[name].norm())
+        assert 1e-5 * scale < float((x - exact[name]).norm()) < 0.05 * scale
+        assert float((x - wanted[name]).norm()) < 0.05 * scale
