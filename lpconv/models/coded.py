@@ -9,8 +9,8 @@ decoding itself is done by the forms.
 sum them in another order for a matrix of another size: outputs of a linear layer in fp32 differ from those of the
 decoded weight by less than 2K·2⁻²⁴·Σ|x||w| over the K inputs, and are mostly equal.
 
-*Gradients.* Codes that do not require a gradient pass one on to their inputs: a linear layer decodes its blocks again in
-the backward pass, so no decoded weight is alive between both passes. Block sums are added in fp32.
+*Gradients.* Codes that require no gradient pass one on to their inputs: a linear layer decodes its blocks again in the
+backward pass, so no decoded weight is alive between both passes. Block sums are added in fp32.
 
 *Limits.* Codes have no gradient and cannot be written to. A backward pass that needs one raises UnsupportedError, and
 so does every in-place op.
@@ -223,7 +223,7 @@ class _Linear(torch.autograd.Function):
         return out.view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # untyped in torch
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         weight, grad = ctx.weight, grads[0].reshape(-1, len(ctx.weight))
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
