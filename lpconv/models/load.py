@@ -47,7 +47,7 @@ def load(
     (`models/coded.py`); the model runs, generates, and saves the same bytes again, but does not train. Everything else
     is opened as usual: vectors, plain checkpoints, Collage's pairs.
     """
-    open_model = load_with_missing if not resident else _load_resident
+    open_model = load_with_missing if not resident else load_resident
     with torch.inference_mode(False):  # transformers' threads never use that mode, and both kinds of tensors do not mix
         model, missing = open_model(path, dtype=dtype, model_class=model_class, **kwargs)
     if missing and model_class is None and not allow_missing:
@@ -77,7 +77,7 @@ def load_with_missing(
         return _build_model(checkpoint, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
-def _load_resident(
+def load_resident(
     path: Openable, *, dtype: torch.dtype | None, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """`load_with_missing` without decoding codes."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.machine import out_of_memory
-from lpconv.models.load import load_with_missing
+from lpconv.models.load import load_resident, load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
@@ -31,12 +31,14 @@ _WHAT_OPENS = "check that config.json belongs to the weights and that the instal
 class Opened:
     """A model in evaluation mode. `missing` names parameters that the checkpoint lacks, which are random.
 
-    `read_whole` names matrices that this rank read whole instead of only its rows.
+    `read_whole` names matrices that this rank read whole instead of only its rows, and `frozen` weights that adapters
+    leave as they are.
     """
 
     model: Any
     missing: tuple[str, ...] = ()
     read_whole: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     @property
     def task(self) -> Task:
@@ -92,11 +94,18 @@ def open_to_trace(checkpoint: Openable) -> Opened:
 
 
 def open_to_train(
-    task: Task, checkpoint: Openable, *, seed: int, num_labels: int | None = None, mesh: DeviceMesh | None = None
+    task: Task,
+    checkpoint: Openable,
+    *,
+    seed: int,
+    num_labels: int | None = None,
+    mesh: DeviceMesh | None = None,
+    resident: bool = False,
 ) -> Opened:
     """The model in fp32 with the task's head; weights that the checkpoint lacks are drawn from `seed`.
 
-    So a run and its twin start from the same weights. Codes, including third-party ones, are decoded. With a mesh every
+    So a run and its twin start from the same weights. Codes, including third-party ones, are decoded, or with
+    `resident` stay codes, which have no gradient. With a mesh every
     rank opens its rows, and the model can run once it is sharded. Raises UnsupportedError for models that the task has
     no class for, and for layouts that lpconv does not read.
     """
@@ -115,7 +124,8 @@ def open_to_train(
         if mesh is not None:
             model, missing, read_whole = load_rows(opened, mesh, model_class=model_class, **options)
             return Opened(model=_without_cache(model), missing=missing, read_whole=read_whole)
-        model, missing = load_with_missing(opened, dtype=torch.float32, model_class=model_class, **options)
+        open_model = load_resident if resident else load_with_missing
+        model, missing = open_model(opened, dtype=torch.float32, model_class=model_class, **options)
     if isinstance(getattr(model, "hf_quantizer", None), LpconvQuantizer):
         model.dequantize()  # weights are already decoded: this only releases the codes' scales
     return Opened(model=_without_cache(model), missing=missing)

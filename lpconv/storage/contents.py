@@ -17,7 +17,7 @@ _INDEX_SUFFIX = ".index.json"
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # transformers builds them one by one
 # If one of these is null, transformers builds the class's default number of layers, with random weights.
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 # Weight files of any framework, and leftovers of training: never copied as side files.
 _WEIGHT_FILE = re.compile(
     r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
@@ -36,7 +36,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise missing_directory(directory, hint="pass a checkpoint directory or a hub id")
     path = directory / "config.json"
     if not path.exists():
-        raise _no_checkpoint_error(directory)
+        raise no_checkpoint_error(directory)
     check_inside(directory, path.name)
     config = _with_quantization(read_json(path), directory)
     check_config(config, path)
@@ -89,10 +89,10 @@ def check_config(config: dict[str, Any], path: Path) -> None:
             raise InputError(f"`{path}`: {key} is more than {_MOST_LAYERS}", hint="download the file again")
 
 
-def _no_checkpoint_error(directory: Path) -> InputError:
+def no_checkpoint_error(directory: Path) -> InputError:
     """Error for a directory without config.json; says what it holds instead, if that is known."""
-    if (directory / _ADAPTER).is_file():
-        base = read_json(directory / _ADAPTER).get("base_model_name_or_path")
+    if (directory / ADAPTER).is_file():
+        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
         return InputError(
             f"`{directory}` contains a PEFT adapter for `{base}`, not a model",
             hint="first merge the two with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",

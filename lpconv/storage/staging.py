@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import missing_directory
-from lpconv.storage.contents import read_json
+from lpconv.storage.contents import ADAPTER, no_checkpoint_error, read_json
 from lpconv.storage.gguf import find_gguf
 from lpconv.storage.holding import is_locked, locked_error, try_lock
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
@@ -213,6 +213,8 @@ def check_is_output(directory: Path) -> None:
         return
     if not os.path.exists(directory):
         raise missing_directory(directory, hint="pass an output of `lpconv convert`")
+    if (directory / ADAPTER).is_file():
+        raise no_checkpoint_error(directory)
     if (directory / SUMS).exists() or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
+from lpconv.report.numbers import name_list
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
+from lpconv.train.lora import add_adapters, layers_without_adapter
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
@@ -33,7 +35,7 @@ class TrainingJob:
     """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
-    `recovery` is set for --recover.
+    `recovery` is set for --recover. `base_of_twin` is what a twin of adapters starts from.
     """
 
     checkpoint: Checkpoint
@@ -47,6 +49,11 @@ class TrainingJob:
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
+    base_of_twin: Checkpoint | None = None
+
+    def for_role(self, role: str) -> "TrainingJob":
+        """The job with the checkpoint that runs of a role start from."""
+        return self if role == "run" or self.base_of_twin is None else replace(self, checkpoint=self.base_of_twin)
 
     @property
     def loss(self) -> str:
@@ -156,13 +163,21 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
 def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
     """Raise ResourceError, from headers alone, if weights, gradients and optimizer state do not fit in memory."""
     sizes = [*map(math.prod, stored_shapes(checkpoint).values())]
+    if options.arithmetic.lora:
+        stored = sum(x.num_bytes for x in checkpoint.tensors.values())
+        check_room({"weights": 4 * sum(sizes) if options.twin_arithmetic else stored}, options.max_memory)
+        return
     needed = parameter_bytes(sum(sizes), max(sizes), options.arithmetic, num_ranks=num_ranks(options))
     check_room(needed, options.max_memory)
 
 
 def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) -> None:
-    """Raise UnsupportedError if a native model would need a head that `lpconv init` did not draw."""
+    """Raise UnsupportedError for tasks of adapters, and native models, that would need a new head."""
     drawn = (checkpoint.config.get("architectures") or [""])[0]
+    if options.arithmetic.lora and task.name not in ("clm", "mlm"):
+        raise UnsupportedError(
+            f"--lora trains language models, not task {task.name}", hint="pass --task clm or mlm, or leave --lora out"
+        )
     if options.arithmetic.is_native and task_of(drawn) is not task:
         raise UnsupportedError(
             f"`{drawn}` has no head for task {task.name}, and method native cannot add one",
@@ -178,11 +193,22 @@ def num_ranks(options: FinetuneOptions) -> int:
 def open_start(job: TrainingJob, seed: int) -> Opened:
     """The starting model of a run in fp32; for a sharded run, this rank's rows."""
     shared = mesh() if job.options.is_sharded else None
-    opened = open_to_train(job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared)
+    rank = job.options.arithmetic.lora
+    opened = open_to_train(
+        job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared, resident=rank > 0
+    )
     if opened.model.config.pad_token_id is None:
         opened.model.config.pad_token_id = job.pad_id
     if job.recovery is not None:
         job.recovery.distillation.attach(opened.model)
+    if rank:
+        if opened.missing:
+            raise UnsupportedError(
+                f"the model lacks weights, which adapters do not train: {name_list(opened.missing)}",
+                hint="choose another --task, or leave --lora out",
+            )
+        add_adapters(opened.model, rank, seed)
+        opened = replace(opened, frozen=layers_without_adapter(opened.model))
     return opened
 
 

@@ -28,6 +28,7 @@ from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
+from lpconv.train.lora import bytes_by_part
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare
@@ -117,7 +118,9 @@ def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
 def _trainer(
     job: TrainingJob, work: TrainingRun, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
 ) -> LowPrecisionTrainer:
-    is_measurable = not (job.options.compile or job.options.is_sharded or job.recovery)  # MemTracker needs gradients
+    options = job.options
+    # MemTracker needs gradients, and tensors with storage.
+    is_measurable = not (options.compile or options.is_sharded or job.recovery or options.arithmetic.lora)
     trainer = LowPrecisionTrainer(
         prepared,
         seed=work.seed,
@@ -223,7 +226,10 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
     """
     parameters = sum(p.numel() for p in model.parameters())
     largest = max(p.numel() for p in model.parameters())
-    needed = parameter_bytes(parameters, largest, work.arithmetic, num_ranks=num_ranks(job.options))
+    if work.arithmetic.lora:
+        needed = bytes_by_part(model)
+    else:
+        needed = parameter_bytes(parameters, largest, work.arithmetic, num_ranks=num_ranks(job.options))
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
     check_room(needed, job.options.max_memory)

@@ -74,6 +74,15 @@ class ArithmeticOptions:
             panel=None,
         ),
     ] = False
+    lora: Annotated[
+        int | None,
+        Ge(1),
+        _how(
+            "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
+            default="none",
+            panel=None,
+        ),
+    ] = None
     precision: Annotated[
         str | None,
         _how("Number format of matrix products", default="the recipe's", choices=PRECISIONS),
@@ -143,7 +152,10 @@ class FinetuneOptions:
         bool, _how("Set the static scales of method unit from the first batches", default="by theory")
     ] = False
     source: Annotated[
-        str | None, _data("Source of the model, for --recover", default="the recorded source", metavar="MODEL")
+        str | None,
+        _data(
+            "Source of the model, for --recover and the twin of --lora", default="the recorded source", metavar="MODEL"
+        ),
     ] = None
     task: Annotated[str, _data("Training task", choices=TASKS)] = "auto"
     data: Annotated[
@@ -173,7 +185,7 @@ class FinetuneOptions:
         Gt(0),
         _train(
             "Peak learning rate",
-            default="5e-5; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
+            default="5e-5; 2e-4 for --lora; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
             example="5e-5",
         ),
     ] = None
@@ -283,12 +295,14 @@ class FinetuneOptions:
     def twin_arithmetic(self) -> Arithmetic | None:
         """The arithmetic of the twin: native for a native run, because rates have other effects elsewhere.
 
-        A recovery has no twin: it is compared with the source.
+        A recovery has no twin: it is compared with the source. The twin of adapters are the same adapters.
         """
         if self.twin == "none" or self.arithmetic.on_codes:
             return None
         if self.arithmetic.is_native:
             return dataclasses.replace(RECIPES["native"].arithmetic, precision=self.twin)
+        if self.arithmetic.lora:
+            return dataclasses.replace(self.arithmetic, precision=self.twin)
         return RECIPES["fp32" if self.twin == "fp32" else "amp-bf16"].arithmetic
 
     @property
@@ -298,8 +312,8 @@ class FinetuneOptions:
         return (method, format) if self.save == "converted" or method == "plain" else ("plain", "fp32")
 
     def every(self, what: str) -> int:
-        """The interval of "eval" or "track" in steps; 0 is never. Sharded tensors cannot be tracked."""
-        if what == "track" and self.is_sharded:
+        """The interval of "eval" or "track" in steps; 0 is never. Sharded tensors and codes cannot be tracked."""
+        if what == "track" and (self.is_sharded or self.arithmetic.lora):
             return 0
         asked: int | None = getattr(self, f"{what}_every")
         part, least = _INTERVALS[what]
@@ -334,27 +348,31 @@ def check_options(options: FinetuneOptions) -> None:
             f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products",
             hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
-    _check_recovery(options)
+    _check_parts(options)
     if options.eval_data is not None and options.data is None:
         raise UsageError("--eval-data needs --data", hint="pass both, or neither to use the sample text")
     if options.data is not None and Path(options.data).is_dir():
         raise UsageError(f"`{options.data}` is a directory", hint="pass one file to --data")
 
 
-def _check_recovery(options: FinetuneOptions) -> None:
-    """Raise UsageError for options that do not fit together with or without --recover."""
-    if not options.arithmetic.on_codes:
+def _check_parts(options: FinetuneOptions) -> None:
+    """Raise UsageError for options that do not fit together with or without --recover and --lora."""
+    flag = "--recover" if options.arithmetic.on_codes else "--lora"
+    if not (options.arithmetic.on_codes or options.arithmetic.lora):
         if options.source is not None:
-            raise UsageError("--source only applies to --recover", hint="add --recover, or leave --source out")
+            raise UsageError(
+                "--source only applies to --recover and --lora", hint="add one of them, or leave --source out"
+            )
         return
     if options.task not in ("auto", "clm", "mlm"):
-        raise UsageError(f"--recover does not support task {options.task}", hint="it recovers language models")
+        raise UsageError(f"{flag} does not support task {options.task}", hint="it trains language models")
     defaults = {f.name: f.default for f in dataclasses.fields(FinetuneOptions)}
-    given = {n for n in ("twin", "weight_decay", "lca", "compile", "parallel") if getattr(options, n) != defaults[n]}
+    others = ("twin", "weight_decay") if options.arithmetic.on_codes else ("save", "track_every")
+    given = {n for n in ("lca", "compile", "parallel", *others) if getattr(options, n) != defaults[n]}
     wrong = next(iter(sorted(given - ({"twin"} if options.twin == "none" else set()))), None)
     if wrong is not None:
-        flag = "--" + wrong.replace("_", "-")
-        raise UsageError(f"{flag} does not apply to --recover", hint=f"leave {flag} out")
+        name = "--" + wrong.replace("_", "-")
+        raise UsageError(f"{name} does not apply to {flag}", hint=f"leave {name} out")
 
 
 def check_start(options: FinetuneOptions, config: Mapping[str, Any]) -> None:

@@ -18,13 +18,17 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.results import Series
 from lpconv.shards import gather_whole
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import writing
 from lpconv.storage.staging import MARKER
+from lpconv.train.exact import as_published
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
 from lpconv.train.job import TrainingJob, TrainingRun
+from lpconv.train.lora import save_adapter
 from lpconv.train.one import Finished, figures_in_fp32
 from lpconv.train.processes import is_main_process, wait_for_all
 
+_LAST = ("config.json", ADAPTER)  # a model or adapter opens only with this file, which moves last
 # Side files of the source that describe its own training.
 _NOT_COPIED = {"metrics.json"}
 
@@ -48,6 +52,8 @@ def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: F
             _publish(folder, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
     del values, whole_values
     wait_for_all()
+    if job.options.arithmetic.lora:  # adapters are published as they were trained
+        return as_published(finished.record.evaluations)
     with quiet_transformers():
         return figures_in_fp32(
             replace(job, checkpoint=Checkpoint.open(folder)), work, finished.prepared.model.device, None
@@ -63,6 +69,9 @@ def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Te
         assert job.recovery is not None
         job.recovery.publish(published, values)
         _remove_reports(published)
+        return
+    if method == "adapter":
+        save_adapter(published, job.checkpoint, job.task.name, model, values)
         return
     is_bf16 = (method, format) == ("plain", "bf16")
     if job.examples.labels:
@@ -102,11 +111,11 @@ def _round_to_bf16(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def in_place(output: Path) -> Iterator[None]:
     """Move the files of `publish_model` into `output`; the block writes the reports.
 
-    SHA256SUMS of a converted form is written before the block, for `lpconv verify`, and config.json moves after it: a
+    SHA256SUMS of a converted form is written before the block, for `lpconv verify`, and the config moves after it: a
     failed run leaves no model that opens, and no reports. A second call continues after an interruption.
     """
     published = output / RUNS / PUBLISHED
-    config = published / "config.json"
+    config = next((published / name for name in _LAST if (published / name).exists()), published / _LAST[0])
     with writing(output):
         for path in sorted(p for p in published.rglob("*") if p.is_file() and p != config):
             place = output / path.relative_to(published)

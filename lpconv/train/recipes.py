@@ -63,7 +63,8 @@ class Arithmetic:
 
     `operand_scale` selects the scales at which scaled fp8 casts operands (see `lpconv.scaled.choices.operand_scales`),
     and `operand_rounding` the rounding of activations and gradients in fp8 without scales. `on_codes`: weights are
-    trained on the grid of their stored codes, for `finetune --recover`.
+    trained on the grid of their stored codes, for `finetune --recover`. `lora` is the rank of adapters, which are
+    trained in place of the weights, or 0.
     """
 
     precision: str = "bf16"
@@ -74,6 +75,7 @@ class Arithmetic:
     operand_scale: str = USUAL_OPERAND_SCALE
     operand_rounding: str = "nearest"
     on_codes: bool = False
+    lora: int = 0
 
     @property
     def variant(self) -> str | None:
@@ -99,6 +101,8 @@ class Arithmetic:
         """
         if self.on_codes:
             return _RECOVERY_PATH / max(steps, _LEAST_STEPS)
+        if self.lora:
+            return _LORA_RATE
         return 0.25 if self.is_native else 5e-5
 
     @property
@@ -111,6 +115,8 @@ class Arithmetic:
         """A short name of the combination, for titles."""
         if self.on_codes:
             return "recover" if self == RECOVERY else f"recover {self.precision}"
+        if self.lora:
+            return f"lora-{self.lora} {self.precision}"
         named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
         parts = (self.precision, self.method, self.optimizer, self.loss_scale)
         usual = dataclasses.replace(self, operand_scale=Arithmetic.operand_scale)
@@ -195,6 +201,7 @@ RECIPES: dict[str, Recipe] = {
 
 _RECOVERY_PATH = 1.5  # learning rate times steps, in units of the distance of neighbouring codes
 _LEAST_STEPS = 100  # in shorter runs, gradients keep their sign by chance
+_LORA_RATE = 2e-4  # of QLoRA (Dettmers et al. 2023, table 9), for models of up to 13 B parameters
 # Training that recovers what rounding to codes lost (docs/methods/recover.md).
 RECOVERY = Arithmetic(precision="bf16", on_codes=True)
 
@@ -202,6 +209,7 @@ RECOVERY = Arithmetic(precision="bf16", on_codes=True)
 def arithmetic(
     *,
     recover: bool = False,
+    lora: int | None = None,
     recipe: str | None = None,
     precision: str | None = None,
     method: str | None = None,
@@ -213,7 +221,7 @@ def arithmetic(
 ) -> Arithmetic:
     """The requested combination: a recipe, parts, or a recipe with parts replaced; by default unit-fp8.
 
-    `recover` allows no other part than a precision of bf16 or fp32.
+    `recover` and `lora` allow no other part than a precision of bf16 or fp32.
     Without a named loss scale, fp16 and unscaled fp8 use the dynamic one. Raises UsageError for unknown names and, with
     the reason, for invalid combinations.
     """
@@ -226,8 +234,11 @@ def arithmetic(
         "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
     }
     changes = {k: v for k, v in named.items() if v is not None}
-    if recover:
-        return _recovery(precision, {**named, "precision": None, "recipe": recipe, "rounding": rounding})
+    if recover or lora is not None:
+        others = {**named, "precision": None, "recipe": recipe, "rounding": rounding}
+        if recover:
+            return _in_one_precision("--recover", RECOVERY, precision, {**others, "lora": lora})
+        return _in_one_precision("--lora", Arithmetic(lora=lora or 0), precision, others)
     if recipe is None and changes.keys() <= {"operand_scale"} and rounding is None:
         recipe = "unit-fp8"
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
@@ -249,20 +260,23 @@ def arithmetic(
     return chosen
 
 
-def _recovery(precision: str | None, others: dict[str, Any]) -> Arithmetic:
+def _in_one_precision(option: str, usual: Arithmetic, precision: str | None, others: dict[str, Any]) -> Arithmetic:
+    """The arithmetic of an option that allows no other part than a precision. Raises UsageError if one is given."""
     given = next((name for name, value in others.items() if value is not None), None)
     if given is not None:
         flag = "--" + given.replace("_", "-")
-        raise UsageError(f"{flag} does not apply to --recover", hint=f"leave {flag} out")
+        raise UsageError(f"{flag} does not apply to {option}", hint=f"leave {flag} out")
     if precision not in (None, "bf16", "fp32"):
-        raise UsageError(f"--recover does not compute in {precision}", hint="pass --precision bf16 or fp32")
-    return dataclasses.replace(RECOVERY, precision=precision or RECOVERY.precision)
+        raise UsageError(f"{option} does not compute in {precision}", hint="pass --precision bf16 or fp32")
+    return dataclasses.replace(usual, precision=precision or usual.precision)
 
 
 def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
-    """The published form of a run's weights: a method of `lpconv convert`, "plain" or "recovered", and a format."""
+    """The published form of a run's weights and their format: a method of `lpconv convert`, or one of training."""
     if arithmetic.on_codes:
         return "recovered", "codes"
+    if arithmetic.lora:
+        return "adapter", "fp32"
     if arithmetic.optimizer.startswith("collage"):
         return "collage", "bf16"
     if arithmetic.is_scaled:

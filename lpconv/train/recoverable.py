@@ -1,16 +1,19 @@
-"""Checks of `finetune --recover` before torch is imported: the output has codes, and its source is here."""
+"""Checks of `finetune --recover` and `--lora` before torch is imported: the output has codes, its source is here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
+from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.reader import open_readable
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
 from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.staging import MARKER, is_trained
+from lpconv.storage.staging import MARKER, is_trained, read_marker
 from lpconv.storage.urls import is_url
 from lpconv.verify.reader import read_provenance
 
@@ -52,17 +55,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         raise UnsupportedError(
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
         )
-    recorded = from_json(SourceRecord, provenance["source"])
-    if source is None and is_url(recorded.name):
-        raise InputError(
-            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
-            hint="if you trust it, pass it to --source",
-        )
-    try:
-        found = open_readable(source or recorded.name, revision=None if source else recorded.revision)
-    except InputError as e:
-        hint = e.hint if source else "pass the source to --source"
-        raise InputError(f"the source of `{name}` is not here: {e.message}", hint=hint) from e
+    found = _open_source(name, source, provenance)
     options = replace(
         options,
         rounding=NEAREST,
@@ -75,3 +68,39 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         force=True,
     )
     return Recoverable(output=output, source=found, options=fill_options(options), names=tuple(r.name for r in narrow))
+
+
+def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:
+    """What the twin of adapters is trained on: the source of a conversion, or else the model itself.
+
+    Raises InputError if the source is not found or has other tensors.
+    """
+    provenance = read_marker(model.directory)
+    if source is None and ("source" not in provenance or is_trained(model.directory)):
+        return model
+    found = _open_source(model.origin.name, source, provenance)
+    ours, theirs = stored_shapes(model), stored_shapes(found)
+    wrong = next((n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)), None)
+    if wrong is not None:
+        raise InputError(
+            f"`{found.origin.name}` is not the source of `{model.origin.name}`: they differ in tensor `{wrong}`",
+            hint="pass another --source, or --twin none",
+        )
+    return found
+
+
+def _open_source(name: str, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
+    """The source of the output `name`, by default the recorded one. Raises InputError if it is not found."""
+    try:
+        if source is not None:
+            return open_readable(source)
+        recorded = from_json(SourceRecord, provenance["source"])
+        if is_url(recorded.name):
+            raise InputError(
+                f"{MARKER} names `{recorded.name}`, which is not read without your consent",
+                hint="if you trust it, pass it to --source",
+            )
+        return open_readable(recorded.name, revision=recorded.revision)
+    except InputError as e:
+        hint = e.hint if source else "pass the source to --source"
+        raise InputError(f"the source of `{name}` is not here: {e.message}", hint=hint) from e

@@ -14,7 +14,7 @@ from lpconv.train.data import check_data, is_text
 from lpconv.train.folder import asked_for, check_folder
 from lpconv.train.options import FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import parse_gates
-from lpconv.train.recoverable import check_recoverable
+from lpconv.train.recoverable import base_of_twin, check_recoverable
 
 
 def finetune(
@@ -41,20 +41,23 @@ def finetune(
     checkpoint = open_readable(model, revision=options.revision)
     check_start(options, checkpoint.config)
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
+    has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None
+    twin = base_of_twin(checkpoint, options.source) if has_adapters else None
     seq_len = usual_seq_len(checkpoint.config, options.seq_len)
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
             check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
     from lpconv.train.study import study  # imports torch and transformers (seconds)
 
-    return study(checkpoint, output, options, gates, progress=progress, command=command, start=start)
+    return study(checkpoint, output, options, gates, progress=progress, command=command, start=start, twin=twin)
 
 
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     """Memory of a step of `model` on each rank, for every possible recipe; raises as `memory_plan` does."""
     check_options(options)
-    if options.arithmetic.on_codes:
-        raise UsageError("--dry-run does not support --recover, which runs in one process", hint="leave --dry-run out")
+    if options.arithmetic.on_codes or options.arithmetic.lora:
+        flag = "--recover" if options.arithmetic.on_codes else "--lora"
+        raise UsageError(f"--dry-run does not support {flag}, which runs in one process", hint="leave --dry-run out")
     from lpconv.train.memory_plan import memory_plan  # imports torch and transformers (seconds)
 
     return memory_plan(model, options)

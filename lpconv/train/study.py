@@ -57,17 +57,18 @@ def study(
     progress: Progress,
     command: str | None,
     start: Recoverable | None = None,
+    twin: Checkpoint | None = None,
 ) -> FinetuneResult:
     """Fine-tune the model of a checkpoint and its twin, and fill the folder `output`; raises as `finetune` does.
 
-    `start` is set for --recover.
+    `start` is set for --recover. `twin` is what the twin starts from, if that is not `checkpoint`.
     """
     started = time.perf_counter()
     check_run(options)
     clock = Clock()
     checkpoint.check_promised()
     with clock.spending("reading data"):
-        job = training_job(checkpoint, options)
+        job = dataclasses.replace(training_job(checkpoint, options), base_of_twin=twin)
     if start is not None:
         with clock.spending("opening the source"):
             job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))
@@ -85,7 +86,7 @@ def study(
             name=checkpoint.origin.name,
             output=str(output),
             recipe=options.arithmetic.name,
-            twin=options.twin_arithmetic.name if options.twin_arithmetic else None,
+            twin=_twin_name(job),
             source=None if start is None else start.source.origin.name,
             task=job.task.name,
             facts=_facts(job) | critical_facts(job.options.critical, chosen),
@@ -129,7 +130,7 @@ def _train_all(
         for work in _runs_of_seed(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
-                finished = train_one(job, work, progress)
+                finished = train_one(job.for_role(work.role), work, progress)
                 record, notes = finished.record, _notes(finished.opened)
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
@@ -178,6 +179,14 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
     return works
 
 
+def _twin_name(job: TrainingJob) -> str | None:
+    """The arithmetic of the twin, and its model if that is not the run's."""
+    arithmetic, base = job.options.twin_arithmetic, job.base_of_twin
+    if arithmetic is None or base in (None, job.checkpoint):
+        return arithmetic.name if arithmetic else None
+    return f"{arithmetic.name} on {base.origin.name}"
+
+
 def _facts(job: TrainingJob) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
@@ -193,6 +202,11 @@ def _facts(job: TrainingJob) -> dict[str, str]:
             "%", " %"
         ),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
+        **(
+            {"Adapters": f"LoRA of rank {o.arithmetic.lora} on all linear layers but the head"}
+            if o.arithmetic.lora
+            else {}
+        ),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
 
@@ -202,6 +216,7 @@ def _notes(opened: Opened) -> tuple[str, ...]:
     notes = {
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
+        "frozen without an adapter": opened.frozen,
     }
     return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
 

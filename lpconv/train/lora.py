@@ -1,0 +1,124 @@
+"""LoRA: a low-rank adapter next to every linear layer, whose weight stays as stored (Hu et al. 2021, arXiv 2106.09685).
+
+    y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ    A [r, inputs] drawn, B [outputs, r] zero at the start, α = 2r
+
+Only A and B have gradients. W may be codes in memory (`models/coded.py`), as in QLoRA (Dettmers et al. 2023, arXiv
+2305.14314). Names, shapes, start and order of operations are those of PEFT, which opens the files.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lpconv.layers import LinearLayer, head, linears
+from lpconv.models.coded import CodedTensor
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.contents import ADAPTER
+from lpconv.storage.partfile import write_small
+
+_ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_TASK_TYPES = {"clm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # PEFT has none for masked models
+
+
+def add_adapters(model: Any, rank: int, seed: int) -> None:
+    """Give every linear layer but the head an adapter, drawn from `seed`, and freeze everything else.
+
+    The state of the model is then that of its adapters.
+    """
+    model.requires_grad_(False)
+    torch.manual_seed(seed)
+    for layer in linears(model):
+        if _is_adapted(layer, model):
+            _add_adapter(layer, rank)
+    model._register_state_dict_hook(_keep_adapters)
+    model.register_load_state_dict_post_hook(_allow_others)
+
+
+def _is_adapted(layer: LinearLayer, model: nn.Module) -> bool:
+    return layer.is_replaceable and layer.module is not head(model)
+
+
+def _add_adapter(layer: LinearLayer, rank: int) -> None:
+    options: dict[str, Any] = {"bias": False, "device": layer.module.weight.device}
+    layer.module.lora_A = nn.Linear(layer.in_features, rank, **options)  # torch draws as PEFT does: kaiming-uniform
+    layer.module.lora_B = nn.Linear(rank, layer.out_features, **options)
+    nn.init.zeros_(layer.module.lora_B.weight)
+    layer.module.register_forward_hook(_add_product)
+
+
+def _add_product(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    product: Tensor = module.lora_B(module.lora_A(args[0]))
+    return output + product * _ALPHA
+
+
+def _keep_adapters(module: Any, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    for name in [n for n in state if not n.endswith((_A, _B))]:
+        del state[name]
+
+
+def _allow_others(module: Any, keys: Any) -> None:
+    """Let a state without the frozen weights be loaded."""
+    keys.missing_keys[:] = [n for n in keys.missing_keys if n.endswith((_A, _B))]
+
+
+def layers_without_adapter(model: nn.Module) -> tuple[str, ...]:
+    """Weights of linear layers, other than the head's, that stay frozen without an adapter."""
+    others = (x for x in linears(model) if not x.is_replaceable and x.module is not head(model))
+    return tuple(f"{x.name}.{x.parameter}" for x in others)
+
+
+def bytes_by_part(model: nn.Module) -> dict[str, int]:
+    """Bytes of the frozen weights as they are in memory, and of adapters with gradients and AdamW's state."""
+    kept: dict[int, int] = {}
+    for p in model.parameters():
+        pieces = p.pieces if isinstance(p, CodedTensor) else ()
+        for x in [part for piece in pieces for part in piece.parts.values()] or [p]:
+            kept[x.data_ptr()] = x.nbytes if not p.requires_grad else 0
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return {"weights": sum(kept.values()), "adapters, gradients and optimizer": 4 * trained}
+
+
+def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write trained adapters, by parameter name, in the format of PEFT."""
+    folder.mkdir(parents=True)
+    tensors = {f"base_model.model.{name}": x.contiguous() for name, x in values.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    adapted = [x for x in linears(model) if hasattr(x.module, "lora_A")]
+    rank = len(next(x for name, x in values.items() if name.endswith(_A)))
+    config: dict[str, Any] = {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": base.origin.hub_id or base.origin.name,
+        "bias": "none",
+        "fan_in_fan_out": all(x.kind == "Conv1D" for x in adapted),
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _ALPHA * rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {},
+        "revision": base.origin.revision,
+        "target_modules": _targets([x.name for x in adapted], model),
+        "task_type": _TASK_TYPES.get(task),
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    write_small(folder / ADAPTER, json.dumps(config, indent=2) + "\n")
+
+
+def _targets(adapted: list[str], model: nn.Module) -> list[str]:
+    """The last parts of the adapted modules' names, or whole names if such a part also ends another module's name."""
+    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adapted}
+    short = {name.rpartition(".")[2] for name in adapted}
+    return sorted(short if not short & others else adapted)
