@@ -96,7 +96,8 @@ def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bo
     if error is None or not json:  # otherwise the error's details hold the result
         print_result(result, finetune_document, json=json)
     if not json:
-        print(f"\nReport with plots: {target / 'report.html'}. Open the model with from_pretrained({str(target)!r}).")
+        opening = "PeftModel.from_pretrained(model, " if options.arithmetic.lora else "from_pretrained("
+        print(f"\nReport with plots: {target / 'report.html'}. Open the model with {opening}{str(target)!r}).")
     if error is not None:
         error.details["result"] = to_json(result)
         raise error

@@ -182,9 +182,10 @@ def _fidelity(result: ConvertResult) -> str:
 def finetune_card(result: FinetuneResult) -> Document:
     """The card of a fine-tuned model: how to open it, what precision cost, how it was trained."""
     result = _without_folders(result)
-    header: dict[str, object] = {"library_name": "transformers", **result.card}
+    is_adapter = result.saved_as.startswith("adapter")
+    header: dict[str, object] = {"library_name": "peft" if is_adapter else "transformers", **result.card}
     if "base_model" in result.card:
-        header["base_model_relation"] = "finetune"
+        header["base_model_relation"] = "adapter" if is_adapter else "finetune"
     header["tags"] = ["lpconv", "fine-tuned", *result.recipe.split(), "low-precision"]
     return Document(
         kind="card",
@@ -210,6 +211,11 @@ def _without_folders(result: FinetuneResult) -> FinetuneResult:
 
 
 def _open_tuned(result: FinetuneResult) -> Section | None:
+    if result.saved_as.startswith("adapter"):
+        auto = _AUTO_BY_TASK[result.task]
+        opening = f'PeftModel.from_pretrained({auto}.from_pretrained("{result.name}"), "PATH")'
+        lines = ("from peft import PeftModel", f"from transformers import {auto}", "", f"model = {opening}")
+        return section("How to open it", Code(language="python", lines=lines))
     is_plain, is_pair = result.saved_as.startswith("plain"), result.saved_as.startswith("collage")
     blocks: list[Block] = [_loading_code(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
     if is_pair:

@@ -23,7 +23,7 @@ from lpconv.storage.partfile import write_small
 
 _ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_TASK_TYPES = {"clm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}  # PEFT has none for masked models
+_TASK_TYPES = {"clm": "CAUSAL_LM"}  # PEFT names the class of others
 
 
 def add_adapters(model: Any, rank: int, seed: int) -> None:
@@ -93,7 +93,7 @@ def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, va
     rank = len(next(x for name, x in values.items() if name.endswith(_A)))
     config: dict[str, Any] = {
         "alpha_pattern": {},
-        "auto_mapping": None,
+        "auto_mapping": None if task in _TASK_TYPES else _class_of(model),
         "base_model_name_or_path": base.origin.hub_id or base.origin.name,
         "bias": "none",
         "fan_in_fan_out": all(x.kind == "Conv1D" for x in adapted),
@@ -109,7 +109,7 @@ def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, va
         "r": rank,
         "rank_pattern": {},
         "revision": base.origin.revision,
-        "target_modules": _targets([x.name for x in adapted], model),
+        "target_modules": sorted(x.name for x in adapted),
         "task_type": _TASK_TYPES.get(task),
         "use_dora": False,
         "use_rslora": False,
@@ -117,8 +117,5 @@ def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, va
     write_small(folder / ADAPTER, json.dumps(config, indent=2) + "\n")
 
 
-def _targets(adapted: list[str], model: nn.Module) -> list[str]:
-    """The last parts of the adapted modules' names, or whole names if such a part also ends another module's name."""
-    others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in adapted}
-    short = {name.rpartition(".")[2] for name in adapted}
-    return sorted(short if not short & others else adapted)
+def _class_of(model: nn.Module) -> dict[str, str]:
+    return {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
