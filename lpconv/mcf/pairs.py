@@ -19,6 +19,8 @@ from torch import Tensor
 
 Rounding: TypeAlias = Callable[[Tensor], Tensor]  # fp32 -> bf16
 
+INT8_STEPS = 127 * 2**8  # of an int8 code, in one hi
+
 
 def nearest_by_bits(x: Tensor) -> Tensor:
     """Round fp32 `x` to the nearest bf16 number, ties to even. Overflow gives Inf; NaN stays NaN."""
@@ -52,6 +54,35 @@ def split(x: Tensor, nearest: Rounding = nearest_by_bits) -> tuple[Tensor, Tenso
 def join(hi: Tensor, lo: Tensor) -> Tensor:
     """Return hi + lo in fp32: exact for every pair from `split`."""
     return hi.float() + lo.float()
+
+
+def split_int8(x: Tensor, nearest: Rounding = nearest_by_bits) -> tuple[Tensor, Tensor]:
+    """Split fp32 `x` into bf16 hi and an int8 code of the rest, in steps of hi / 32512 (after arXiv 2602.23349).
+
+    The rest is at most half an ulp, 2^-8 |hi| = 127 steps. So |x - join_int8| <= 1.02 · 2^-16 |x| for normal numbers; a
+    hi of 0 has the code 0. FlashOptim's steps are fractions of the ulp, up to half as long, and need its exponent.
+    """
+    hi = nearest(x)
+    wide = hi.float()
+    code = (x - wide) * INT8_STEPS / torch.where(wide == 0, 1.0, wide)
+    return hi, code.round().clamp(-127, 127).to(torch.int8)
+
+
+def join_int8(hi: Tensor, code: Tensor) -> Tensor:
+    """Return hi · (1 + code / 32512) in fp32."""
+    wide = hi.float()
+    return wide + wide * code.float() * (1 / INT8_STEPS)
+
+
+def nearest_with_offset(x: Tensor, offset: Tensor, nearest: Rounding = nearest_by_bits) -> Tensor:
+    """Round fp32 `x` + `offset` ulps to bf16; `offset` is one number of [-1/2, 1/2) for all elements.
+
+    Offsets spread evenly over that interval make the mean over steps right. The ulp comes from rounding a number that
+    is 0.7 to 1.4 ulps further, without bit patterns (see `nearest_by_cast`).
+    """
+    wide = nearest(x).float().clamp(max=2.0**127)  # Inf stays Inf: Inf - Inf would be NaN
+    ulp = nearest(wide * (1 + 2.0**-7.5)).float() - wide
+    return nearest(x + offset * ulp)
 
 
 def _cut(x: Tensor, rounded_bits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from lpconv.optim.state import (
     new_state,
     parts_of,
 )
-from lpconv.optim.storage import Parts, Storage
+from lpconv.optim.storage import WITH_OFFSET, Parts, Storage
 from lpconv.shards import local
 
 ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -34,6 +34,7 @@ ParamsLike: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[t
 # Elements. Copying a small weight and gradient costs less than a kernel call, and a batch fits the cache.
 _SMALL = 2**15
 _BATCH = 2**18
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,8 @@ class LowPrecisionOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict like torch.optim, but keep the dtype of every state tensor.
 
-        PyTorch casts floating-point state to the parameter's dtype, which would round fp32 masters and moments to bf16.
+        PyTorch casts state to the parameter's dtype, which would round fp32 masters and moments to bf16, and keeps
+        other tensors of the state dict as they are, which would then be stepped.
         Raises InputError, changing nothing, if the saved state does not fit the variant.
         """
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -143,8 +145,8 @@ class LowPrecisionOptimizer(Optimizer):
         self._shared.clear()
         for p, state in saved:
             for name, value in state.items():
-                if value.dtype != self.state[p][name].dtype:
-                    self.state[p][name] = value.detach().to(self.state[p][name].device, copy=True)
+                device = value.device if name == "step" else self.state[p][name].device
+                self.state[p][name] = value.detach().to(device, copy=True)
 
     def bytes_per_parameter(self) -> float:
         """Measured bytes of parameters, gradients and state tensors, per parameter on this rank."""
@@ -244,10 +246,15 @@ class LowPrecisionOptimizer(Optimizer):
         return self._coefficients_now[key]
 
     def _random(self, job: _Job, step: int) -> Tensor | None:
-        """Noise for stochastic rounding, determined by seed, parameter and step, so a resumed run draws the same."""
+        """Noise for stochastic rounding, determined by seed, parameter and step, so a resumed run draws the same.
+
+        For dithered storage one offset: multiples of the golden ratio, modulo 1, fill an interval most evenly.
+        """
+        shape, device = (job.gradient.numel(),), job.gradient.device
+        if any(s in WITH_OFFSET for s in self.storages(job.p)):
+            return torch.tensor(step * _GOLDEN % 1 - 0.5, dtype=torch.float32, device=device)
         if Storage.STOCHASTIC not in self.storages(job.p):
             return None
-        shape, device = (job.gradient.numel(),), job.gradient.device
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.settings.seed}/{job.name}/{step}".encode()))
         return torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
 

@@ -44,7 +44,8 @@ class LowPrecisionAdamW(LowPrecisionOptimizer):
     """AdamW for bf16 weights in the variants that Collage is compared with; `variant` defines what is stored.
 
     With a bf16 gradient, bytes per parameter are: "bf16" 8, "stochastic" 8, "kahan" 10, "fp32-moments" 12,
-    "fp32-master" 16. For Collage's own three variants see `CollageAdamW`.
+    "fp32-master" 16, and with fewer bytes than Collage: "light-int8" 9, "int8-moment" 8, "eco" 8. For Collage's own
+    three variants see `CollageAdamW`.
 
     `lr`, `betas`, `eps`, `weight_decay` (decoupled) and `maximize` are as in torch.optim.AdamW, including parameter
     groups, schedulers, closures and a tensor `lr`. The other options are `AdamWOptions`. In a group with `weight_scale`

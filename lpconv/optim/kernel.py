@@ -19,7 +19,7 @@ from lpconv.mcf.pairs import Rounding, nearest_by_bits, nearest_by_cast
 from lpconv.mcf.transforms import EXACT_OPTIONS
 from lpconv.optim.paper import build_paper_step, paper_coefficients
 from lpconv.optim.rules import RULES, Coefficients, UpdateRule
-from lpconv.optim.storage import Parts, Step, Storage, load, new_parts, store, stored_value
+from lpconv.optim.storage import WITH_OFFSET, Parts, Step, Storage, load, new_parts, store, stored_value
 
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
 _CHECKED = 4096
@@ -40,7 +40,8 @@ class Kernel:
         for start in range(0, len(gradient), _EAGER_BLOCK):
             block = slice(start, start + _EAGER_BLOCK)
             part_blocks = tuple(tuple(t[block] for t in tensors) for tensors in parts)
-            self.step(part_blocks, gradient[block], coefficients, None if random is None else random[block])
+            noise = random[block] if random is not None and random.dim() else random
+            self.step(part_blocks, gradient[block], coefficients, noise)
 
 
 def apply_rule(
@@ -57,6 +58,10 @@ def build_step(rule: UpdateRule, storages: Sequence[Storage], nearest: Rounding)
 
     def step(parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:
         values = apply_rule(rule, storages, parts, gradient, coefficients)
+        if rule.gain is not None and storages[0] is Storage.BF16:
+            x, m, *others = values
+            error = x - nearest(x).float()
+            values = x, m + rule.gain(values[1:], coefficients) * error, *others
         for storage, part, value in zip(storages, parts, values, strict=True):
             store(storage, part, value, nearest, random)
 
@@ -69,10 +74,14 @@ class StepKind:
 
     build: Callable[[Sequence[Storage], Rounding], Step]
     coefficients: Callable[[Mapping[str, Any], int], Coefficients]
+    gain: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], Tensor] | None = None
 
 
 STEPS: dict[str, StepKind] = {
-    **{r.name: StepKind(build=functools.partial(build_step, r), coefficients=r.coefficients) for r in RULES.values()},
+    **{
+        r.name: StepKind(build=functools.partial(build_step, r), coefficients=r.coefficients, gain=r.gain)
+        for r in RULES.values()
+    },
     "adamw-paper": StepKind(build=build_paper_step, coefficients=paper_coefficients),
 }
 
@@ -113,7 +122,8 @@ def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: t
     """Whether a compiled step gives eager's values to a few fp32 roundings, since their sqrt differs in the last bit.
 
     That difference may flip one rounding of a stored number. A lost low part changes a bf16 pair by up to 2^-8, an fp8
-    pair by up to 2^-4.
+    pair by up to 2^-4. If a rule adds the weight's rounding error to the first moment, a weight rounded the other way
+    moves that moment by an ulp of the weight times the gain, and no other element may differ.
     """
     eager = kind.build(storages, nearest_by_bits)
     parts, gradient, coefficients, random = _check_inputs(kind, storages, device)
@@ -121,11 +131,23 @@ def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: t
     for _ in range(2):  # low parts are read from the second step on
         step(parts, gradient, coefficients, random)
         eager(other, gradient, coefficients, random)
+    returned: list[Tensor | float] = [0.0] * len(parts)
+    if kind.gain is not None:
+        moments = tuple(stored_value(s, b) for s, b in zip(storages[1:], other[1:], strict=True))
+        returned[1] = kind.gain(moments, coefficients) * (parts[0][0].float() - other[0][0].float())
     return all(
-        torch.allclose(a[0].float(), b[0].float(), rtol=max(2 * torch.finfo(s.dtype).eps, 2.0**-14), atol=0.0)
-        and torch.allclose(stored_value(s, a), stored_value(s, b), rtol=max(4 * s.relative_error, 2.0**-14), atol=0.0)
-        for s, a, b in zip(storages, parts, other, strict=True)
+        _near(a[0].float(), b[0].float() + r, rtol=2 * _eps(s.dtype), atol=0.0 if s.dtype.is_floating_point else 1.0)
+        and (not s.dtype.is_floating_point or _near(stored_value(s, a), stored_value(s, b) + r, 4 * s.relative_error))
+        for s, a, b, r in zip(storages, parts, other, returned, strict=True)
     )
+
+
+def _near(a: Tensor, b: Tensor, rtol: float, atol: float = 0.0) -> bool:
+    return torch.allclose(a, b, rtol=max(rtol, 2.0**-14), atol=atol)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _check_inputs(
@@ -136,10 +158,11 @@ def _check_inputs(
     def uniform() -> Tensor:  # far from 0, so that relative differences are meaningful
         return (torch.rand(_CHECKED, generator=generator) + 0.5).to(device)
 
-    parts = tuple(new_parts(storage, uniform().to(storage.dtype)) for storage in storages)
+    parts = tuple(new_parts(s, (uniform() * (1 if s.dtype.is_floating_point else 64)).to(s.dtype)) for s in storages)
     random = torch.randint(0, 2**16, (_CHECKED,), dtype=torch.int32, generator=generator).to(device)
+    offset = torch.tensor(0.25, device=device) if any(s in WITH_OFFSET for s in storages) else None
     group: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
     group |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False}
     coefficients = torch.tensor(kind.coefficients(group, 3), dtype=torch.float32, device=device).unbind()
     dtype = torch.bfloat16 if storages[0].dtype == torch.float8_e4m3fn else storages[0].dtype
-    return parts, uniform().to(dtype), coefficients, random if Storage.STOCHASTIC in storages else None
+    return parts, uniform().to(dtype), coefficients, random if Storage.STOCHASTIC in storages else offset

@@ -17,6 +17,8 @@ from torch import Tensor
 
 Moments: TypeAlias = tuple[Tensor, ...]
 Coefficients: TypeAlias = tuple[float, ...]
+_TINY = 1e-30  # below the root of any positive fp32 number
+
 Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tuple[Tensor, Moments]]
 
 
@@ -25,7 +27,8 @@ class UpdateRule:
     """An update rule: `update(x, g, moments, coefficients)` with fp32 tensors of one shape and 0-dim fp32 coefficients.
 
     `coefficients(group, step)` computes these from a parameter group's options, with steps counted from 1.
-    `decays(group)` is the factor on each moment after a step with a gradient of 0.
+    `decays(group)` is the factor on each moment after a step with a gradient of 0. `gain(moments, coefficients)` is the
+    factor with which the rounding error of a bf16 weight is added to the first moment.
     """
 
     name: str
@@ -33,6 +36,7 @@ class UpdateRule:
     decays: Callable[[Mapping[str, Any]], tuple[float, ...]]
     coefficients: Callable[[Mapping[str, Any], int], Coefficients]
     update: Update
+    gain: Callable[[Moments, tuple[Tensor, ...]], Tensor] | None = None
 
 
 def _sign(group: Mapping[str, Any]) -> float:
@@ -72,6 +76,44 @@ def _adamw(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tup
     m = moments[0] * beta1 + g * one_minus_beta1
     v = moments[1] * beta2 + (moments[1] * beta2_lo + g * g * one_minus_beta2)
     return x - (decay * x + step_size * m / (torch.sqrt(v) * inv_sqrt_correction + eps)), (m, v)
+
+
+def largest_ratio(betas: tuple[float, float]) -> float:
+    """Bound on |m| / sqrt(v) of AdamW after any gradients: 7.27 for betas of 0.9 and 0.999; Inf if beta1² >= beta2.
+
+    m and v weight g and g² by (1 - beta) beta^i, so by Cauchy and Schwarz m² <= v · sum (1 - beta1)² beta1^2i / ((1 -
+    beta2) beta2^i).
+    """
+    beta1, beta2 = betas
+    if beta1**2 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
+def _ratio_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
+    return *_adamw_coefficients(group, step), largest_ratio(group["betas"])
+
+
+def _adamw_ratio(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
+    """AdamW with m as a part of its bound, so that it needs no scale: m = ratio · largest_ratio · sqrt(v)."""
+    ratio, v = moments
+    x, (m, v) = _adamw(x, g, (ratio * (torch.sqrt(v) * c[-1]), v), c[:-1])
+    return x, (m / (torch.sqrt(v) * c[-1] + _TINY), v)
+
+
+def _eco_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
+    adamw = _adamw_coefficients(group, step)
+    step_size, beta1 = adamw[2:4]
+    return *adamw, (1 - 1 / beta1) / step_size if beta1 and step_size else 0.0
+
+
+def _eco_gain(moments: Moments, c: tuple[Tensor, ...]) -> Tensor:
+    """(1 - 1 / beta1) / (the weight's own step size): ECO, arXiv 2601.22101.
+
+    Derived here: an error added with this factor makes the k-th later step return beta1^(k-1) (1 - beta1) of it, and
+    all steps together the whole, if the step size stays.
+    """
+    return (torch.sqrt(moments[1]) * c[8] + c[9]) * c[10]
 
 
 def _sgd_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
@@ -116,6 +158,21 @@ RULES: dict[str, UpdateRule] = {
             decays=lambda group: group["betas"],
             coefficients=_adamw_coefficients,
             update=_adamw,
+        ),
+        UpdateRule(
+            name="adamw-ratio",
+            moments=("exp_avg_ratio", "exp_avg_sq"),
+            decays=lambda group: group["betas"],
+            coefficients=_ratio_coefficients,
+            update=_adamw_ratio,
+        ),
+        UpdateRule(
+            name="adamw-eco",
+            moments=("exp_avg", "exp_avg_sq"),
+            decays=lambda group: group["betas"],
+            coefficients=_eco_coefficients,
+            update=lambda x, g, moments, c: _adamw(x, g, moments, c[:-1]),
+            gain=_eco_gain,
         ),
         UpdateRule(
             name="sgd",

@@ -11,7 +11,7 @@ import torch
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.lookup import find
-from lpconv.optim.rules import RULES, UpdateRule
+from lpconv.optim.rules import RULES, UpdateRule, largest_ratio
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 
 _ARITHMETICS = ("fused", "paper")
@@ -71,9 +71,10 @@ def make_settings(
         raise UnsupportedError(
             f"{fp8_residual} cannot be the residual of fp8 weights", hint="use torch.bfloat16 or torch.float8_e4m3fn"
         )
+    chosen = _with_state_dtype(find("variant", variant, VARIANTS), state_dtype)
     settings = UpdateSettings(
-        rule=RULES[rule],
-        variant=_with_state_dtype(find("variant", variant, VARIANTS), state_dtype),
+        rule=RULES[chosen.rule or rule],
+        variant=chosen,
         arithmetic=find("arithmetic", arithmetic, {a: a for a in _ARITHMETICS}),
         nonfinite_gradients=find("nonfinite_gradients", nonfinite_gradients, {n: n for n in _NONFINITE}),
         compiled=compiled,
@@ -118,6 +119,11 @@ def check_group(group: Mapping[str, Any], settings: UpdateSettings) -> None:
     betas = group.get("betas", ())
     if not all(0 <= beta < 1 for beta in betas):
         raise UsageError(f"betas = {betas} are out of range", hint="each beta must be at least 0 and below 1")
+    if settings.rule.name == "adamw-ratio" and not math.isfinite(largest_ratio(betas)):
+        raise UsageError(
+            f"betas = {betas} do not bound the first moment, so {settings.variant.name} has no scale for it",
+            hint="use beta1 below the square root of beta2, or variant='light-int8'",
+        )
     _warn_if_moment_cannot_decay(group, settings)
 
 

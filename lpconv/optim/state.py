@@ -25,6 +25,7 @@ _COMPANION_NAMES = {
     Storage.PAIR: "residual",
     Storage.FP8_BF16: "residual",
     Storage.FP8_FP8: "residual",
+    Storage.INT8: "residual",
     Storage.KAHAN: "compensation",
     Storage.MASTER: "master",
     Storage.FP8_MASTER: "master",

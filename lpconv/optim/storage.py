@@ -10,6 +10,9 @@ Optimizers here compute in fp32 and differ only in what they store between steps
     PAIR         bf16 + bf16              the nearest, and its rounding error: 16 bits or more (Collage)
     MASTER       bf16 + fp32              everything; the bf16 weight is a copy
     FP32         fp32                     everything
+    INT8         bf16 + int8              the nearest, and its rounding error in steps of |hi| / 32512: 16 bits
+    DITHERED     bf16                     the nearest to the number plus an offset, the step's part of an ulp
+    RATIO        int8                     a number within [-1, 1] as its square root, with the same offset
 
 and for weights on unit scale, whose first byte the matmul reads without a cast:
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
-from lpconv.mcf.pairs import Rounding, join, split, stochastic_by_bits
+from lpconv.mcf.pairs import Rounding, join, join_int8, nearest_with_offset, split, split_int8, stochastic_by_bits
 
 Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # tensors of the weight, then of each moment
 Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]  # gradient, coefficients, random
@@ -43,6 +46,9 @@ class Storage(Enum):
     PAIR = ("pair", torch.bfloat16, torch.bfloat16, 2.0**-17)
     MASTER = ("master", torch.bfloat16, torch.float32, 2.0**-24)
     FP32 = ("fp32", torch.float32, None, 2.0**-24)
+    INT8 = ("int8", torch.bfloat16, torch.int8, 1.02 * 2.0**-16)
+    DITHERED = ("dithered", torch.bfloat16, None, 2.0**-7)
+    RATIO = ("ratio", torch.int8, None, 2.0**-6)  # of 1: smaller numbers have smaller steps
     FP8 = ("fp8", torch.float8_e4m3fn, None, 2.0**-4)
     FP8_BF16 = ("fp8-bf16", torch.float8_e4m3fn, torch.bfloat16, 2.0**-13)
     FP8_FP8 = ("fp8-fp8", torch.float8_e4m3fn, torch.float8_e4m3fn, 2.0**-9)
@@ -60,17 +66,20 @@ class Storage(Enum):
 
 
 _MASTERS = (Storage.MASTER, Storage.FP8_MASTER)
+WITH_OFFSET = (Storage.DITHERED, Storage.RATIO)
+_RATIO_STEPS = 127
 _FP8_PAIRS = (Storage.FP8_BF16, Storage.FP8_FP8)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Storage of the weight and of both moments."""
+    """Storage of the weight and of both moments; `rule` replaces AdamW's rule by one made for what is stored."""
 
     name: str
     weight: Storage
     first: Storage
     second: Storage
+    rule: str | None = None
 
     @property
     def moments(self) -> tuple[Storage, Storage]:
@@ -83,7 +92,8 @@ class Variant:
 
 
 # light and plus are Collage's; full also stores the first moment as a pair, the only rounding left in plus. The others
-# are for comparison. Bytes per parameter with a bf16 gradient: 10 12 14, 8 8 10 12 16.
+# are for comparison, but for the last three: the fewest bytes that train like fp32. Bytes per parameter with a bf16
+# gradient: 10 12 14, 8 8 10 12 16, 9 8 8.
 VARIANTS: dict[str, Variant] = {
     v.name: v
     for v in (
@@ -95,6 +105,9 @@ VARIANTS: dict[str, Variant] = {
         Variant("kahan", Storage.KAHAN, Storage.BF16, Storage.BF16),
         Variant("fp32-moments", Storage.BF16, Storage.FP32, Storage.FP32),
         Variant("fp32-master", Storage.MASTER, Storage.FP32, Storage.FP32),
+        Variant("light-int8", Storage.INT8, Storage.BF16, Storage.DITHERED),
+        Variant("int8-moment", Storage.INT8, Storage.RATIO, Storage.DITHERED, rule="adamw-ratio"),
+        Variant("eco", Storage.BF16, Storage.BF16, Storage.DITHERED, rule="adamw-eco"),
     )
 }
 
@@ -114,6 +127,11 @@ def load(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
         return join(*parts)
     if storage in _FP8_PAIRS:
         return join_e4m3fn(*parts)
+    if storage is Storage.INT8:
+        return join_int8(*parts)
+    if storage is Storage.RATIO:
+        root = parts[0].float() / _RATIO_STEPS
+        return root * root.abs()
     if storage in _MASTERS:
         return parts[1]
     return parts[0].float()
@@ -127,7 +145,10 @@ def stored_value(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
 def store(
     storage: Storage, parts: tuple[Tensor, ...], value: Tensor, nearest: Rounding, random: Tensor | None = None
 ) -> None:
-    """Write the fp32 `value` into the parts. Only STOCHASTIC needs `random` (int32 below 2^16)."""
+    """Write the fp32 `value` into the parts.
+
+    STOCHASTIC needs `random`, int32 below 2^16 for each element; DITHERED and RATIO one number of [-1/2, 1/2) for all.
+    """
     if storage is Storage.STOCHASTIC:
         assert random is not None
         parts[0].copy_(stochastic_by_bits(value, random))
@@ -137,6 +158,17 @@ def store(
         hi, lo = split(value, nearest)
         parts[0].copy_(hi)
         parts[1].copy_(lo)
+    elif storage is Storage.INT8:
+        hi, lo = split_int8(value, nearest)
+        parts[0].copy_(hi)
+        parts[1].copy_(lo)
+    elif storage is Storage.DITHERED:
+        assert random is not None
+        parts[0].copy_(nearest_with_offset(value, random, nearest))
+    elif storage is Storage.RATIO:
+        assert random is not None
+        code = torch.copysign(value.abs().sqrt() * _RATIO_STEPS, value) + random
+        parts[0].copy_(code.round().clamp(-_RATIO_STEPS, _RATIO_STEPS).to(torch.int8))
     elif storage in _FP8_PAIRS:
         hi, lo = split_e4m3fn(value, parts[1].dtype)
         parts[0].copy_(hi)

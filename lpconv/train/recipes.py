@@ -50,6 +50,11 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
     "collage-light": OptimizerChoice(bytes_per_parameter=10, variant="light"),
     "collage-plus": OptimizerChoice(bytes_per_parameter=12, variant="plus"),
     "collage-full": OptimizerChoice(bytes_per_parameter=14, variant="full"),
+    # bf16 and 8 bits for the weights; also 8 bits for the first moment. The rest is bf16
+    "collage-int8": OptimizerChoice(bytes_per_parameter=9, variant="light-int8"),
+    "collage-int8-moment": OptimizerChoice(bytes_per_parameter=8, variant="int8-moment"),
+    # bf16 weights and moments, with the rounding error of the weights in the first moment
+    "eco": OptimizerChoice(bytes_per_parameter=8, variant="eco"),
     # bf16 weights and moments; with stochastic rounding of weights; with Kahan compensation
     "bf16": OptimizerChoice(bytes_per_parameter=8, variant="bf16"),
     "bf16-sr": OptimizerChoice(bytes_per_parameter=8, variant="stochastic"),

@@ -1,5 +1,6 @@
 """The fused step is the same compiled and eager, and a compiler that drops the low parts is caught."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from exact_compile import compile_keeps_roundings
 from torch import Tensor, nn
 
-from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
+from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast, nearest_with_offset
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES
-from lpconv.optim.storage import VARIANTS, Storage, new_parts, store, stored_value
+from lpconv.optim.storage import VARIANTS, WITH_OFFSET, Parts, Storage, new_parts, store, stored_value
 
 PLUS = (Storage.PAIR, Storage.BF16, Storage.PAIR)
 needs_exact_compile = pytest.mark.skipif(
@@ -133,11 +134,55 @@ def test_every_storage_gives_back_what_it_can_hold(storage: Storage) -> None:
     value = value + torch.sign(value) * 2**-5  # below, an e4m3fn residual may be subnormal
     parts = new_parts(storage, torch.zeros(4096, dtype=storage.dtype))
     random = torch.randint(0, 2**16, (4096,), dtype=torch.int32)
-    store(storage, parts, value, nearest_by_bits, random)
-    error = float(((stored_value(storage, parts) - value).abs() / value.abs()).max())
+    if storage is Storage.RATIO:
+        value = value / value.abs().max()
+    store(storage, parts, value, nearest_by_bits, torch.tensor(0.4) if storage in WITH_OFFSET else random)
+    size = 1.0 if storage is Storage.RATIO else value.abs()
+    error = float(((stored_value(storage, parts) - value).abs() / size).max())
     # Kahan rounds the update, which from zero weights is the value.
     bound = 2**-8 if storage is Storage.KAHAN else storage.relative_error
     assert error <= bound
+
+
+@pytest.mark.parametrize("storage", [Storage.DITHERED, Storage.RATIO], ids=lambda s: s.label)
+def test_the_mean_over_offsets_is_the_number(storage: Storage) -> None:
+    """One bf16 number is off by up to an ulp, one ratio by up to 2/127; next to a power of two ulps differ."""
+    value = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 0.46 + 0.52
+    mean = torch.zeros(4096, dtype=torch.float64)
+    for i in range(256):
+        parts = new_parts(storage, torch.zeros(4096, dtype=storage.dtype))
+        store(storage, parts, value, nearest_by_bits, torch.tensor((i + 0.5) / 256 - 0.5))
+        mean += stored_value(storage, parts).double() / 256
+    assert float((mean - value).abs().max()) < 2.0**-13
+    assert float((stored_value(storage, parts) - value).abs().max()) > 2.0**-10
+
+
+def test_an_offset_keeps_special_numbers() -> None:
+    special = torch.tensor([0.0, torch.inf, torch.nan, 3e38, 1e-40])
+    found = nearest_with_offset(special, torch.tensor(0.3))
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    assert float(found[0]) == 0
+    assert float(found[1]) == torch.inf
+
+
+@pytest.mark.parametrize("name", ["light-int8", "int8-moment", "eco"])
+@pytest.mark.parametrize("nearest", [nearest_by_bits, nearest_by_cast])
+def test_variants_of_few_bytes_pass_the_check_and_lose_it_with_their_error(
+    name: str, nearest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that rounds twice has a rounding error of 0, as a compiler makes it."""
+    variant = VARIANTS[name]
+    storages, kind = (variant.weight, *variant.moments), STEPS[variant.rule or "adamw"]
+    assert kernel._agrees(kind, storages, kind.build(storages, nearest), torch.device("cpu"))
+
+    def without_error(parts: Parts, gradient: Tensor, coefficients: Any, random: Tensor | None) -> None:
+        own = dict.fromkeys(("gain",), lambda moments, c: torch.zeros(()))
+        rule = dataclasses.replace(RULES[variant.rule or "adamw"], **(own if name == "eco" else {}))
+        build_step(rule, storages, nearest)(parts, gradient, coefficients, random)
+        if variant.weight is Storage.INT8:
+            parts[0][1].zero_()
+
+    assert not kernel._agrees(kind, storages, without_error, torch.device("cpu"))
 
 
 def test_kernel_runs_on_views() -> None:

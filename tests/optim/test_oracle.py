@@ -47,6 +47,14 @@ def test_pairs_for_all_three_leave_a_tenth_of_what_plus_leaves() -> None:
     assert run_beside_fp64(0.999, "full").displacement_error <= 1.5e-4
 
 
+@BETA2
+@pytest.mark.parametrize(("variant", "bound"), [("light-int8", 0.01), ("int8-moment", 0.015), ("eco", 0.03)])
+def test_fewer_bytes_than_light_follow_fp64_at_any_beta2(variant: str, bound: float, beta2: float) -> None:
+    outcome = run_beside_fp64(beta2, variant)
+    assert outcome.displacement_error <= bound
+    assert outcome.v_ratio == pytest.approx(1, abs=0.01)
+
+
 def test_rivals_with_fp32() -> None:
     assert run_beside_fp64(0.999, "fp32-master").displacement_error <= 3e-6
     assert run_beside_fp64(0.999, "fp32-moments").displacement_error >= 0.3, "the weight is what bf16 loses"

@@ -211,7 +211,7 @@ def test_fp32_state_for_bf16_weights() -> None:
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [("light", 10), ("plus", 12), ("full", 14), ("bf16", 8), ("stochastic", 8), ("kahan", 10), ("fp32-moments", 12),
-     ("fp32-master", 16)],
+     ("fp32-master", 16), ("light-int8", 9), ("int8-moment", 8), ("eco", 8)],
 )  # fmt: skip
 def test_bytes_per_parameter_by_formula_and_measured(variant: str, expected: int) -> None:
     p = nn.Parameter(weights().bfloat16())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lpconv.optim import LowPrecisionAdamW
 
 SHAPES = [(3,), (64, 5), (), (7, 2, 3), (128,)]
-VARIANTS = ["light", "plus", "kahan", "fp32-master"]
+VARIANTS = ["light", "plus", "kahan", "fp32-master", "light-int8", "int8-moment", "eco"]
 
 
 def some_params() -> list[nn.Parameter]:
@@ -88,8 +88,10 @@ def test_saved_and_loaded_state_goes_on_bit_for_bit() -> None:
     assert_same(optimizer, params, loaded, twins)
 
 
-def test_loading_leaves_the_source_alone() -> None:
+@pytest.mark.parametrize("largest_shared", [2**15, -1], ids=["shared", "alone"])
+def test_loading_leaves_the_source_alone(largest_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.optim keeps the tensors of the state dict as they are, so that two optimizers would step one state."""
+    monkeypatch.setattr("lpconv.optim.base._SMALL", largest_shared)
     a, b = some_params(), some_params()
     first, second = make(a), make(b)
     step(first, a, 0)

@@ -27,7 +27,9 @@ def in_variant(variant: str, arithmetic: str = "fused") -> Make:
 
 KEPT: dict[str, Make] = {
     **{f"scaled {dtype}": scaled_adamw(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)},
-    **{variant: in_variant(variant) for variant in ("plus", "fp32-moments")},  # all that keep v otherwise than in bf16
+    **{
+        variant: in_variant(variant) for variant in ("plus", "fp32-moments", "eco")
+    },  # all that keep v otherwise than in bf16
     "plus, paper": in_variant("plus", "paper"),
     "light": in_variant("light"),  # as all that keep v in bf16
 }
