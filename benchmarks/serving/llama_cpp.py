@@ -11,12 +11,11 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command, machine, parser, save, work_folder
-from benchmarks.serving.mlx import PROMPTS, common_prefix, greedy, prompts_of
+from benchmarks.serving.answers import PROMPTS, converted, equal_first, greedy, prompts_of
 
 NUM_TOKENS = 8
 PACKAGE = "node-llama-cpp@3.22.1"
@@ -61,23 +60,20 @@ def measure(node: Path, model: str, scheme: str, folder: Path) -> dict[str, Any]
 
     import lpconv
 
-    output, prompts = folder / f"{Path(model).name}-{scheme}", prompts_of(model)
-    if not output.exists():
-        words = ["convert", model, "-o", str(output), "--scheme", scheme, "--verify", "weights", "-q"]
-        subprocess.run([sys.executable, "-m", "lpconv", *words], check=True)
+    output, prompts = converted(model, ("--scheme", scheme), folder / f"{Path(model).name}-{scheme}"), prompts_of(model)
     asked = json.dumps([{"text": text, "ids": ids} for text, ids in zip(PROMPTS, prompts, strict=True)])
     words = ["node", "child.mjs", str(output / "model.gguf"), asked, str(NUM_TOKENS)]
     run = subprocess.run(words, cwd=node, check=True, capture_output=True, text=True)
     theirs = json.loads(run.stdout.splitlines()[-1])
     ours = lpconv.load(output, dtype=torch.float32)
     difference = largest_difference(ours, prompts, theirs["found"])
-    pairs = zip(greedy(ours, prompts, NUM_TOKENS), theirs["found"], strict=True)
+    tokens = [f["tokens"] for f in theirs["found"]]
     row = {
         "model": Path(model).name,
         "scheme": scheme,
         "same_prompt_tokens": all(ids == f["ids"] for ids, f in zip(prompts, theirs["found"], strict=True)),
         "tokens": NUM_TOKENS * len(prompts),
-        "equal_first_tokens": sum(common_prefix(a, f["tokens"]) for a, f in pairs),
+        "equal_first_tokens": equal_first(greedy(ours, prompts, NUM_TOKENS), tokens),
         "largest_log_probability_difference": difference,
         "release": theirs["release"],
     }

@@ -1,22 +1,21 @@
 """Does mlx-lm compute with exactly the weights that lpconv wrote with `--layout mlx`?
 
 Makes a virtual environment with mlx, converts the model to each scheme, and compares every weight that mlx decodes, bit
-for bit, and the first greedy tokens of both runtimes in fp32.
+for bit, and greedy tokens and log-probabilities of both runtimes in fp32.
 """
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command, environment, machine, parser, save, work_folder
+from benchmarks.serving.answers import NUM_TOKENS, converted, difference, equal_first, greedy, logs_of, prompts_of
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
 SCHEMES = ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")
-PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time,")
-NUM_TOKENS = 16
-# Runs in the new environment. Prints the SHA-256 of each decoded weight in fp32, and the tokens after each prompt.
+# Runs in the new environment. Prints the SHA-256 of each decoded weight in fp32, the tokens after each prompt, and the
+# log-probability of every token of the texts but the first.
 CHILD = """
 import hashlib, importlib.metadata, json, sys
 import mlx.core as mx, mlx.nn as nn, numpy as np
@@ -30,38 +29,23 @@ for name, m in model.named_modules():
     if isinstance(m, nn.QuantizedLinear):
         w = mx.dequantize(m.weight, m.scales, m.get("biases"), m.group_size, m.bits, m.mode, dtype=mx.float32)
         hashes[name] = hashlib.sha256(np.array(w).tobytes()).hexdigest()
-tokens = []
-for prompt in json.loads(sys.argv[2]):
+prompts, texts, count, ends = map(json.loads, sys.argv[2:])
+tokens, logs = [], []
+for prompt in prompts:
     cache, ids, new = make_prompt_cache(model), prompt, []
-    for _ in range(int(sys.argv[3])):
-        new.append(int(mx.argmax(model(mx.array([ids]), cache=cache)[0, -1])))
+    for _ in range(count):
+        logits = model(mx.array([ids]), cache=cache)[0, -1]
+        logits[mx.array(ends)] = -mx.inf
+        new.append(int(mx.argmax(logits)))
         ids = new[-1:]
     tokens.append(new)
+for ids in texts:
+    logits = model(mx.array([ids]))[0]
+    found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logs.append([float(found[i, t]) for i, t in enumerate(ids[1:])])
 versions = {n: importlib.metadata.version(n) for n in ("mlx", "mlx-lm")}
-print(json.dumps({"hashes": hashes, "tokens": tokens, "versions": versions}))
+print(json.dumps({"hashes": hashes, "tokens": tokens, "logs": logs, "versions": versions}))
 """
-
-
-def prompts_of(model: str) -> list[list[int]]:
-    """The prompts as token ids."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [list(tokenizer(p).input_ids) for p in PROMPTS]
-
-
-def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS) -> list[list[int]]:
-    """The most likely continuation of each prompt, in lpconv."""
-    import torch
-
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many first tokens are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def measure(python: Path, model: str, scheme: str, folder: Path) -> dict[str, Any]:
@@ -74,28 +58,24 @@ def measure(python: Path, model: str, scheme: str, folder: Path) -> dict[str, An
     from lpconv.forms import Kept
     from lpconv.forms.reader import StoredTensors
 
-    output, prompts = folder / scheme, prompts_of(model)
-    if not output.exists():
-        words = ["convert", model, "-o", str(output), "--scheme", scheme, "--verify", "weights", "-q"]
-        subprocess.run([sys.executable, "-m", "lpconv", *words], check=True)
-    run = subprocess.run(
-        [python, "-c", CHILD, output, json.dumps(prompts), str(NUM_TOKENS)], check=True, capture_output=True, text=True
-    )
+    output, prompts = converted(model, ("--scheme", scheme), folder / scheme), prompts_of(model)
+    ours = lpconv.load(output, dtype=torch.float32)
+    tokens = greedy(ours, prompts)
+    texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
+    asked = map(json.dumps, (prompts, texts, NUM_TOKENS, [ours.config.eos_token_id]))
+    run = subprocess.run([python, "-c", CHILD, output, *asked], check=True, capture_output=True, text=True)
     theirs = json.loads(run.stdout.splitlines()[-1])
     with StoredTensors.open(output) as stored:
         coded = [n for n, form in stored.forms.items() if not isinstance(form, Kept)]
-        ours = {
-            n.removesuffix(".weight"): hashlib.sha256(stored.tensor(n).numpy().tobytes()).hexdigest() for n in coded
-        }
-    tokens = greedy(lpconv.load(output, dtype=torch.float32), prompts)
-    equal = [common_prefix(a, b) for a, b in zip(tokens, theirs["tokens"], strict=True)]
+        hashes = {n: hashlib.sha256(stored.tensor(n).numpy().tobytes()).hexdigest() for n in coded}
     return {
         "scheme": scheme,
-        "weights": len(ours),
-        "equal_weights": sum(theirs["hashes"].get(n) == h for n, h in ours.items()),
-        "others_quantized": len(theirs["hashes"].keys() - ours.keys()),
+        "weights": len(hashes),
+        "equal_weights": sum(theirs["hashes"].get(n.removesuffix(".weight")) == h for n, h in hashes.items()),
+        "others_quantized": len(theirs["hashes"]) - len(hashes),
         "tokens": NUM_TOKENS * len(prompts),
-        "equal_first_tokens": sum(equal),
+        "equal_first_tokens": equal_first(tokens, theirs["tokens"]),
+        "difference": difference(logs_of(ours, texts), theirs["logs"]),
         "versions": theirs["versions"],
     }
 

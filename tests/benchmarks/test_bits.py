@@ -22,8 +22,8 @@ from lpconv.data import demo_checkpoint
 )
 def test_decoders_read_the_weights_of_experts(layout: str, case: str, tmp_path: Path) -> None:
     found = measure(random_experts(tmp_path / "experts", demo_checkpoint()), layout, case, tmp_path)
-    assert found["weights"] >= 8
-    assert found["equal"] == found["weights"]
+    assert found["weights"] == 56
+    assert found["equal"] == found["read"] == (8 if layout == "onnx" else 56)
 
 
 @pytest.mark.parametrize("case", ["GGUF_F16", "GGUF_Q4_0", "GGUF_MXFP4"])
