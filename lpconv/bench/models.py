@@ -69,7 +69,7 @@ def _has_head(model: Any) -> bool:
     return own.get_output_embeddings() is not None
 
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, CODES: 2}
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp4": 2, CODES: 2}
 _STATE_BYTES = {
     "adamw": 2, "collage-light": 3, "collage-plus": 4, "optimi-kahan": 3, "torchao-stochastic": 2, "torchao-8bit": 1.1,
     "bitsandbytes-8bit": 1.1,

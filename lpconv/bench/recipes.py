@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
 from lpconv.errors import UnsupportedError
-from lpconv.kernels.linear import FP8_RECIPES, FP16_LINEAR, Multiplying, calibrate, use_recipe
+from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES, FP16_LINEAR, Multiplying, calibrate, use_recipe
 from lpconv.layers import head
 from lpconv.models.load import load
 from lpconv.models.opening import Blueprint
@@ -21,6 +21,7 @@ from lpconv.scaled import AdamW as ScaledAdamW, scaled
 from lpconv.storage.compressed import quantization_method
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_RECIPES = {"fp8": FP8_RECIPES, "fp4": FP4_RECIPES}
 _FP8_CAPABILITY = (8, 9)
 _LR = 1e-4
 
@@ -56,7 +57,7 @@ def is_emulated(case: Case) -> bool:
     if case.format == "fp16":
         return False
     # Block scales need tensor cores of capability 10, for which lpconv has no kernel yet.
-    return case.method == "mx" or torch.cuda.get_device_capability() < _FP8_CAPABILITY
+    return case.format == "fp4" or case.method == "mx" or torch.cuda.get_device_capability() < _FP8_CAPABILITY
 
 
 def with_codes(known: Blueprint, case: Case) -> nn.Module:
@@ -75,22 +76,24 @@ def apply_recipe(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.M
     """
     if case.method in SCALED:
         return scaled(model, method=case.method, compute=case.format)
-    if case.format != "fp8":
+    if case.format not in _RECIPES:
         model.to(_DTYPES[case.format])
         if case.format == "fp16" and case.device == "cpu":
             use_recipe(model, FP16_LINEAR)  # torch multiplies float16 on a CPU ten and more times slower than float32
         return model
     model.to(torch.bfloat16)
-    if case.method in FP8_RECIPES:
-        return _fp8(model, case, batch)
+    if case.method in _RECIPES[case.format]:
+        return _cast(model, case, batch)
     return _PEERS[case.method](model, case)
 
 
-def _fp8(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
+def _cast(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> nn.Module:
     kept = head(model)  # it stays in 16 bits under every recipe, as in other libraries
-    names = use_recipe(model, FP8_RECIPES[case.method], keep=() if kept is None else (kept,))
+    names = use_recipe(model, _RECIPES[case.format][case.method], keep=() if kept is None else (kept,))
     if not names:
-        raise UnsupportedError(f"`{case.model}` has no Linear layer to run in fp8", hint="measure another model")
+        raise UnsupportedError(
+            f"`{case.model}` has no Linear layer to run in {case.format}", hint="measure another model"
+        )
 
     def step() -> None:
         if case.mode == "train":

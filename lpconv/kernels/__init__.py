@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lpconv.kernels.decode import decode as decode
     from lpconv.kernels.histogram import exponent_histogram as exponent_histogram
     from lpconv.kernels.linear import (
+        FP4_RECIPES as FP4_RECIPES,
         FP8_RECIPES as FP8_RECIPES,
         LinearRecipe as LinearRecipe,
         calibrate as calibrate,

@@ -23,8 +23,16 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import pow2_nearest
-from lpconv.kernels.operands import Coded, OperandCast, coded_product, encode_at, encode_operand, inverse_scale
-from lpconv.layers import linears
+from lpconv.kernels.operands import (
+    BLOCK_SIZES,
+    Coded,
+    OperandCast,
+    coded_product,
+    encode_at,
+    encode_operand,
+    inverse_scale,
+)
+from lpconv.layers import blocks_of, linears
 
 _E4M3, _E5M2 = OperandCast(), OperandCast(format="e5m2")
 _HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's default is 1024, to the same end
@@ -34,6 +42,9 @@ _HISTORY = 16  # calls that delayed scaling looks back on; TransformerEngine's d
 class LinearRecipe:
     """How the operands of a Linear's products are cast.
 
+    `rotates_grad_weight`: both operands of the weight gradient are rotated before the cast (see `OperandCast`).
+    `wide_share` of the model's blocks, the last ones, keep wide products: they lose most (arXiv 2509.25149).
+
     Stochastic rounding takes torch's generator, and nothing is rounded by chance where no gradient is wanted, so that
     evaluating needs no seed.
     """
@@ -41,6 +52,15 @@ class LinearRecipe:
     input: OperandCast = _E4M3
     weight: OperandCast = _E4M3
     gradient: OperandCast = _E5M2
+    rotates_grad_weight: bool = False
+    wide_share: float = 0.0
+
+    @property
+    def grad_weight_casts(self) -> tuple[OperandCast, OperandCast]:
+        """The casts of input and gradient for the gradient of the weight."""
+        if not self.rotates_grad_weight:
+            return self.input, self.gradient
+        return replace(self.input, rotated=True), replace(self.gradient, rotated=True)
 
 
 def fp8_recipe(scale: str) -> LinearRecipe:
@@ -55,6 +75,21 @@ def fp8_recipe(scale: str) -> LinearRecipe:
 
 FP8_RECIPES = {scale: fp8_recipe(scale) for scale in ("static", "tensor", "delayed", "row", "mx")}
 FP8_LINEAR = LinearRecipe()
+
+
+def fp4_recipe(scale: str) -> LinearRecipe:
+    """Recipe with e2m1 operands and one kind of scale; for nvfp4 it is the recipe of TransformerEngine."""
+    operand = OperandCast(format="e2m1", scale=scale)
+    return LinearRecipe(
+        input=operand,
+        weight=replace(operand, square=scale.startswith("nvfp4")),
+        gradient=replace(operand, rounding="stochastic"),
+        rotates_grad_weight=scale in BLOCK_SIZES,
+        wide_share=0.15,
+    )
+
+
+FP4_RECIPES = {scale: fp4_recipe(scale) for scale in ("nvfp4", "nvfp4-static", "mx", "row", "static")}
 _FP16, _E5M2_WITH_INF = OperandCast(format="fp16"), OperandCast(format="e5m2", overflow="inf")
 _STOCHASTIC = replace(_E5M2_WITH_INF, rounding="stochastic")
 FP16_LINEAR = LinearRecipe(input=_FP16, weight=_FP16, gradient=_FP16)
@@ -113,7 +148,7 @@ class _Linear(torch.autograd.Function):
         x_MK = encode_operand(flat_MK, recipe.input, axis=-1, state=states.input, into=into)
         x_codes, x_scale = None, None
         if ctx.needs_input_grad[1]:
-            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.input)
+            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.grad_weight_casts[0])
         ctx.has_codes = _is_codes(weight, recipe.weight)
         w_NK, w_kept, w_factor = _weight(weight, weight_scale, recipe.weight, states.weight)
         ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor)
@@ -133,7 +168,7 @@ class _Linear(torch.autograd.Function):
             w_KN = _turned(w_kept, w_factor, ctx.recipe.weight)
             dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
-            g_NM = _transpose_operand(g_MN, grad_MN, how, into="left")
+            g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], into="left")
             dw = coded_product(g_NM, Coded(x_codes, 1.0 if x_scale is None else x_scale), out_dtype=ctx.weight_dtype)
             if ctx.has_codes and w_factor is not None:
                 dw = dw * w_factor.to(dw.dtype)  # with respect to the codes, not to codes · scale
@@ -156,7 +191,7 @@ def _weight(
 
     A CPU keeps the codes for both products, at one byte per element, because casting takes longer than decoding.
     """
-    if _is_codes(weight, cast):
+    if scale is not None or _is_codes(weight, cast):
         return Coded(weight, 1.0 if scale is None else scale), weight, scale
     inverse = inverse_scale(weight, cast, axis=-1, state=state)
     w_NK = encode_at(weight, inverse, cast, into="right")
@@ -227,11 +262,12 @@ class Multiplying(nn.Module):
 
 
 def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> list[str]:
-    """Make the linear layers of `model`, except `keep`, multiply according to `recipe`. Returns their names.
+    """Make the linear layers of `model` multiply according to `recipe`, except `keep` and wide ones. Returns names.
 
     Parameters remain the same objects.
     """
-    found = [layer for layer in linears(model) if layer.is_replaceable and layer.module not in keep]
+    wide = wide_modules(model, recipe)
+    found = [x for x in linears(model) if x.is_replaceable and x.module not in keep and x.module not in wide]
     for layer in found:
         cls: Any = type(layer.module)  # mypy takes classes of modules for unhashable
         layer.module.__class__ = _multiplying(cls, layer.kind, recipe)
@@ -240,6 +276,13 @@ def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Mod
                 device = layer.module.get_parameter("weight").device
                 layer.module.register_buffer(f"{role}_state", torch.ones(_HISTORY, device=device))
     return [layer.name for layer in found]
+
+
+def wide_modules(model: nn.Module, recipe: LinearRecipe) -> set[nn.Module]:
+    """The linear layers of the last blocks, which `recipe` leaves in a wider format."""
+    blocks = blocks_of(model)
+    last = blocks[len(blocks) - int(recipe.wide_share * len(blocks)) :]
+    return {layer.module for block in last for layer in linears(block)}
 
 
 @functools.cache  # one class for all layers, or every block would be compiled by itself

@@ -9,9 +9,15 @@
 | delayed | tensor | the largest magnitude in recent calls |
 | row | row along the summed axis | the largest magnitude of the row |
 | mx | 32 elements along the summed axis | the largest magnitude of the block, a power of two (OCP MX 1.0 §6.3) |
+| nvfp4 | 16 elements, in e4m3fn, and one per tensor | the largest magnitudes of block and tensor |
+| nvfp4-static | 16 elements, in e4m3fn | the largest magnitude of the block; the tensor's scale is 1 |
 
-With static, l2, delayed and mx scales, values beyond the format's range saturate; the other scales clip nothing. If a
-scale is computed from data with Inf or NaN, it is NaN, so that an overflow remains visible after the cast.
+With static, l2, delayed and mx scales, values beyond the format's range saturate, and with nvfp4 by up to a sixteenth,
+because the scale of a block is rounded; the other scales clip nothing. If a scale is computed from data with Inf or
+NaN, it is NaN, so that an overflow remains visible after the cast.
+
+Operands in four bits are emulated: each is kept as its values in bfloat16, which are exact. Those of NVFP4, e2m1 times
+e4m3fn, have at most six significant bits.
 """
 
 from dataclasses import dataclass
@@ -31,11 +37,15 @@ from lpconv.kernels.quantise import fake_quantise
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes, scaled_values
 from lpconv.lookup import find
 
-_KINDS = dict.fromkeys(("static", "l2", "max", "tensor", "delayed", "row", "mx"))
+BLOCK_SIZES = {"mx": 32, "nvfp4": 16, "nvfp4-static": 16}
+_KINDS = dict.fromkeys(("static", "l2", "max", "tensor", "delayed", "row", *BLOCK_SIZES))
 _SATURATING = ("static", "l2", "delayed")
 _POWERS_OF_TWO = ("static", "l2", "max")
 _SMALLEST = 2.0**-100  # of a statistic: 1 / scale stays finite, for rows of zeros too (pytorch/ao issue 3356)
-_MX_BLOCK = 32
+_E4M3_MAX = 448.0
+_HADAMARD = 16  # size of the rotation
+# Signs before the rotation, so that a constant run does not become one large element: those of TransformerEngine.
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,10 @@ class OperandCast:
     16-bit formats overflow to Inf, which a loss scaler can detect; with `overflow` "inf", e5m2 does too. With `narrow`,
     bfloat16 data are multiplied by a bfloat16 factor: it has only 8 significant bits, but the data need not be widened.
     The largest element may then exceed the largest number by less than half a step, and is rounded down to it.
+
+    For blocks in four bits: `square` gives each 16x16 elements one nvfp4 scale, so that a matrix and its transpose have
+    the same values. `rotated` multiplies each 16 elements along the summed axis by a Hadamard matrix first, which
+    spreads outliers; a product of two rotated operands is the product of the originals.
     """
 
     format: str = "e4m3fn"
@@ -52,6 +66,8 @@ class OperandCast:
     overflow: Overflow = "saturate"
     rounding: Rounding = "nearest"
     narrow: bool = False
+    square: bool = False
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         find("operand scale", self.scale, _KINDS)
@@ -64,7 +80,7 @@ class OperandCast:
     @property
     def has_one_scale(self) -> bool:
         """Whether one scale serves the tensor, so that the same codes can be summed along either axis."""
-        return self.scale not in ("row", "mx")
+        return self.scale != "row" and self.scale not in BLOCK_SIZES
 
 
 class Coded(NamedTuple):
@@ -108,7 +124,7 @@ def inverse_scale(
     spec = cast.spec
     if cast.scale == "static":
         inverse = None if state is None else 1 / state
-    elif cast.scale == "mx" or not x.numel():
+    elif cast.scale in BLOCK_SIZES or not x.numel():
         inverse = None
     elif cast.scale == "l2":
         inverse = 1 / pow2_floor(_bounded(x.float().square().mean().sqrt()))
@@ -131,14 +147,14 @@ def encode_at(x: Tensor, inverse: Tensor | None, cast: OperandCast, *, into: str
     that is faster than storing codes; use it only for an operand that is multiplied immediately.
     """
     spec = cast.spec
-    if cast.scale == "mx":
-        return _encode_blocks(x, spec)
+    if cast.scale in BLOCK_SIZES:
+        return _encode_blocks(x, cast)
     scale = 1.0 if inverse is None else 1 / inverse.float()
     if cast.rounding != "nearest" or spec.bits != 8:
         values = x if inverse is None else x.to(torch.promote_types(x.dtype, inverse.dtype)) * inverse
-        if cast.rounding != "nearest":
+        if cast.rounding != "nearest" or spec.bits < 8:
             values = fake_quantise(values, spec, rounding=cast.rounding, overflow=cast.overflow)
-        return Coded(values.to(code_dtype(spec)), scale)
+        return Coded(values.to(torch.bfloat16 if spec.bits < 8 else code_dtype(spec)), scale)
     saturate = cast.scale in _SATURATING and not (cast.overflow == "inf" and spec.has_inf)
     if into is not None and inverse is not None and not saturate:
         wide = scaled_values(x, inverse, spec, into)
@@ -151,7 +167,7 @@ def coded_product(a: Coded, b: Coded, *, bias: Tensor | None = None, out_dtype: 
     """a @ bᵀ + bias in `out_dtype`, for a (…, M, K) and b (…, N, K), both cast along their last axis."""
     if isinstance(a.scale, Tensor) and a.scale.dim() and a.scale.shape[-1] > 1:
         # No tensor core below compute capability 10 has block scales; in bfloat16 the values are exact.
-        out = torch.mm(_block_values(a), _block_values(b).t()).to(out_dtype)
+        out = torch.mm(block_values(a), block_values(b).t()).to(out_dtype)
         return out if bias is None else out.add_(bias)
     left, right = a.codes, b.codes
     if left.dtype != right.dtype and torch.bfloat16 in (left.dtype, right.dtype):
@@ -183,15 +199,62 @@ def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:
     return before
 
 
-def _encode_blocks(x: Tensor, spec: Format) -> Coded:
-    """Encode `x` (R, C), padded with zeros to whole blocks, with scales (R, blocks)."""
-    x = F.pad(x, (0, -x.shape[1] % _MX_BLOCK))
-    blocks = x.float().reshape(x.shape[0], -1, _MX_BLOCK)
-    scale = (pow2_floor(blocks.abs().amax(-1)) * 2.0**-spec.max_exponent).clamp(min=2.0**-126)
-    return Coded(scaled_codes(blocks, (1 / scale).unsqueeze(-1), spec, saturate=True).view(x.shape), scale)
+def _encode_blocks(x: Tensor, cast: OperandCast) -> Coded:
+    """Encode `x` (…, R, C), padded with zeros to whole blocks.
+
+    Eight bits: codes with scales (…, R, blocks). Four bits: values in bfloat16, with the tensor's scale.
+    """
+    spec, size, num_rows = cast.spec, BLOCK_SIZES[cast.scale], x.shape[-2]
+    x = F.pad(x, (0, -x.shape[-1] % size, 0, -num_rows % size if cast.square else 0))
+    if cast.rotated:
+        x = (x.reshape(-1, _HADAMARD) @ _rotation(x)).view(x.shape)
+    blocks = x.float().reshape(*x.shape[:-1], -1, size)
+    largest = blocks.abs().amax(-1)
+    if cast.square:
+        tiles = largest.view(*largest.shape[:-2], -1, size, largest.shape[-1])
+        largest = tiles.amax(-2).repeat_interleave(size, -2)
+    scale, inverse, tensor_scale = (_mx_scales if cast.scale == "mx" else _nvfp4_scales)(largest, cast)
+    if spec.bits == 8:
+        return Coded(scaled_codes(blocks, inverse.unsqueeze(-1), spec, saturate=True).view(x.shape), scale)
+    rounded = fake_quantise(blocks * inverse.unsqueeze(-1), spec, rounding=cast.rounding)
+    values = (rounded * scale.unsqueeze(-1)).to(torch.bfloat16).view(x.shape)
+    return Coded(values[..., :num_rows, :], tensor_scale)
 
 
-def _block_values(x: Coded) -> Tensor:
+def _mx_scales(largest: Tensor, cast: OperandCast) -> tuple[Tensor, Tensor, float]:
+    """Scales of blocks, their inverses, and 1. Stochastic rounding is unbiased only if nothing is clipped."""
+    if cast.rounding == "stochastic":
+        scale = pow2_ceil(largest / cast.spec.max)
+    else:
+        scale = pow2_floor(largest) * 2.0**-cast.spec.max_exponent
+    scale = scale.clamp(min=2.0**-126)
+    return scale, 1 / scale, 1.0
+
+
+def _nvfp4_scales(largest: Tensor, cast: OperandCast) -> tuple[Tensor, Tensor, float | Tensor]:
+    """Scales of blocks in e4m3fn, the factors before the cast, and the scale of the tensor.
+
+    In the order of TransformerEngine's reference, so that bits agree: with amax the largest magnitude, the factor of
+    the tensor is f = 448 · 6 / amax, that of a block 1 / (e4m3fn(amax_block · f / 6) / f).
+    """
+    limit = _E4M3_MAX * cast.spec.max
+    factor, tensor_scale = torch.ones((), device=largest.device), torch.ones((), device=largest.device)
+    if cast.scale == "nvfp4":
+        amax = _bounded(largest.amax()) if largest.numel() else factor
+        factor, tensor_scale = torch.full_like(amax, limit) / amax, amax / limit
+    scale = fake_quantise(largest * (factor * (1 / cast.spec.max)), "e4m3fn")
+    inverse = (1 / (scale * (1 / factor))).clamp(max=torch.finfo(torch.float32).max)
+    return scale, inverse, tensor_scale if cast.scale == "nvfp4" else 1.0
+
+
+def _rotation(like: Tensor) -> Tensor:
+    """Hadamard matrix of 16, orthonormal, with its rows signed. Its elements are ±1/4."""
+    rows = [[s * (-1) ** (i & j).bit_count() / 4 for j in range(_HADAMARD)] for i, s in enumerate(_SIGNS)]
+    return torch.tensor(rows, dtype=like.dtype, device=like.device)
+
+
+def block_values(x: Coded) -> Tensor:
+    """The values in bfloat16 of codes with a scale per block."""
     assert isinstance(x.scale, Tensor), "blocks have scales"
-    values = decode(x.codes, torch.bfloat16).view(*x.scale.shape, _MX_BLOCK)
+    values = decode(x.codes, torch.bfloat16).view(*x.scale.shape, -1)
     return (values * x.scale.to(torch.bfloat16).unsqueeze(-1)).view(x.codes.shape)

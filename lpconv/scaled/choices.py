@@ -10,8 +10,15 @@ OPERAND_SCALES = {
     "max": "a power of two per tensor, from its largest magnitude",
     "tensor": "one scale per tensor, from its largest magnitude",
     "row": "one scale per row of the left operand and per column of the right one, from largest magnitudes",
+    "mx": "a power of two per 32 elements along the summed axis (OCP Microscaling); attention stays in 16 bits",
     "carrier": "no cast: the product stays in 16 bits",
 }
+FP4_SCALES = {
+    "nvfp4": "an e4m3fn scale per 16 elements along the summed axis, and one per tensor; attention stays in 16 bits",
+    "nvfp4-static": "nvfp4 without the tensor's scale, for unit-scaled models",
+    **{kind: OPERAND_SCALES[kind] for kind in ("mx", "row", "static", "carrier")},
+}
+BLOCK_SCALES = ("mx", "nvfp4", "nvfp4-static")
 USUAL_OPERAND_SCALE = "row"  # smallest weight error of a fine-tuned SmolLM2, and no clipping
 # Config entry of models drawn by native unit scaling: the seed, and the norm with the head's factor.
 NATIVE_MARK = "lpconv_native"
@@ -24,8 +31,9 @@ PRODUCTS = ("output", "grad_input", "grad_weight")
 
 @dataclass(frozen=True, kw_only=True)
 class OperandScales:
-    """The kind of operand scale (a name of `OPERAND_SCALES`) for each of the three products of a linear layer.
+    """The kind of operand scale for each of the three products of a linear layer.
 
+    A kind is a name of `OPERAND_SCALES`, or of `FP4_SCALES` for fp4.
     The products of eager attention count as outputs, and those of its backward pass as input gradients.
     """
 
@@ -35,7 +43,12 @@ class OperandScales:
 
     def __post_init__(self) -> None:
         for name in self.kinds:
-            find("operand scale", name, OPERAND_SCALES)
+            find("operand scale", name, OPERAND_SCALES | FP4_SCALES)
+
+    def check(self, precision: str) -> None:
+        """Raise `UsageError` if a product of that precision, fp8 or fp4, has no such scale."""
+        for name in self.kinds:
+            find(f"operand scale of {precision}", name, FP4_SCALES if precision == "fp4" else OPERAND_SCALES)
 
     @property
     def kinds(self) -> tuple[str, str, str]:
@@ -55,9 +68,9 @@ def operand_scales(text: str) -> OperandScales:
     A product that is not named gets the name without a product, or else the default. Raises `UsageError` for unknown
     names.
     """
-    parts = [part.rpartition("=") for part in text.replace(" ", "").replace("-", "_").split(",")]
+    parts = [part.rpartition("=") for part in text.replace(" ", "").split(",")]
     alone = {product: kind for _, given, kind in parts if not given for product in PRODUCTS}
-    named = {product: kind for product, given, kind in parts if given}
+    named = {product.replace("-", "_"): kind for product, given, kind in parts if given}
     for product in named:
         find("product", product, dict.fromkeys(PRODUCTS))
     return OperandScales(**(alone | named))

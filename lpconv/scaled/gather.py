@@ -62,7 +62,12 @@ def gathered_rows(gathered: Tensor, numerics: Numerics, dtype: torch.dtype) -> T
 def _crosses_as_codes(x: Scaled, numerics: Numerics, module: nn.Module) -> bool:
     """Whether every product that reads this parameter casts it to fp8 without another scale."""
     kinds = {numerics.operand_scales.output, numerics.operand_scales.grad_input}
-    if numerics.operand is None or kinds != {"static"} or x.role is not Role.WEIGHT or x.data.dim() != 2:
+    if (
+        numerics.operand not in ("e4m3fn", "e5m2")
+        or kinds != {"static"}
+        or x.role is not Role.WEIGHT
+        or x.data.dim() != 2
+    ):
         return False
     return any(layer.module is module and layer.is_replaceable for layer in linears(module))
 

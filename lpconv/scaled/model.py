@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.linear import FP4_RECIPES, wide_modules
 from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
-from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
+from lpconv.scaled.choices import BLOCK_SCALES, USUAL_OPERAND_SCALE, OperandScales, operand_scales
 from lpconv.scaled.fresh import averages_causally, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
@@ -42,6 +43,7 @@ COMPUTE: dict[str, Compute] = {
     "fp16": Compute(carrier=torch.float16),
     "bf16": Compute(carrier=torch.bfloat16),
     "fp8": Compute(carrier=torch.bfloat16, operand="e4m3fn", gradient="e5m2"),
+    "fp4": Compute(carrier=torch.bfloat16, operand="e2m1", gradient="e2m1"),
 }
 
 SCALED_METHODS = dict.fromkeys(("unit", "native", "scalify"))
@@ -99,6 +101,7 @@ def scaled(
       "logits_grad", "softmax_grad", "weight_grad" and "every:N" (the parameters, every N training passes).
 
     Under "fp8" operands are cast with their own scales, chosen by `operand_scale` (parsed by `choices.operand_scales`).
+    "fp4" casts them to e2m1 as `kernels.linear.FP4_RECIPES` says for that scale, and leaves the last blocks wide.
     Modules whose name matches a pattern of `critical` multiply in the carrier dtype, and so does the output head. With
     `save_codes`, "fp8" also stores tensors saved for the backward pass in 8 bits, except in those modules, in the loss
     head, and if weight gradients stay in the carrier dtype.
@@ -110,6 +113,8 @@ def scaled(
     find("method", method, SCALED_METHODS)
     scales = operand_scales(operand_scale) if isinstance(operand_scale, str) else operand_scale
     compute_spec = find("compute", compute, COMPUTE)
+    if compute_spec.operand:
+        scales.check(compute)
     if rescale is not None and method != "scalify":
         raise UsageError(f"`rescale` only applies to method scalify, not to {method}", hint="use method='scalify'")
     refuse_scaled(model)
@@ -127,7 +132,10 @@ def scaled(
         strict=strict,
     )
     exact = _exact_modules(model, tuple(critical)) if compute_spec.operand else []
-    saves_codes = save_codes and scales.grad_weight != "carrier"
+    is_fp4 = compute_spec.operand == "e2m1"
+    if is_fp4:
+        exact += wide_modules(model, FP4_RECIPES["nvfp4"]).difference(exact)  # the same in all
+    saves_codes = save_codes and not is_fp4 and scales.grad_weight not in ("carrier", *BLOCK_SCALES)
     scaling = Scaling(
         method=method,
         compute=compute,

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lpconv.formats.spec import Format, get_format
 from lpconv.kernels.decode import decode
+from lpconv.kernels.linear import FP4_RECIPES
 from lpconv.kernels.matmul import at_half
-from lpconv.kernels.operands import Coded, OperandCast, coded_product, encode_operand
+from lpconv.kernels.operands import Coded, OperandCast, block_values, coded_product, encode_operand
+from lpconv.scaled.choices import BLOCK_SCALES
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 
 aten = torch.ops.aten
@@ -31,7 +33,8 @@ def product(numerics: Numerics, a: object, b: object, *, alpha: float = 1.0, bia
     dtype = torch.promote_types(left.dtype, right.dtype)
     kind = scale_kind(numerics, a, b)
     if kind != "carrier":
-        x, y = _cast(a, numerics, kind, axis=-1), _cast(b, numerics, kind, axis=-2)
+        rotated = Role.GRADIENT in (_role(a), _role(b)) and Role.WEIGHT not in (_role(a), _role(b))
+        x, y = (_cast(z, numerics, kind, axis=axis, rotated=rotated) for z, axis in ((a, -1), (b, -2)))
         return _coded_product(x, y, alpha, bias, dtype)
     if dtype == torch.float16 and left.device.type == "cpu":  # a CPU multiplies fp16 50 times slower than fp32
         return _gemm(left.float(), right.float(), alpha, None if bias is None else bias.float()).to(dtype)
@@ -46,7 +49,7 @@ def grouped_product(numerics: Numerics, a: object, b: object, multiply: Callable
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     kind = scale_kind(numerics, a, b)
-    if kind != "carrier":
+    if kind != "carrier" and kind not in BLOCK_SCALES:  # blocks along tokens would reach across experts
         left = _cast(a, numerics, kind, axis=-1).decoded(dtype)
         right = _cast(b, numerics, kind, axis=-2).decoded(dtype)
     out: Tensor = at_half(multiply, left.to(dtype), right.to(dtype))
@@ -57,10 +60,12 @@ def scale_kind(numerics: Numerics, a: object, b: object) -> str:
     """Which of `OPERAND_SCALES` the operands of this product are cast at; "carrier" where one of them is exact.
 
     A gradient meets a weight in the product for an input's gradient, and an activation in that for a weight's: of
-    batched ones, which attention makes, all count as gradients of inputs.
+    batched ones, which attention makes, all count as gradients of inputs. They are not cast to four bits or in blocks.
     """
     roles, scales = (_role(a), _role(b)), numerics.operand_scales
     if numerics.operand is None or Role.EXACT in roles:
+        return "carrier"
+    if data_of(a).dim() == 3 and (numerics.operand == "e2m1" or scales.output in BLOCK_SCALES):
         return "carrier"
     if Role.GRADIENT not in roles:
         return scales.output
@@ -71,7 +76,7 @@ def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype:
     wide = torch.float32 if dtype == torch.float16 else dtype  # sums of codes leave the range of fp16
     meets_tensor_cores = x.codes.device.type == "cuda" and x.codes.dim() == 2
     if isinstance(x.scale, float) and isinstance(y.scale, float) and not meets_tensor_cores:
-        left, right = decode(x.codes, wide), decode(y.codes, wide)
+        left, right = (z.codes.to(wide) if z.codes.itemsize > 1 else decode(z.codes, wide) for z in (x, y))
         return _gemm(left, right, alpha, None if bias is None else bias.to(wide)).to(dtype)
     if isinstance(y.scale, Tensor) and y.scale.dim():
         x = Coded(x.codes, x.scale * alpha)
@@ -81,21 +86,31 @@ def _coded_product(x: Coded, y: Coded, alpha: float, bias: Tensor | None, dtype:
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
-def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int) -> Coded:
+def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int, rotated: bool = False) -> Coded:
     """An operand in codes; those of a kind that may saturate are counted where they do."""
-    is_gradient = _role(operand) is Role.GRADIENT
+    role = _role(operand)
     # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
-    format = numerics.gradient if is_gradient and kind != "row" else numerics.operand
+    has_range = role is Role.GRADIENT and kind not in ("row", *BLOCK_SCALES)
+    format = numerics.gradient if has_range else numerics.operand
     assert format is not None
-    coded = encode_operand(data_of(operand), operand_cast(format, kind), axis=axis)
-    if kind in ("static", "l2"):
+    cast = operand_cast(format, kind, role, rotated)
+    if kind in BLOCK_SCALES:
+        coded = encode_operand(data_of(operand) if axis == -1 else data_of(operand).mT, cast)
+        coded = Coded(block_values(coded), 1.0) if get_format(format).bits == 8 else coded
+        return coded if axis == -1 else coded.mT
+    coded = encode_operand(data_of(operand), cast, axis=axis)
+    if kind in ("static", "l2") and coded.codes.itemsize == 1:
         _count_saturated(numerics, _role(operand), coded.codes, get_format(format))
     return coded
 
 
 @functools.cache
-def operand_cast(format: str, kind: str) -> OperandCast:
-    """The cast of an operand to 8 bits at a scale of a kind of `OPERAND_SCALES`."""
+def operand_cast(format: str, kind: str, role: Role = Role.ACTIVATION, rotated: bool = False) -> OperandCast:
+    """The cast of an operand at a scale of a kind of `OPERAND_SCALES`; `rotated`: for the gradient of a weight."""
+    if format == "e2m1":
+        recipe = FP4_RECIPES[kind]
+        of_input, of_gradient = recipe.grad_weight_casts if rotated else (recipe.input, recipe.gradient)
+        return {Role.WEIGHT: recipe.weight, Role.GRADIENT: of_gradient}.get(role, of_input)
     return OperandCast(format=format, scale=kind, narrow=True)
 
 

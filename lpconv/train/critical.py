@@ -16,7 +16,7 @@ def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]
     """
     options = job.options
     chosen: tuple[InputRisk, ...] = ()
-    if "auto" in options.critical and options.arithmetic.is_scaled_fp8:
+    if "auto" in options.critical and options.arithmetic.casts_operands:
         with quiet_transformers():
             model = start_in_fp32(job, options.seed)
             batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)

@@ -111,7 +111,7 @@ def _prepare(
 def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
     """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
-    scale = operand_scale_of(arithmetic, job.options) if arithmetic.is_scaled_fp8 else "static"
+    scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
     return StepWatch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
 
 

@@ -22,9 +22,9 @@ from lpconv.options import (
     gate_option,
     size_option,
 )
-from lpconv.scaled.choices import LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
+from lpconv.scaled.choices import FP4_SCALES, LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
+from lpconv.train.loss_scales import LOSS_SCALES
 from lpconv.train.recipes import (
-    LOSS_SCALES,
     PRECISIONS,
     RECIPES,
     TRAINING_METHODS,
@@ -122,8 +122,8 @@ class ArithmeticOptions:
     operand_scale: Annotated[
         str | None,
         _how(
-            f"Scale of fp8 operands: {', '.join(OPERAND_SCALES)}; or one per kind of product, such as "
-            "row,grad_weight=carrier",
+            f"Scale of fp8 and fp4 operands: {', '.join({**OPERAND_SCALES, **FP4_SCALES})}; or one per kind of "
+            "product, such as row,grad_weight=carrier",
             default="the recipe's, or static with --calibrate",
             metavar="KIND",
         ),
@@ -343,9 +343,9 @@ def check_options(options: FinetuneOptions) -> None:
             f"--lr-rule with recipe `{options.arithmetic.name}`: all its parameters have the same learning rate",
             hint="leave --lr-rule out, or choose a recipe such as native-fp8",
         )
-    if options.critical not in ((), ("auto",)) and not options.arithmetic.is_scaled_fp8:
+    if options.critical not in ((), ("auto",)) and not options.arithmetic.casts_operands:
         raise UsageError(
-            f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 products",
+            f"--critical with recipe `{options.arithmetic.name}`: it has no scaled fp8 or fp4 products",
             hint="leave --critical out, or choose a recipe such as unit-fp8",
         )
     _check_parts(options)

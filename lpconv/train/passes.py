@@ -68,7 +68,7 @@ def _shapes(block: nn.Module) -> tuple[Any, ...]:
 
 def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> int:
     """Bytes kept by the first blocks and the rest of the model."""
-    if arithmetic.precision == "fp8" and not arithmetic.is_scaled:  # keeps as much as bf16
+    if arithmetic.precision in ("fp8", "fp4") and not arithmetic.is_scaled:  # keeps as much as bf16
         arithmetic = replace(arithmetic, precision="bf16")
     model = _with_blocks(empty, num_blocks).train()
     has_autocast = arithmetic.variant is None and not arithmetic.is_scaled

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, use_recipe
+from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, FP4_RECIPES, FP8_RECIPES, LinearRecipe, use_recipe
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.loss_scale import LossScale, make_loss_scale
 from lpconv.optim import LowPrecisionAdamW, start_from_fp32
@@ -82,7 +82,7 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
         return {name: kept[name.replace(".", "/")] * scale for name, scale in self._scales.items()}
 
 
-_AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+_AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp4": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +142,8 @@ def prepare(
     if arithmetic.loss_scale == "adaptive":
         adaptive_scaling(model, compute=arithmetic.precision)
         return TrainingSetup(model=model, make_optimizer=lambda: torch.optim.AdamW(model.parameters(), **settings))
-    if arithmetic.precision == "fp8":
-        is_nearest = arithmetic.operand_rounding == "nearest"
-        use_recipe(model, E5M2_LINEAR if is_nearest else E5M2_STOCHASTIC, keep=heads(model))
+    if arithmetic.precision in ("fp8", "fp4"):
+        use_recipe(model, _linear_recipe(arithmetic), keep=heads(model))
     loss_scale = _loss_scale(arithmetic)
     if arithmetic.variant is not None:
         return TrainingSetup(model=model, make_optimizer=_kept_in_bf16(model, settings), loss_scale=loss_scale)
@@ -155,6 +154,15 @@ def prepare(
         loss_scale=loss_scale,
         autocast=autocast,
     )
+
+
+def _linear_recipe(arithmetic: Arithmetic) -> LinearRecipe:
+    """The casts of an arithmetic without scaled tensors."""
+    if arithmetic.precision == "fp4":
+        return FP4_RECIPES[arithmetic.operand_scale]
+    if arithmetic.has_blocks:
+        return FP8_RECIPES[arithmetic.operand_scale]
+    return E5M2_LINEAR if arithmetic.operand_rounding == "nearest" else E5M2_STOCHASTIC
 
 
 def _scaled(model: Any, arithmetic: Arithmetic, settings: dict[str, Any], options: FinetuneOptions) -> TrainingSetup:

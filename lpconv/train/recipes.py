@@ -4,22 +4,22 @@ Plain records; nothing here imports torch, so that `--help` and `--list-recipes`
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from lpconv.errors import UsageError
 from lpconv.lookup import find
-from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
+from lpconv.scaled.choices import BLOCK_SCALES, USUAL_OPERAND_SCALE, operand_scales
+from lpconv.train.loss_scales import check_loss_scale
 
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
+_UNSCALED = {"fp8": ("mx",), "fp4": ("nvfp4", "mx", "row")}  # operand scales without scaled tensors
 TRAINING_METHODS = {
     "none": "no scales except the loss scale",
     "unit": "static power-of-two scales (Blake et al. 2023)",
     "scalify": "scales that propagate op by op (Balanca et al. 2024)",
     "native": "static scales by theory, for models from `lpconv init` (Blake et al. 2023)",
 }
-LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ TRAINING_OPTIMIZERS: dict[str, OptimizerChoice] = {
 class Arithmetic:
     """A valid combination, made by `arithmetic`. `loss_scale` is a name in `LOSS_SCALES` or a number as text.
 
-    `operand_scale` selects the scales at which scaled fp8 casts operands (see `lpconv.scaled.choices.operand_scales`),
-    and `operand_rounding` the rounding of activations and gradients in fp8 without scales. `on_codes`: weights are
-    trained on the grid of their stored codes, for `finetune --recover`. `lora` is the rank of adapters, which are
-    trained in place of the weights, or 0.
+    `operand_scale` selects the scales at which operands are cast in scaled fp8 and fp4 (see
+    `lpconv.scaled.choices.operand_scales`), or in blocks without scaled tensors. `operand_rounding` is the rounding of
+    activations and gradients in fp8 without scales. `on_codes`: weights are trained on the grid of their stored codes,
+    for `finetune --recover`. `lora` is the rank of adapters, which are trained in place of the weights, or 0.
     """
 
     precision: str = "bf16"
@@ -111,9 +111,14 @@ class Arithmetic:
         return 0.25 if self.is_native else 5e-5
 
     @property
-    def is_scaled_fp8(self) -> bool:
-        """Whether operands are cast to fp8 with scales of their own."""
-        return self.is_scaled and self.precision == "fp8"
+    def casts_operands(self) -> bool:
+        """Whether scaled operands are cast to fewer than 16 bits."""
+        return self.is_scaled and self.precision in ("fp8", "fp4")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether operands are cast in blocks along the summed axis, each with a scale."""
+        return self.operand_scale in BLOCK_SCALES
 
     @property
     def name(self) -> str:
@@ -138,70 +143,71 @@ class Recipe:
     purpose: str
 
 
+def _recipe(purpose: str, **parts: Any) -> Recipe:
+    return Recipe(arithmetic=Arithmetic(**parts), purpose=purpose)
+
+
 RECIPES: dict[str, Recipe] = {
-    "fp32": Recipe(arithmetic=Arithmetic(precision="fp32"), purpose="the reference"),
-    "amp-bf16": Recipe(
-        arithmetic=Arithmetic(precision="bf16"), purpose="autocast to bf16 with fp32 weights: today's usual choice"
+    "fp32": _recipe("the reference", precision="fp32"),
+    "amp-bf16": _recipe("autocast to bf16 with fp32 weights: today's usual choice"),
+    "bf16": _recipe(
+        "everything in bf16; small updates are lost, which Collage and bf16-sr avoid", optimizer="bf16"
     ),
-    "bf16": Recipe(
-        arithmetic=Arithmetic(precision="bf16", optimizer="bf16"),
-        purpose="everything in bf16; small updates are lost, which Collage and bf16-sr avoid",
+    "bf16-sr": _recipe("everything in bf16, with stochastic rounding of weights", optimizer="bf16-sr"),
+    "collage-bf16": _recipe(
+        "bf16, with the rounding residual kept in a second bf16 number (Yu et al. 2024)", optimizer="collage-plus"
     ),
-    "bf16-sr": Recipe(
-        arithmetic=Arithmetic(precision="bf16", optimizer="bf16-sr"),
-        purpose="everything in bf16, with stochastic rounding of weights",
+    "amp-fp16": _recipe(
+        "autocast to fp16 with fp32 weights and GradScaler's rules (Micikevicius et al. 2018)",
+        precision="fp16", loss_scale="dynamic",
     ),
-    "collage-bf16": Recipe(
-        arithmetic=Arithmetic(precision="bf16", optimizer="collage-plus"),
-        purpose="bf16, with the rounding residual kept in a second bf16 number (Yu et al. 2024)",
+    "adaptive-fp16": _recipe(
+        "autocast to fp16 with a loss scale per layer (Zhao et al. 2019)", precision="fp16", loss_scale="adaptive"
     ),
-    "amp-fp16": Recipe(
-        arithmetic=Arithmetic(precision="fp16", loss_scale="dynamic"),
-        purpose="autocast to fp16 with fp32 weights and GradScaler's rules (Micikevicius et al. 2018)",
-    ),
-    "adaptive-fp16": Recipe(
-        arithmetic=Arithmetic(precision="fp16", loss_scale="adaptive"),
-        purpose="autocast to fp16 with a loss scale per layer (Zhao et al. 2019)",
-    ),
-    "unit-fp16": Recipe(
-        arithmetic=Arithmetic(precision="fp16", method="unit"), purpose="unit scaling in fp16, no loss scale"
-    ),
-    "mpt-fp8": Recipe(
-        arithmetic=Arithmetic(
-            precision="fp8",
-            optimizer="fp16-weights",
-            loss_scale="dynamic",
-            loss_scale_floor="0:1,40000:8192,150000:32768",
-            operand_rounding="stochastic",
-        ),
-        purpose="e5m2 products, rounded stochastically, fp16 weights, a loss scale with a rising floor "
+    "unit-fp16": _recipe("unit scaling in fp16, no loss scale", precision="fp16", method="unit"),
+    "mpt-fp8": _recipe(
+        "e5m2 products, rounded stochastically, fp16 weights, a loss scale with a rising floor "
         "(Mellempudi et al. 2019)",
+        precision="fp8", optimizer="fp16-weights", loss_scale="dynamic",
+        loss_scale_floor="0:1,40000:8192,150000:32768", operand_rounding="stochastic",
     ),
-    "unit-fp8": Recipe(
-        arithmetic=Arithmetic(precision="fp8", method="unit"),
-        purpose="unit scaling: e4m3fn products, one scale per row, no loss scale",
+    "mxfp8": _recipe(
+        "autocast to bf16, with e4m3fn products in blocks of 32 (OCP Microscaling)", precision="fp8", operand_scale="mx"
     ),
-    "scalify-fp8": Recipe(
-        arithmetic=Arithmetic(precision="fp8", method="scalify", optimizer="fp16-state"),
-        purpose="Scalify: fp8 products, propagated scales, optimizer state in fp16",
+    "nvfp4": _recipe(
+        "autocast to bf16, with e2m1 products in blocks of 16, as TransformerEngine trains (NVIDIA 2025)",
+        precision="fp4", operand_scale="nvfp4",
     ),
-    "unit-fp8-collage": Recipe(
-        arithmetic=Arithmetic(precision="fp8", method="unit", optimizer="collage-plus"),
-        purpose="unit-scaled weights kept as bf16 pairs: fp8 products without fp32 copies",
+    "mxfp4": _recipe("the same in blocks of 32 (OCP Microscaling)", precision="fp4", operand_scale="mx"),
+    "unit-fp8": _recipe(
+        "unit scaling: e4m3fn products, one scale per row, no loss scale", precision="fp8", method="unit"
     ),
-    "native": Recipe(
-        arithmetic=Arithmetic(precision="fp32", method="native"),
-        purpose="native unit scaling from scratch in fp32: the reference for the next two",
+    "unit-nvfp4": _recipe(
+        "unit scaling with the products of nvfp4", precision="fp4", method="unit", operand_scale="nvfp4"
     ),
-    "native-fp16": Recipe(
-        arithmetic=Arithmetic(precision="fp16", method="native"),
-        purpose="native unit scaling from scratch in fp16, no loss scale",
+    "scalify-fp8": _recipe(
+        "Scalify: fp8 products, propagated scales, optimizer state in fp16",
+        precision="fp8", method="scalify", optimizer="fp16-state",
     ),
-    "native-fp8": Recipe(
-        arithmetic=Arithmetic(precision="fp8", method="native", operand_scale="static"),
-        purpose="native unit scaling from scratch: operands cast to fp8 directly, no loss scale",
+    "unit-fp8-collage": _recipe(
+        "unit-scaled weights kept as bf16 pairs: fp8 products without fp32 copies",
+        precision="fp8", method="unit", optimizer="collage-plus",
     ),
-}
+    "native": _recipe(
+        "native unit scaling from scratch in fp32: the reference for the next three", precision="fp32", method="native"
+    ),
+    "native-fp16": _recipe(
+        "native unit scaling from scratch in fp16, no loss scale", precision="fp16", method="native"
+    ),
+    "native-fp8": _recipe(
+        "native unit scaling from scratch: operands cast to fp8 directly, no loss scale",
+        precision="fp8", method="native", operand_scale="static",
+    ),
+    "native-nvfp4": _recipe(
+        "native unit scaling from scratch with the products of nvfp4, but no scale per tensor",
+        precision="fp4", method="native", operand_scale="nvfp4-static",
+    ),
+}  # fmt: skip
 
 
 _RECOVERY_PATH = 1.5  # learning rate times steps, in units of the distance of neighbouring codes
@@ -251,17 +257,16 @@ def arithmetic(
     find("precision", chosen.precision, dict.fromkeys(PRECISIONS))
     find("method", chosen.method, TRAINING_METHODS)
     find("optimizer", chosen.optimizer, TRAINING_OPTIMIZERS)
-    if recipe is None and loss_scale is None and not chosen.is_scaled and chosen.precision in ("fp16", "fp8"):
+    chosen = _with_operand_scale(chosen, operand_scale)
+    needs_loss_scale = not (chosen.is_scaled or chosen.has_blocks) and chosen.precision in ("fp16", "fp8")
+    if recipe is None and loss_scale is None and needs_loss_scale:
         chosen = dataclasses.replace(chosen, loss_scale="dynamic")
     chosen = _with_rounding(chosen, rounding)
-    _check_loss_scale(chosen)
+    check_loss_scale(
+        chosen.loss_scale, chosen.loss_scale_floor, precision=chosen.precision, method=chosen.method,
+        optimizer=chosen.optimizer if chosen.variant else None,
+    )  # fmt: skip
     _check_optimizer(chosen)
-    if operand_scale is not None and not chosen.is_scaled_fp8:
-        usual = dataclasses.replace(chosen, operand_scale=Arithmetic.operand_scale)
-        raise UsageError(
-            f"recipe `{usual.name}` does not scale operands",
-            hint="use --operand-scale with a recipe such as unit-fp8",
-        )
     return chosen
 
 
@@ -287,8 +292,24 @@ def saved_as(arithmetic: Arithmetic) -> tuple[str, str]:
     if arithmetic.is_scaled:
         # A native model is stored like any unit-scaled one; its config marks it as native.
         method = "unit" if arithmetic.is_native else arithmetic.method
-        return method, "e4m3fn" if arithmetic.precision == "fp8" else arithmetic.precision
+        return method, {"fp8": "e4m3fn", "fp4": "bf16"}.get(arithmetic.precision, arithmetic.precision)
     return "plain", "bf16" if arithmetic.variant not in (None, "fp32-master") else "fp32"
+
+
+def _with_operand_scale(chosen: Arithmetic, named: str | None) -> Arithmetic:
+    """The usual operand scale for fp4 if none is named. Raises UsageError for scales that do not fit."""
+    if chosen.precision == "fp4" and chosen.operand_scale == USUAL_OPERAND_SCALE and named is None:
+        chosen = dataclasses.replace(chosen, operand_scale="nvfp4")
+    has_scale = chosen.casts_operands or chosen.operand_scale in _UNSCALED.get(chosen.precision, ())
+    usual = dataclasses.replace(chosen, operand_scale=Arithmetic.operand_scale)
+    if named is not None and not has_scale:
+        raise UsageError(
+            f"recipe `{usual.name}` has no operand scale `{named}`",
+            hint="use --operand-scale with a recipe such as unit-fp8",
+        )
+    if chosen.casts_operands:
+        operand_scales(chosen.operand_scale).check(chosen.precision)
+    return chosen if has_scale else usual
 
 
 def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
@@ -297,7 +318,7 @@ def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
         return chosen
     find("rounding", rounding, dict.fromkeys(("nearest", "stochastic")))
     keeps_bf16 = chosen.optimizer in ("bf16", "bf16-sr")
-    if chosen.precision == "fp8" and not chosen.is_scaled and not keeps_bf16:
+    if chosen.precision == "fp8" and not (chosen.is_scaled or chosen.has_blocks or keeps_bf16):
         return dataclasses.replace(chosen, operand_rounding=rounding)
     if rounding == ("stochastic" if chosen.optimizer == "bf16-sr" else "nearest"):
         return chosen
@@ -307,33 +328,6 @@ def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
             hint="use --rounding with --optimizer bf16, or with fp8 without scales",
         )
     return dataclasses.replace(chosen, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
-
-
-def _check_loss_scale(chosen: Arithmetic) -> None:
-    scale = chosen.loss_scale
-    if scale not in LOSS_SCALES and not _is_scale(scale):
-        raise UsageError(
-            f"unknown loss scale `{scale}`", hint=f"use {', '.join(LOSS_SCALES)}, or a number such as 1024"
-        )
-    if chosen.is_scaled and scale != "none":
-        raise UsageError(
-            f"method `{chosen.method}` sets the scale of the backward pass itself, so a loss scale has no effect",
-            hint="leave --loss-scale out, or use --method none",
-        )
-    if scale == "adaptive" and chosen.precision not in ("fp16", "bf16"):
-        raise UsageError(
-            f"adaptive loss scaling needs fp16 or bf16 gradients, not {chosen.precision}",
-            hint="pass --precision fp16 or bf16",
-        )
-    if scale == "adaptive" and chosen.variant is not None:
-        raise UsageError(
-            f"adaptive loss scaling needs fp32 weights, but optimizer `{chosen.optimizer}` keeps bf16 weights",
-            hint="pass --optimizer adamw",
-        )
-    if chosen.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
-        raise UsageError(
-            f"loss scale `{scale}` does not support a floor", hint="use --loss-scale-floor with dynamic or logmax"
-        )
 
 
 def _check_optimizer(setup: Arithmetic) -> None:
@@ -353,15 +347,8 @@ def _check_optimizer(setup: Arithmetic) -> None:
             f"native unit scaling updates unit-scale weights, which optimizer `{setup.optimizer}` does not support",
             hint="pass --optimizer adamw or fp16-state",
         )
-    if chosen.variant is not None and setup.precision not in ("bf16", "fp8"):
+    if chosen.variant is not None and setup.precision not in ("bf16", "fp8", "fp4"):
         raise UsageError(
             f"optimizer `{setup.optimizer}` needs bf16 weights, but a run in {setup.precision} has none",
             hint="pass --precision bf16 or fp8, or --optimizer adamw",
         )
-
-
-def _is_scale(text: str) -> bool:
-    try:
-        return 0 < float(text) < math.inf
-    except ValueError:
-        return False

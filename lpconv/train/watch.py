@@ -68,8 +68,8 @@ class StepWatch:
 
 
 def watches_run(arithmetic: Arithmetic) -> bool:
-    """Whether the run's own values show the effect of its format."""
-    return arithmetic.precision == "fp8"
+    """Whether the run's own values show the effect of its format; those of a tensor do not show scales of blocks."""
+    return arithmetic.precision == "fp8" and not arithmetic.has_blocks
 
 
 def watches_twin(arithmetic: Arithmetic) -> bool:

@@ -5,7 +5,8 @@ import pytest
 from lpconv.errors import UsageError
 from lpconv.loss_scale import LOSS_SCALES as RULES
 from lpconv.optim.storage import VARIANTS
-from lpconv.train.recipes import LOSS_SCALES, RECIPES, TRAINING_OPTIMIZERS, arithmetic, saved_as
+from lpconv.train.loss_scales import LOSS_SCALES
+from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, arithmetic, saved_as
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -44,6 +45,8 @@ def test_every_loss_scale_is_a_rule_or_works_inside_the_model() -> None:
         ({"recipe": "native-fp8", "optimizer": "collage-plus"}, "updates unit-scale weights"),
         ({"recipe": "unit-fp8", "optimizer": "fp16-weights"}, "`fp16-weights`.* unit "),
         ({"recipe": "unit-fp9"}, "`unit-fp9`"),
+        ({"recipe": "unit-fp8", "operand_scale": "nvfp4"}, "`nvfp4`"),
+        ({"recipe": "nvfp4", "operand_scale": "nvfp4-static"}, "`nvfp4-static`"),
     ],
 )
 def test_impossible_combinations_are_refused_with_the_reason(asked: dict[str, str], reason: str) -> None:
@@ -67,6 +70,13 @@ def test_fp16_takes_the_dynamic_scale_unless_another_is_named() -> None:
     assert arithmetic(precision="fp16").loss_scale == "dynamic"
     assert arithmetic(precision="fp16", loss_scale="1024").loss_scale == "1024"
     assert arithmetic(precision="fp16", method="unit").loss_scale == "none"
+
+
+def test_blocks_need_no_loss_scale_and_fp4_has_a_usual_scale() -> None:
+    assert arithmetic(precision="fp4") == arithmetic(recipe="nvfp4")
+    assert arithmetic(precision="fp8", operand_scale="mx") == arithmetic(recipe="mxfp8")
+    assert arithmetic(precision="fp4", method="unit", operand_scale="row").operand_scale == "row"
+    assert arithmetic(recipe="nvfp4", optimizer="collage-plus").variant == "plus"
 
 
 def test_the_published_form_holds_what_training_kept() -> None:

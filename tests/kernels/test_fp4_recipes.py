@@ -1,0 +1,135 @@
+"""Products in four bits: scales of blocks, their ingredients, and layers that stay wide."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lpconv.errors import UsageError
+from lpconv.formats.cast import cast
+from lpconv.kernels.linear import FP4_RECIPES, linear, use_recipe, wide_modules
+from lpconv.kernels.operands import Coded, OperandCast, encode_operand
+from lpconv.scaled.choices import BLOCK_SCALES, FP4_SCALES, operand_scales
+
+NVFP4, NVFP4_STATIC, MXFP4 = (OperandCast(format="e2m1", scale=kind) for kind in ("nvfp4", "nvfp4-static", "mx"))
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers whose blocks differ in size."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator).exp2() * 3
+
+
+def value_of(coded: Coded, columns: int) -> Tensor:
+    """The numbers that a product sums."""
+    return (coded.codes.float() * torch.as_tensor(coded.scale))[:, :columns]
+
+
+def by_block(block: Tensor, kind: str, tensor_amax: float) -> Tensor:
+    """A block as the definition of its format says, in float64."""
+    amax = float(block.abs().max())
+    if kind == "mx":
+        scale = 2.0 ** (math.floor(math.log2(amax)) - 2)
+        return cast(block.double() / scale, "e2m1") * scale
+    tensor = tensor_amax / (448 * 6) if kind == "nvfp4" else 1.0
+    scale = float(cast(torch.tensor(amax / 6 / tensor), "e4m3fn")) * tensor
+    return cast((block.double() / scale).float(), "e2m1").double() * scale
+
+
+@pytest.mark.parametrize("how", [NVFP4, NVFP4_STATIC, MXFP4])
+def test_values_follow_the_definition_of_their_blocks(how: OperandCast) -> None:
+    x = drawn(6, 64)
+    size = 32 if how.scale == "mx" else 16
+
+    found = value_of(encode_operand(x, how, axis=-1), 64)
+
+    blocks = [by_block(b, how.scale, float(x.abs().max())) for row in x for b in row.split(size)]
+    assert torch.allclose(found.double(), torch.cat(blocks).view(6, 64), rtol=1e-6, atol=0)
+
+
+def test_square_blocks_give_a_matrix_and_its_transpose_the_same_values() -> None:
+    w = drawn(40, 24)
+    square = replace(NVFP4, square=True)
+    along, across = (value_of(encode_operand(x, square, axis=-1), x.shape[1]) for x in (w, w.t()))
+    assert torch.equal(along, across.t())
+    alone = [value_of(encode_operand(x, NVFP4, axis=-1), x.shape[1]) for x in (w, w.t())]
+    assert not torch.equal(alone[0], alone[1].t())
+
+
+def test_a_product_of_rotated_operands_is_that_of_the_originals() -> None:
+    a, b = drawn(8, 64), drawn(5, 64, seed=1)
+    plain, rotated = (
+        [value_of(encode_operand(x, replace(NVFP4, rotated=how), axis=-1), 64) for x in (a, b)] for how in (False, True)
+    )
+    assert float((rotated[0] - a).norm() / a.norm()) > 1  # other numbers
+    for x, y in (plain, rotated):
+        assert float((x @ y.t() - a @ b.t()).norm() / (a @ b.t()).norm()) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4-static", "mx", "row"])
+def test_stochastic_rounding_is_right_on_average(kind: str) -> None:
+    torch.manual_seed(0)
+    x, count = torch.linspace(-4, 5.9, 64).view(1, 64), 4000
+    x[0, ::16] = 6.0  # so that every scale is 1
+
+    found = encode_operand(x.expand(count, 64), replace(NVFP4, scale=kind, rounding="stochastic"), axis=-1)
+
+    values = value_of(found, 64).double()
+    assert len(values[:, 1].unique()) == 2
+    assert float((values.mean(0) - x[0]).abs().max()) < 5 / math.sqrt(count)  # five of the largest deviations
+
+
+def test_nothing_is_rounded_by_chance_without_gradients() -> None:
+    x, w = drawn(16, 32), drawn(8, 32, seed=1)
+    before = torch.get_rng_state()
+    first = linear(x, w, recipe=FP4_RECIPES["nvfp4"])
+    assert torch.equal(first, linear(x, w, recipe=FP4_RECIPES["nvfp4"]))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mx", "row"])
+def test_gradients_approach_those_of_wide_products(kind: str) -> None:
+    torch.manual_seed(0)
+    x, w = (z.requires_grad_() for z in (drawn(40, 50), drawn(24, 50, seed=1)))
+    grad = drawn(40, 24, seed=2)
+    linear(x, w, recipe=FP4_RECIPES[kind]).backward(grad)
+    assert x.grad is not None
+    assert w.grad is not None
+    for found, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
+        assert 0.05 < float((found - exact).norm() / exact.norm()) < 0.3
+
+
+def test_the_last_blocks_stay_wide() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(10))
+    recipe = FP4_RECIPES["nvfp4"]
+    assert wide_modules(model, recipe) == {model.layers[9]}
+    assert use_recipe(model, recipe) == [f"layers.{i}" for i in range(9)]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mx"])
+def test_frozen_weights_give_the_same_output(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(48, 16))
+    use_recipe(model, FP4_RECIPES[kind])
+    x = drawn(4, 48)
+    before = model(x)
+    model[0].freeze()
+    assert torch.equal(model(x), before)
+
+
+def test_not_finite_stays_visible() -> None:
+    for how in (NVFP4, MXFP4):
+        x = drawn(2, 32)
+        x[0, 3] = math.inf
+        assert not bool(value_of(encode_operand(x, how, axis=-1), 32)[0, :16].isfinite().all())
+
+
+def test_each_precision_has_its_operand_scales() -> None:
+    assert set(BLOCK_SCALES) <= set(FP4_SCALES)
+    operand_scales("nvfp4-static,grad_weight=carrier").check("fp4")
+    with pytest.raises(UsageError, match="`nvfp4`"):
+        operand_scales("nvfp4").check("fp8")
+    with pytest.raises(UsageError, match="`l2`"):
+        operand_scales("l2").check("fp4")
