@@ -212,9 +212,8 @@ def _without_folders(result: FinetuneResult) -> FinetuneResult:
 
 def _open_tuned(result: FinetuneResult) -> Section | None:
     if result.saved_as.startswith("adapter"):
-        auto = _AUTO_BY_TASK[result.task]
-        opening = f'PeftModel.from_pretrained({auto}.from_pretrained("{result.name}"), "PATH")'
-        lines = ("from peft import PeftModel", f"from transformers import {auto}", "", f"model = {opening}")
+        opening = f'model = PeftModel.from_pretrained(lpconv.load("{result.name}"), "PATH")'
+        lines = ("import lpconv", "from peft import PeftModel", "", opening)
         return section("How to open it", Code(language="python", lines=lines))
     is_plain, is_pair = result.saved_as.startswith("plain"), result.saved_as.startswith("collage")
     blocks: list[Block] = [_loading_code(_AUTO_BY_TASK[result.task], needs_lpconv=not (is_plain or is_pair))]
