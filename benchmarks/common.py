@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"  # some benchmarks use the tests' writers of third-party files
-_LEFT_OPEN = {"--work": "DIRECTORY", "--before": "TREE", "--out": "FILE"}
+_LEFT_OPEN = {"--work": "DIRECTORY", "--before": "TREE", "--out": "FILE", "--te": "FILE", "--smollm2": "DIRECTORY"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "LPCONV_COMPILE": "never"}
 
 
