@@ -70,7 +70,7 @@ class BenchOptions:
     methods: Annotated[
         tuple[str, ...],
         _what(
-            "Methods for fp8 and fp16",
+            "Methods for fp8, fp4 and fp16",
             default=f"for fp8 {next(iter(BENCH_FORMATS['fp8']))}",
             name="method",
             short=("-m",),
