@@ -150,12 +150,13 @@ def table(runs: Sequence[Run]) -> str:
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", help="these only")
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [Run(**r) for r in common.load(options.out)["runs"]] if options.out.exists() else []
     done = {(r.arm, r.seed) for r in runs}
-    arms: Sequence[str] = () if options.table else (*PLAIN, *NATIVE)
+    arms: Sequence[str] = () if options.table else options.arms or (*PLAIN, *NATIVE)
     for seed in range(options.seeds):
         for arm in arms:
             if (arm, seed) in done:

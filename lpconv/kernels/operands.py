@@ -207,7 +207,9 @@ def _encode_blocks(x: Tensor, cast: OperandCast) -> Coded:
     Eight bits: codes with scales (…, R, blocks). Four bits: values in bfloat16, with the tensor's scale.
     """
     spec, size, num_rows = cast.spec, BLOCK_SIZES[cast.scale], x.shape[-2]
-    x = F.pad(x, (0, -x.shape[-1] % size, 0, -num_rows % size if cast.square else 0))
+    missing = (-x.shape[-1] % size, -num_rows % size if cast.square else 0)
+    if any(missing):
+        x = F.pad(x, (0, missing[0], 0, missing[1]))
     if cast.rotated:
         rotation = torch.tensor(_ROTATION, dtype=x.dtype, device=x.device)
         x = (x.reshape(-1, _HADAMARD) @ rotation).view(x.shape)
@@ -252,14 +254,14 @@ def _nvfp4_scales(largest: Tensor, cast: OperandCast) -> tuple[Tensor, Tensor, f
     In the order of TransformerEngine's reference, so that bits agree: with amax the largest magnitude, the factor of
     the tensor is f = 448 · 6 / amax, that of a block 1 / (e4m3fn(amax_block · f / 6) / f).
     """
-    limit = _E4M3_MAX * cast.spec.max
-    factor, tensor_scale = torch.ones((), device=largest.device), torch.ones((), device=largest.device)
-    if cast.scale == "nvfp4":
-        amax = _bounded(largest.amax()) if largest.numel() else factor
+    limit, factor, tensor_scale = _E4M3_MAX * cast.spec.max, torch.ones((), device=largest.device), None
+    if cast.scale == "nvfp4" and largest.numel():
+        amax = largest.amax().clamp(min=_SMALLEST)
+        amax.add_(amax, alpha=0)  # Inf becomes NaN
         factor, tensor_scale = torch.full_like(amax, limit) / amax, amax / limit
     scale = (largest * (factor * (1 / cast.spec.max))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
-    inverse = (1 / (scale * (1 / factor))).clamp(max=torch.finfo(torch.float32).max)
-    return scale, inverse, tensor_scale if cast.scale == "nvfp4" else 1.0
+    inverse = (1 / (scale * (1 / factor))).clamp_(max=torch.finfo(torch.float32).max)
+    return scale, inverse, 1.0 if tensor_scale is None else tensor_scale
 
 
 def block_values(x: Coded) -> Tensor:
