@@ -63,6 +63,22 @@ The interpreter takes `div.full`, which may be wrong by two units in the last pl
 no products, so layers and models are compiled but not compared.
 """
 
+BOUNDS = """
+## What a GPU could reach
+
+From the bytes above and NVIDIA's data sheets (SXM, dense products): the least time of an optimizer step per billion
+parameters, and of the three products of a layer of 4,096 x 4,096 on {tokens:,} tokens, forward and backward, with the
+casts of their operands. An operand costs the bytes of its cast, and one byte per element for the transposed codes.
+
+*Left out*: the launches, and that no product reaches the peak. A second pass that the cache serves counts in full.
+
+| | {gpus} |
+|---{columns}|
+"""
+# Products in bf16 and fp8, per second, and bytes per second.
+GPUS = {"A100": (312e12, 0.0, 2.039e12), "H100": (989e12, 1979e12, 3.35e12), "B200": (2250e12, 4500e12, 8e12)}
+TOKENS, WIDTH = 8192, 4096
+
 
 def page() -> str:
     """The whole of docs/gpu-code.md."""
@@ -86,7 +102,26 @@ def page() -> str:
     lines.append("|---|---|---|---|---|")
     by_path = sorted(rows, key=lambda r: [p["path"] for p in rows].index(r["path"]))
     lines += [_line(path, {r["target"]: r for r in same}) for path, same in groupby(by_path, lambda r: str(r["path"]))]
+    return "\n".join([*lines, "", _bounds(rows)])
+
+
+def _bounds(rows: list[dict[str, Any]]) -> str:
+    """Least times by the bytes of compiled kernels, in ms."""
+    moved = {r["path"]: r["bytes_moved"] / r["elements"] for r in rows if r["target"] == "sm_90" and "elements" in r}
+    lines = [BOUNDS.strip("\n").format(tokens=TOKENS, gpus=" | ".join(GPUS), columns="|---" * len(GPUS))]
+    for path in (p for p in moved if p.startswith("step adamw")):
+        lines.append(_bound_line(f"{path}, ms per billion", [1e9 * moved[path] / b for *_, b in GPUS.values()]))
+    work, operands = 6 * TOKENS * WIDTH**2, 2 * TOKENS * WIDTH + WIDTH**2
+    lines.append(_bound_line("layer in bf16, ms", [work / bf16 for bf16, *_ in GPUS.values()]))
+    for kind in ("static", "tensor", "row along rows"):
+        cast = operands * (moved[f"cast {kind}"] + 1)
+        times = [work / fp8 + cast / b if fp8 else None for _, fp8, b in GPUS.values()]
+        lines.append(_bound_line(f"layer in fp8, {kind.split()[0]} scales, ms", times))
     return "\n".join([*lines, ""])
+
+
+def _bound_line(what: str, seconds: list[float | None]) -> str:
+    return f"| {what} | " + " | ".join("—" if s is None else f"{1e3 * s:.2f}" for s in seconds) + " |"
 
 
 def _right_shapes(rows: list[dict[str, Any]]) -> int:
