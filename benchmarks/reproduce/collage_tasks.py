@@ -4,6 +4,7 @@ Losses are cross-entropies in fp32, in nats: bf16 losses move in steps of 2^-7.
 """
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModel, AutoTokenizer, BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
@@ -46,6 +55,7 @@ class Task:
     sample: Callable[[torch.Generator], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
     held_out: Batch
+    num_evaluations: int = 10
 
 
 def language_model(work: Path, quick: bool) -> Task:
@@ -212,10 +222,36 @@ def token_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(input_ids=batch[0]).logits.float().flatten(0, 1), batch[1].flatten())
 
 
-WORDNET = Path("/usr/share/wordnet")  # of Debian's wordnet-base
+def smollm2(work: Path, quick: bool) -> Task:
+    """SmolLM2 continues the plays; `work` has its fp32 checkpoint, as `finetune.py` makes it."""
+    source, length = work / "smollm2", 64
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    train, held_out = (
+        torch.tensor(tokenizer(demo_text(split).read_text(encoding="utf-8")).input_ids)
+        for split in ("train", "heldout")
+    )
+
+    def sample(generator: torch.Generator, text: Tensor = train, count: int = 2) -> Batch:
+        tokens = windows(text, count, length + 1, generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return Task(
+        name="SmolLM2, fine-tuning",
+        steps=20,
+        lr=2e-5,
+        start=from_scratch(lambda seed: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)),
+        sample=sample,
+        loss=token_loss,
+        held_out=sample(torch.Generator().manual_seed(0), held_out, 8),
+        num_evaluations=2,
+    )
+
+
+WORDNET = Path(os.environ.get("WNSEARCHDIR", "/usr/share/wordnet"))  # of Debian's wordnet-base
 
 TASKS: dict[str, Callable[[Path, bool], Task]] = {
     "lm": language_model,
     "mlm": masked_language_model,
     "minilm": supersenses,
+    "smollm2": smollm2,
 }

@@ -78,11 +78,17 @@ def nearest_with_offset(x: Tensor, offset: Tensor, nearest: Rounding = nearest_b
     """Round fp32 `x` + `offset` ulps to bf16; `offset` is one number of [-1/2, 1/2) for all elements.
 
     Offsets spread evenly over that interval make the mean over steps right. The ulp comes from rounding a number that
-    is 0.7 to 1.4 ulps further, without bit patterns (see `nearest_by_cast`).
+    is 0.7 to 1.4 ulps further, all in fp32: a kernel converts to bf16 slowly. Inf stays Inf.
     """
-    wide = nearest(x).float().clamp(max=2.0**127)  # Inf stays Inf: Inf - Inf would be NaN
-    ulp = nearest(wide * (1 + 2.0**-7.5)).float() - wide
+    wide = _nearest_in_fp32(x.clamp(max=2.0**100))
+    ulp = _nearest_in_fp32(wide * (1 + 2.0**-7.5)) - wide
     return nearest(x + offset * ulp)
+
+
+def _nearest_in_fp32(x: Tensor) -> Tensor:
+    """Round to 8 bits by Veltkamp's splitting (Dekker 1971), ties either way; below 2^111, where nothing overflows."""
+    shifted = x * (2.0**16 + 1)
+    return shifted - (shifted - x)
 
 
 def _cut(x: Tensor, rounded_bits: Tensor) -> Tensor:

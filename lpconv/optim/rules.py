@@ -17,8 +17,6 @@ from torch import Tensor
 
 Moments: TypeAlias = tuple[Tensor, ...]
 Coefficients: TypeAlias = tuple[float, ...]
-_TINY = 1e-30  # below the root of any positive fp32 number
-
 Update: TypeAlias = Callable[[Tensor, Tensor, Moments, tuple[Tensor, ...]], tuple[Tensor, Moments]]
 
 
@@ -71,11 +69,17 @@ def _adamw_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
 
 
 def _adamw(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
-    sign, decay, step_size, beta1, one_minus_beta1, beta2, beta2_lo, one_minus_beta2, inv_sqrt_correction, eps = c
+    m, v, denominator = _adamw_moments(g, moments, c)
+    return x - (c[1] * x + c[2] * m / denominator), (m, v)
+
+
+def _adamw_moments(g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The new m and v, and sqrt(v) with bias correction plus eps."""
+    sign, _, _, beta1, one_minus_beta1, beta2, beta2_lo, one_minus_beta2, inv_sqrt_correction, eps = c
     g = g * sign
     m = moments[0] * beta1 + g * one_minus_beta1
     v = moments[1] * beta2 + (moments[1] * beta2_lo + g * g * one_minus_beta2)
-    return x - (decay * x + step_size * m / (torch.sqrt(v) * inv_sqrt_correction + eps)), (m, v)
+    return m, v, torch.sqrt(v) * inv_sqrt_correction + eps
 
 
 def largest_ratio(betas: tuple[float, float]) -> float:
@@ -91,14 +95,20 @@ def largest_ratio(betas: tuple[float, float]) -> float:
 
 
 def _ratio_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    return *_adamw_coefficients(group, step), largest_ratio(group["betas"])
+    eps, correction = unit_adamw(group)[1], 1 - group["betas"][1] ** (step - 1)
+    return *_adamw_coefficients(group, step), largest_ratio(group["betas"]), eps * math.sqrt(correction)
 
 
 def _adamw_ratio(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
-    """AdamW with m as a part of its bound, so that it needs no scale: m = ratio · largest_ratio · sqrt(v)."""
-    ratio, v = moments
-    x, (m, v) = _adamw(x, g, (ratio * (torch.sqrt(v) * c[-1]), v), c[:-1])
-    return x, (m / (torch.sqrt(v) * c[-1] + _TINY), v)
+    """AdamW with m as a part of its bound, so that it needs no scale: m = ratio · largest_ratio · (sqrt(v) + eps').
+
+    eps' is eps without bias correction, so that the new ratio is in proportion to the step and needs no other division.
+    """
+    *adamw, bound, last_eps = c
+    m = moments[0] * (bound * (torch.sqrt(moments[1]) + last_eps))
+    m, v, denominator = _adamw_moments(g, (m, moments[1]), tuple(adamw))
+    quotient = m / denominator
+    return x - (c[1] * x + c[2] * quotient), (quotient * (c[8] / bound), v)
 
 
 def _eco_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:

@@ -14,11 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.optim import CollageAdamW, fp32_state_dict, start_from_fp32
+from lpconv.optim import LowPrecisionAdamW, fp32_state_dict, start_from_fp32
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 STEPS = 20
+# What each keeps of a bias of the model.
+STATE = {
+    "plus": {"residual", "exp_avg", "exp_avg_sq", "exp_avg_sq_residual"},
+    "light-int8": {"residual", "exp_avg", "exp_avg_sq"},
+    "int8-moment": {"residual", "exp_avg_ratio", "exp_avg_sq"},
+    "eco": {"exp_avg", "exp_avg_sq"},
+}
 
 
 def model() -> nn.Module:
@@ -31,7 +39,7 @@ def fp32_values() -> dict[str, Tensor]:
     return {n: torch.randn(t.shape, generator=generator) * 0.1 for n, t in model().state_dict().items()}
 
 
-def train(net: nn.Module, optimizer: CollageAdamW, steps: range) -> None:
+def train(net: nn.Module, optimizer: LowPrecisionAdamW, steps: range) -> None:
     """Gradients are set, not computed: reducing them over ranks may round, and that is not the optimizer's doing."""
     for step in steps:
         for i, p in enumerate(net.parameters()):
@@ -47,12 +55,24 @@ def like(full: Tensor, p: Tensor) -> Tensor:
     return distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None)
 
 
+def make(net: nn.Module, variant: str) -> LowPrecisionAdamW:
+    return LowPrecisionAdamW(net.parameters(), lr=1e-3, variant=variant, compiled=False, nonfinite_gradients="skip")
+
+
 def two_ranks(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     torch.set_num_threads(1)
+    for variant in STATE:
+        sharded(rank, folder, variant)
+        replicated(rank, variant)
+    dist.barrier()
+    os._exit(0)  # gloo's threads now and then abort an ordinary exit ("terminate called without an active exception")
+
+
+def sharded(rank: int, folder: str, variant: str) -> None:
     net = model()
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = CollageAdamW(net.parameters(), lr=1e-3, compiled=False, nonfinite_gradients="skip")
+    optimizer = make(net, variant)
     start_from_fp32(optimizer, net, fp32_values())
     train(net, optimizer, range(STEPS))
 
@@ -64,11 +84,24 @@ def two_ranks(rank: int, folder: str) -> None:
     state = {name: t.full_tensor() for name, t in optimizer.state[bias].items() if isinstance(t, DTensor)}
     full = fp32_state_dict(optimizer, net)
     if rank == 0:
-        torch.save({"fp32": full, "bias": state}, f"{folder}/two.pt")
+        torch.save({"fp32": full, "bias": state}, f"{folder}/{variant}.pt")
     weights, optim = get_state_dict(net, optimizer)
-    save({"model": weights, "optim": optim}, checkpoint_id=f"{folder}/checkpoint")
-    dist.barrier()
-    os._exit(0)  # gloo's threads now and then abort an ordinary exit ("terminate called without an active exception")
+    save({"model": weights, "optim": optim}, checkpoint_id=f"{folder}/{variant}")
+
+
+def replicated(rank: int, variant: str) -> None:
+    """Ranks with batches of their own must keep the same weights, to the bit."""
+    net = DistributedDataParallel(model())
+    optimizer = make(net, variant)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.autograd.backward(net(torch.randn(4, 13, generator=generator).bfloat16()).float().square().mean())
+        optimizer.step()
+    for p in net.parameters():
+        of_rank_0 = p.detach().clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(p, of_rank_0)
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +111,36 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def alone(steps: int) -> tuple[nn.Module, CollageAdamW]:
+def alone(steps: int, variant: str) -> tuple[nn.Module, LowPrecisionAdamW]:
     net = model()
-    optimizer = CollageAdamW(net.parameters(), lr=1e-3, compiled=False)
+    optimizer = make(net, variant)
     start_from_fp32(optimizer, net, fp32_values())
     train(net, optimizer, range(steps))
     return net, optimizer
 
 
-def test_two_ranks_equal_one_process_bit_for_bit(trained: Path) -> None:
-    found = torch.load(trained / "two.pt")
-    net, optimizer = alone(STEPS)
+@pytest.mark.parametrize("variant", STATE)
+def test_two_ranks_equal_one_process_bit_for_bit(variant: str, trained: Path) -> None:
+    found = torch.load(trained / f"{variant}.pt")
+    net, optimizer = alone(STEPS, variant)
     for name, value in fp32_state_dict(optimizer, net).items():
         assert torch.equal(found["fp32"][name], value), name
     bias = dict(net.named_parameters())["0.bias"]
-    assert set(found["bias"]) == {"residual", "exp_avg", "exp_avg_sq", "exp_avg_sq_residual"}
+    assert set(found["bias"]) == STATE[variant]
     for name, value in found["bias"].items():
         assert torch.equal(value, optimizer.state[bias][name]), name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what is meant here
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(trained: Path) -> None:
+@pytest.mark.parametrize("variant", STATE)
+def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(variant: str, trained: Path) -> None:
     net = model()
-    optimizer = CollageAdamW(net.parameters(), lr=1e-3, compiled=False)
+    optimizer = make(net, variant)
     weights, optim = get_state_dict(net, optimizer)  # also makes the state to load into
-    load({"model": weights, "optim": optim}, checkpoint_id=str(trained / "checkpoint"))
+    load({"model": weights, "optim": optim}, checkpoint_id=str(trained / variant))
     set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=optim)
     train(net, optimizer, range(STEPS, STEPS + 5))
 
-    unbroken, reference = alone(STEPS + 5)
+    unbroken, reference = alone(STEPS + 5, variant)
     for name, value in fp32_state_dict(reference, unbroken).items():
         assert torch.equal(fp32_state_dict(optimizer, net)[name], value), name
