@@ -193,7 +193,8 @@ def main() -> None:
                 release = versions(package).get(package) or version_in(python, package)
                 for case in CASES[layout]:
                     found = measure(model, layout, case, folder, *more)
-                    rows.append({"model": name, "layout": layout, "case": case, package: release, **found})
+                    facts = {"model": name, "layout": layout, "case": case, "decoder": package, "version": release}
+                    rows.append({**facts, **found})
                     print(json.dumps(rows[-1]), flush=True)
                     said = command().replace(str(options.model), "MODEL")
                     save({"command": said, "machine": machine("gguf"), "rows": rows}, options.out)

@@ -60,6 +60,17 @@ def test_a_text_gives_the_largest_keys_and_values(tmp_path: Path) -> None:
         assert scale.item() == pytest.approx(largest[name] / 448, rel=1e-4)
 
 
+def test_error_feedback_writes_the_same_scales_but_for_its_windows(tmp_path: Path) -> None:
+    nearest = converted(tmp_path / "nearest", scheme="W4A16", calibrate="demo")
+    more: dict[str, Any] = {"rounding": "gptq", "calibration_tokens": 512}
+    gptq = converted(tmp_path / "gptq", scheme="W4A16", calibrate="demo", **more)
+    assert nearest.keys() == gptq.keys()
+    assert all(0.5 < float(x / nearest[n]) < 2 for n, x in gptq.items())
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("nearest", "gptq"))
+    assert not all(torch.equal(x, other[n]) for n, x in one.items() if n.endswith("weight_packed"))
+    assert verify_output(tmp_path / "gptq", VerifyOptions(level="weights"), progress=Silent()).passed
+
+
 def test_input_scales_may_be_stored_too(tmp_path: Path) -> None:
     scales = converted(tmp_path / "out", scheme="FP8", calibrate="demo")
     tensors = load_file(tmp_path / "out" / "model.safetensors")

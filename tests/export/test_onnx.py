@@ -156,8 +156,10 @@ def test_fp8_with_a_scale_for_each_row_stays_fp8(tmp_path: Path, layout: str) ->
     assert all([a.i for a in n.attribute if a.name == "axis"] == [0] for n in decoding)
 
 
-def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: Path) -> None:
-    options = ConvertOptions(format="e4m3fn", granularity="mx", verify="none")
-    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", options)
+@pytest.mark.parametrize(
+    "how", [{"format": "e4m3fn", "granularity": "mx"}, {"scheme": "MLX_MXFP4"}, {"scheme": "GGUF_Q8_0"}], ids=str
+)
+def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: Path, how: dict[str, Any]) -> None:
+    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", ConvertOptions(**how, verify="none"))
     (warning,) = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions()).warnings
     assert "in fp32, because" in warning

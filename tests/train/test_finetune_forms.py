@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import demo_with_merges
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},
     "scalify": {"method": "scalify", "format": "fp16"},
     "compressed-tensors": {"method": "unit", "format": "e4m3fn", "layout": "compressed-tensors"},
+    "mlx": {"scheme": "MLX_MXFP4"},
     "rows": {"method": "unit", "format": "e4m3fn", "granularity": "row"},
     "collage": {"method": "collage"},
     "collage exact16": {"method": "collage", "residual": "exact16"},
@@ -79,6 +81,14 @@ def test_every_form_trains_and_what_is_published_opens(
     if (out / "lpconv.json").exists():
         found = verify_output(out, VerifyOptions(level="hash"), progress=Silent())
         assert found.passed
+
+
+def test_a_file_for_llama_cpp_trains(tmp_path: Path) -> None:
+    convert(
+        str(demo_with_merges(tmp_path / "source")), tmp_path / "low", ConvertOptions(scheme="GGUF_Q8_0", verify="none")
+    )
+    finetune(str(tmp_path / "low"), tmp_path / "out", _options("collage-bf16"))
+    assert _state(tmp_path / "out").keys() == _state(tmp_path / "low").keys()
 
 
 def test_a_trained_output_is_compared_by_values(tmp_path: Path) -> None:

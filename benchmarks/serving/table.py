@@ -1,0 +1,106 @@
+"""The tables of docs/export.md, from the recorded results of this group.
+
+`python -m benchmarks.serving.table` prints them, and writes them into the page between their markers with `--write`.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks.common import ROOT, recorded
+
+PAGE = ROOT / "docs" / "export.md"
+BEGIN, END = "<!-- serving tables -->\n", "<!-- end -->"
+Row = tuple[str, ...]
+
+
+def _figure(nats: float) -> str:
+    return "0" if nats == 0 else f"{nats:.1g}" if nats < 0.001 else f"{nats:.3f}" if nats < 0.1 else f"{nats:.2f}"
+
+
+def _gap(found: dict[str, float]) -> str:
+    return f"{_figure(found['mean'])}, at most {_figure(found['largest'])}"
+
+
+def _vllm() -> Iterator[Row]:
+    rows = recorded("vllm")["rows"]
+    release = next(r["version"] for r in rows if "version" in r)
+    for r in rows:
+        runtime = f"vLLM {release}, {r['dtype']}"
+        layout = f"compressed-tensors, {r['case']}" if r["options"] else "unquantised"
+        if "failed" in r:
+            yield layout, r["model"], runtime, "no", "", f"`{r['failed']}`"
+            continue
+        tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
+        yield layout, r["model"], runtime, "yes", tokens, _gap(r["difference"])
+
+
+def _mlx() -> Iterator[Row]:
+    found = recorded("mlx")
+    for r in found["rows"]:
+        tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
+        runtime = f"mlx-lm {r['versions']['mlx-lm']}, float32"
+        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, _gap(r["difference"])
+
+
+def _llama_cpp() -> Iterator[Row]:
+    for r in recorded("llama-cpp")["rows"]:
+        tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
+        gap = f"at most {_figure(r['largest_log_probability_difference'])}"
+        yield f"gguf, {r['scheme']}", r["model"], f"llama.cpp {r['release']}", "yes", tokens, gap
+
+
+def _onnx() -> Iterator[Row]:
+    found = recorded("onnx-cache")
+    for r in found["rows"]:
+        layout, runtime = f"ONNX with a cache, {r['form']}", f"{r['runtime']} {r.get('version', '')}".strip()
+        if "failed" in r:
+            yield layout, found["model"], runtime, "no", "", f"`{r['failed']}`"
+            continue
+        gap = r.get("max_log_probability_difference")
+        tokens = f"{r['equal_tokens']} of {r['of']}"
+        yield layout, found["model"], runtime, "yes", tokens, "" if gap is None else f"at most {_figure(gap)}"
+
+
+def _bits() -> Iterator[Row]:
+    """One row of each case, with the models as columns."""
+    rows = recorded("bits")["rows"]
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    yield "layout", "decoded by", "returns", *models
+    for layout, case in dict.fromkeys((r["layout"], r["case"]) for r in rows):
+        found = {r["model"]: r for r in rows if (r["layout"], r["case"]) == (layout, case)}
+        counts = [_count(found[m]) for m in models]
+        first = next(iter(found.values()))
+        dtypes = sorted({r["dtype"] for r in found.values() if "dtype" in r})
+        yield f"{layout}, {case}", f"{first['decoder']} {first['version']}", ", ".join(dtypes), *counts
+
+
+def _count(row: dict[str, Any]) -> str:
+    return "refused" if "refused" in row else f"{row['equal']} of {row['read']}"
+
+
+def _markdown(rows: Iterable[Row]) -> str:
+    head, *body = rows
+    lines = [head, ("---",) * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def tables() -> str:
+    """Both tables in Markdown: how close runtimes come, and the weights that they decode to lpconv's bits."""
+    head = ("written", "model", "runtime", "served", "equal greedy tokens", "log-probabilities differ by, in nats")
+    return f"{_markdown([head, *_vllm(), *_mlx(), *_llama_cpp(), *_onnx()])}\n{_markdown(_bits())}"
+
+
+def page() -> str:
+    """The page with current tables."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--write", action="store_true", help="write docs/export.md")
+    if made.parse_args().write:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(tables(), end="")
