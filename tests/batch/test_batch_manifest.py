@@ -339,7 +339,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "seeds": 2, "twin": "none", "eval_every": 0, "eval_batches": 1, "save_every": 0, "track_every": 0, "lca": True,
         "calibrate": True, "check_gradients": False, "critical": "*.down_proj", "operand_scale": "tensor",
         "save": "plain", "log_to": ["wandb"], "compile": True, "max_memory": "1GB", "revision": "v1",
-        "gates": "loss<=9", "force": True, "allow_missing": True, "recover": True, "source": "x/s",
+        "gates": "loss<=9", "force": True, "allow_missing": True, "recover": True, "lora": 4, "source": "x/s",
     },
     "bench": {
         "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
