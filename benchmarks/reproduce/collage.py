@@ -88,8 +88,9 @@ class Results:
     displacement: list[Displacement] = field(default_factory=list)
     runs: list[Curve] = field(default_factory=list)
 
-    def has(self, task: str, arm: str, seed: int) -> bool:
-        return any((c.task, c.arm, c.seed) == (task, arm, seed) for c in self.runs)
+    def has(self, task: Task, arm: str, seed: int) -> bool:
+        wanted = (task.name, arm, seed, task.steps)
+        return any((c.task, c.arm, c.seed, c.steps[-1]) == wanted for c in self.runs)
 
 
 def load_results(path: Path, settings: dict[str, str | bool]) -> Results:
@@ -260,7 +261,8 @@ def figure(curves: list[Curve], path: Path) -> None:
 def shortened(task: Task, share: float) -> Task:
     if share == 1:
         return task
-    return replace(task, steps=round(share * task.steps), num_evaluations=1)
+    steps = round(share * task.steps)
+    return replace(task, name=f"{task.name}, {steps} steps", steps=steps, num_evaluations=1)
 
 
 def run(results: Results, path: Path, args: argparse.Namespace) -> None:
@@ -276,7 +278,7 @@ def run(results: Results, path: Path, args: argparse.Namespace) -> None:
     if args.paper:
         jobs += [(args.seeds[0], task, arm) for task in tasks for arm in PAPER]
     for seed, task, (variant, arithmetic) in jobs:
-        if results.has(task.name, arm_name(variant, arithmetic), seed):
+        if results.has(task, arm_name(variant, arithmetic), seed):
             continue
         curve = train(task, variant, arithmetic, seed, CALLED[args.products])
         results.runs.append(curve)
@@ -305,8 +307,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     path = args.out / "results.json.xz"
     settings = {"quick": args.quick, "torch": torch.__version__}
-    if (args.products, args.share) != ("bf16", 1):
-        settings |= {"products": args.products, "share": str(args.share)}
+    if args.products != "bf16":
+        settings |= {"products": args.products}
     results = load_results(path, settings)
     run(results, path, args)
     tables = [displacement_table(results.displacement)] if results.displacement else []

@@ -1,6 +1,7 @@
 """The fused step is the same compiled and eager, and a compiler that drops the low parts is caught."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast, nearest_with_offset
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
-from lpconv.optim.rules import RULES
+from lpconv.optim.rules import RULES, largest_ratio
 from lpconv.optim.storage import VARIANTS, WITH_OFFSET, Parts, Storage, new_parts, store, stored_value
 
 PLUS = (Storage.PAIR, Storage.BF16, Storage.PAIR)
@@ -183,6 +184,43 @@ def test_variants_of_few_bytes_pass_the_check_and_lose_it_with_their_error(
             parts[0][1].zero_()
 
     assert not kernel._agrees(kind, storages, without_error, torch.device("cpu"))
+
+
+def test_the_check_allows_eco_a_weight_rounded_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps of half an ulp, weights off by 2^-16 round otherwise for some, whose moments then differ much."""
+    variant, kind, rule = VARIANTS["eco"], STEPS["adamw-eco"], RULES["adamw-eco"]
+    storages, device = (variant.weight, *variant.moments), torch.device("cpu")
+    parts, gradient, coefficients, random = kernel._check_inputs(kind, storages, device)
+    large = (*coefficients[:2], coefficients[2] * 4, *coefficients[3:10], coefficients[10] / 4)
+
+    def inputs(*args: object) -> Any:
+        return tuple(tuple(t.clone() for t in tensors) for tensors in parts), gradient, large, random
+
+    def off(x: Tensor, g: Tensor, moments: Any, c: Any) -> Any:
+        x, new = rule.update(x, g, moments, c)
+        return x * (1 + 2.0**-16), new
+
+    monkeypatch.setattr(kernel, "_check_inputs", inputs)
+    step = build_step(dataclasses.replace(rule, update=off), storages, nearest_by_bits)
+    (found, found_m, _), (wanted, wanted_m, _) = inputs()[0], inputs()[0]
+    step((found, found_m, inputs()[0][2]), *inputs()[1:])
+    kind.build(storages, nearest_by_bits)((wanted, wanted_m, inputs()[0][2]), *inputs()[1:])
+    is_flipped = found[0] != wanted[0]
+    assert bool(is_flipped.any())
+    assert float((found_m[0] - wanted_m[0]).abs()[is_flipped].min()) > 0.05
+    assert kernel._agrees(kind, storages, step, device)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9), (0.95, 0.99)])
+def test_no_gradients_bring_the_first_moment_over_its_bound(betas: tuple[float, float]) -> None:
+    """The worst gradients shrink by beta1 / beta2 for each step back in time; they reach the bound."""
+    beta1, beta2 = betas
+    m = v = 0.0
+    for k in reversed(range(2000)):
+        g = (beta1 / beta2) ** k
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        assert m <= largest_ratio(betas) * math.sqrt(v) * (1 + 1e-9)
+    assert m >= 0.99 * largest_ratio(betas) * math.sqrt(v)
 
 
 def test_kernel_runs_on_views() -> None:

@@ -27,6 +27,7 @@ def param() -> nn.Parameter:
         {"arithmetic": "papr"},
         {"nonfinite_gradients": "drop"},
         {"state_dtype": torch.float16},
+        {"variant": "int8-moment", "betas": (0.9, 0.8)},
         {"arithmetic": "paper", "variant": "kahan"},
         {"arithmetic": "paper", "state_dtype": torch.float32},
     ],
@@ -122,7 +123,9 @@ def test_a_moment_that_cannot_decay_is_warned_of(make: Any, moment: str, better:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("variant", "beta2"), [("plus", 0.999), ("light", 0.99), ("fp32-master", 0.9999)])
+@pytest.mark.parametrize(
+    ("variant", "beta2"), [("plus", 0.999), ("light", 0.99), ("fp32-master", 0.9999), ("eco", 0.9999)]
+)
 def test_no_warning_where_it_can(variant: str, beta2: float) -> None:
     LowPrecisionAdamW([param()], variant=variant, betas=(0.9, beta2))
 
