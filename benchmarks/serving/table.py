@@ -5,10 +5,12 @@
 
 import argparse
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, recorded
 
+RESULTS = Path(__file__).with_name("results")
 PAGE = ROOT / "docs" / "export.md"
 BEGIN, END = "<!-- serving tables -->\n", "<!-- end -->"
 Row = tuple[str, ...]
@@ -40,7 +42,7 @@ def _mlx() -> Iterator[Row]:
     for r in found["rows"]:
         tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
         runtime = f"mlx-lm {r['versions']['mlx-lm']}, float32"
-        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, _gap(r["difference"])
+        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, _gap(r["difference"]) if "difference" in r else ""
 
 
 def _llama_cpp() -> Iterator[Row]:
@@ -75,6 +77,9 @@ def _bits() -> Iterator[Row]:
         yield f"{layout}, {case}", f"{first['decoder']} {first['version']}", ", ".join(dtypes), *counts
 
 
+_SERVED = {"vllm": _vllm, "mlx": _mlx, "llama-cpp": _llama_cpp, "onnx-cache": _onnx}
+
+
 def _count(row: dict[str, Any]) -> str:
     return "refused" if "refused" in row else f"{row['equal']} of {row['read']}"
 
@@ -88,7 +93,13 @@ def _markdown(rows: Iterable[Row]) -> str:
 def tables() -> str:
     """Both tables in Markdown: how close runtimes come, and the weights that they decode to lpconv's bits."""
     head = ("written", "model", "runtime", "served", "equal greedy tokens", "log-probabilities differ by, in nats")
-    return f"{_markdown([head, *_vllm(), *_mlx(), *_llama_cpp(), *_onnx()])}\n{_markdown(_bits())}"
+    served = [row for name, rows in _SERVED.items() if _exists(name) for row in rows()]
+    return _markdown([head, *served]) + (f"\n{_markdown(_bits())}" if _exists("bits") else "")
+
+
+def _exists(name: str) -> bool:
+    """Whether a result was recorded."""
+    return (RESULTS / f"{name}.json").exists()
 
 
 def page() -> str:
