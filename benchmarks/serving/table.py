@@ -42,7 +42,8 @@ def _mlx() -> Iterator[Row]:
     for r in found["rows"]:
         tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
         runtime = f"mlx-lm {r['versions']['mlx-lm']}, float32"
-        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, _gap(r["difference"]) if "difference" in r else ""
+        gap = _gap(r["difference"]) if "difference" in r else ""
+        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, gap
 
 
 def _llama_cpp() -> Iterator[Row]:
