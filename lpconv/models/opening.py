@@ -31,14 +31,12 @@ _WHAT_OPENS = "check that config.json belongs to the weights and that the instal
 class Opened:
     """A model in evaluation mode. `missing` names parameters that the checkpoint lacks, which are random.
 
-    `read_whole` names matrices that this rank read whole instead of only its rows, and `frozen` weights that adapters
-    leave as they are.
+    `read_whole` names matrices that this rank read whole instead of only its rows.
     """
 
     model: Any
     missing: tuple[str, ...] = ()
     read_whole: tuple[str, ...] = ()
-    frozen: tuple[str, ...] = ()
 
     @property
     def task(self) -> Task:

@@ -24,9 +24,8 @@ def check_run(options: FinetuneOptions) -> None:
         raise UnsupportedError(
             f"--compile with recipe `{arithmetic.name}`: {reason}", hint="leave --compile out, or choose another recipe"
         )
-    if (arithmetic.on_codes or arithmetic.lora) and num_processes() > 1:
-        flag = "--recover" if arithmetic.on_codes else "--lora"
-        raise UnsupportedError(f"{flag} runs in one process", hint="start it without torchrun")
+    if arithmetic.flag and num_processes() > 1:
+        raise UnsupportedError(f"{arithmetic.flag} runs in one process", hint="start it without torchrun")
     if options.is_sharded:
         _check_sharded(options)
     if num_processes() > 1:

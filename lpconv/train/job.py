@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from lpconv.report.numbers import name_list
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import read_rows
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
-from lpconv.train.lora import add_adapters, layers_without_adapter
+from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import mesh, num_processes
@@ -35,7 +35,7 @@ class TrainingJob:
     """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
-    `recovery` is set for --recover. `base_of_twin` is what a twin of adapters starts from.
+    `recovery` is set for --recover.
     """
 
     checkpoint: Checkpoint
@@ -49,11 +49,6 @@ class TrainingJob:
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
-    base_of_twin: Checkpoint | None = None
-
-    def for_role(self, role: str) -> "TrainingJob":
-        """The job with the checkpoint that runs of a role start from."""
-        return self if role == "run" or self.base_of_twin is None else replace(self, checkpoint=self.base_of_twin)
 
     @property
     def loss(self) -> str:
@@ -208,7 +203,6 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
                 hint="choose another --task, or leave --lora out",
             )
         add_adapters(opened.model, rank, seed)
-        opened = replace(opened, frozen=layers_without_adapter(opened.model))
     return opened
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lpconv.layers import LinearLayer, head, linears
+from lpconv.layers import head, linears
 from lpconv.models.coded import CodedTensor
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
@@ -23,7 +23,6 @@ from lpconv.storage.partfile import write_small
 
 _ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_TASK_TYPES = {"clm": "CAUSAL_LM"}  # PEFT names the class of others
 
 
 def add_adapters(model: Any, rank: int, seed: int) -> None:
@@ -33,23 +32,15 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
     """
     model.requires_grad_(False)
     torch.manual_seed(seed)
-    for layer in linears(model):
-        if _is_adapted(layer, model):
-            _add_adapter(layer, rank)
+    for x in linears(model):
+        if x.is_replaceable and x.module is not head(model):
+            options: dict[str, Any] = {"bias": False, "device": x.module.weight.device}
+            x.module.lora_A = nn.Linear(x.in_features, rank, **options)  # torch draws as PEFT does: kaiming-uniform
+            x.module.lora_B = nn.Linear(rank, x.out_features, **options)
+            nn.init.zeros_(x.module.lora_B.weight)
+            x.module.register_forward_hook(_add_product)
     model._register_state_dict_hook(_keep_adapters)
     model.register_load_state_dict_post_hook(_allow_others)
-
-
-def _is_adapted(layer: LinearLayer, model: nn.Module) -> bool:
-    return layer.is_replaceable and layer.module is not head(model)
-
-
-def _add_adapter(layer: LinearLayer, rank: int) -> None:
-    options: dict[str, Any] = {"bias": False, "device": layer.module.weight.device}
-    layer.module.lora_A = nn.Linear(layer.in_features, rank, **options)  # torch draws as PEFT does: kaiming-uniform
-    layer.module.lora_B = nn.Linear(rank, layer.out_features, **options)
-    nn.init.zeros_(layer.module.lora_B.weight)
-    layer.module.register_forward_hook(_add_product)
 
 
 def _add_product(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -75,11 +66,9 @@ def layers_without_adapter(model: nn.Module) -> tuple[str, ...]:
 
 def bytes_by_part(model: nn.Module) -> dict[str, int]:
     """Bytes of the frozen weights as they are in memory, and of adapters with gradients and AdamW's state."""
-    kept: dict[int, int] = {}
-    for p in model.parameters():
-        pieces = p.pieces if isinstance(p, CodedTensor) else ()
-        for x in [part for piece in pieces for part in piece.parts.values()] or [p]:
-            kept[x.data_ptr()] = x.nbytes if not p.requires_grad else 0
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    codes = [part for p in frozen if isinstance(p, CodedTensor) for piece in p.pieces for part in piece.parts.values()]
+    kept = {x.data_ptr(): x.nbytes for x in (*codes, *(p for p in frozen if not isinstance(p, CodedTensor)))}
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return {"weights": sum(kept.values()), "adapters, gradients and optimizer": 4 * trained}
 
@@ -91,31 +80,19 @@ def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, va
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     adapted = [x for x in linears(model) if hasattr(x.module, "lora_A")]
     rank = len(next(x for name, x in values.items() if name.endswith(_A)))
-    config: dict[str, Any] = {
-        "alpha_pattern": {},
-        "auto_mapping": None if task in _TASK_TYPES else _class_of(model),
+    own_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    config: dict[str, Any] = {  # PEFT's defaults are left out
+        "auto_mapping": None if task == "clm" else own_class,  # PEFT has no masked task
         "base_model_name_or_path": base.origin.hub_id or base.origin.name,
         "bias": "none",
         "fan_in_fan_out": all(x.kind == "Conv1D" for x in adapted),
         "inference_mode": True,
-        "init_lora_weights": True,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
         "lora_alpha": _ALPHA * rank,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": {},
         "revision": base.origin.revision,
         "target_modules": sorted(x.name for x in adapted),
-        "task_type": _TASK_TYPES.get(task),
-        "use_dora": False,
-        "use_rslora": False,
+        "task_type": "CAUSAL_LM" if task == "clm" else None,
     }
     write_small(folder / ADAPTER, json.dumps(config, indent=2) + "\n")
-
-
-def _class_of(model: nn.Module) -> dict[str, str]:
-    return {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}

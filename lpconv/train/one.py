@@ -118,9 +118,8 @@ def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
 def _trainer(
     job: TrainingJob, work: TrainingRun, prepared: TrainingSetup, arguments: TrainingArguments, clock: Clock
 ) -> LowPrecisionTrainer:
-    options = job.options
     # MemTracker needs gradients, and tensors with storage.
-    is_measurable = not (options.compile or options.is_sharded or job.recovery or options.arithmetic.lora)
+    is_measurable = not (job.options.compile or job.options.is_sharded or job.options.arithmetic.flag)
     trainer = LowPrecisionTrainer(
         prepared,
         seed=work.seed,

@@ -357,12 +357,10 @@ def check_options(options: FinetuneOptions) -> None:
 
 def _check_parts(options: FinetuneOptions) -> None:
     """Raise UsageError for options that do not fit together with or without --recover and --lora."""
-    flag = "--recover" if options.arithmetic.on_codes else "--lora"
-    if not (options.arithmetic.on_codes or options.arithmetic.lora):
+    flag = options.arithmetic.flag
+    if flag is None:
         if options.source is not None:
-            raise UsageError(
-                "--source only applies to --recover and --lora", hint="add one of them, or leave --source out"
-            )
+            raise UsageError("--source only applies to --recover and --lora", hint="leave --source out")
         return
     if options.task not in ("auto", "clm", "mlm"):
         raise UsageError(f"{flag} does not support task {options.task}", hint="it trains language models")

@@ -97,6 +97,11 @@ class Arithmetic:
         """Whether scales come from theory, which holds for weights drawn by `lpconv init`."""
         return self.method == "native"
 
+    @property
+    def flag(self) -> str | None:
+        """The option that trains something else than weights, if there is one."""
+        return "--recover" if self.on_codes else "--lora" if self.lora else None
+
     def usual_lr(self, steps: int) -> float:
         """The default for the highest learning rate.
 
@@ -245,11 +250,9 @@ def arithmetic(
         "operand_scale": None if operand_scale is None else str(operand_scales(operand_scale)),
     }
     changes = {k: v for k, v in named.items() if v is not None}
-    if recover or lora is not None:
-        others = {**named, "precision": None, "recipe": recipe, "rounding": rounding}
-        if recover:
-            return _in_one_precision("--recover", RECOVERY, precision, {**others, "lora": lora})
-        return _in_one_precision("--lora", Arithmetic(lora=lora or 0), precision, others)
+    if recover or lora:
+        others = {**named, "precision": None, "recipe": recipe, "rounding": rounding, "lora": lora if recover else None}
+        return _with_precision(RECOVERY if recover else Arithmetic(lora=lora or 0), precision, others)
     if recipe is None and changes.keys() <= {"operand_scale"} and rounding is None:
         recipe = "unit-fp8"
     base = find("recipe", recipe, RECIPES).arithmetic if recipe is not None else Arithmetic()
@@ -270,14 +273,14 @@ def arithmetic(
     return chosen
 
 
-def _in_one_precision(option: str, usual: Arithmetic, precision: str | None, others: dict[str, Any]) -> Arithmetic:
-    """The arithmetic of an option that allows no other part than a precision. Raises UsageError if one is given."""
+def _with_precision(usual: Arithmetic, precision: str | None, others: dict[str, Any]) -> Arithmetic:
+    """An arithmetic that no option but a precision can change. Raises UsageError if one of the others is given."""
     given = next((name for name, value in others.items() if value is not None), None)
     if given is not None:
         flag = "--" + given.replace("_", "-")
-        raise UsageError(f"{flag} does not apply to {option}", hint=f"leave {flag} out")
+        raise UsageError(f"{flag} does not apply to {usual.flag}", hint=f"leave {flag} out")
     if precision not in (None, "bf16", "fp32"):
-        raise UsageError(f"{option} does not compute in {precision}", hint="pass --precision bf16 or fp32")
+        raise UsageError(f"{usual.flag} does not compute in {precision}", hint="pass --precision bf16 or fp32")
     return dataclasses.replace(usual, precision=precision or usual.precision)
 
 

@@ -55,8 +55,7 @@ def finetune(
 def plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     """Memory of a step of `model` on each rank, for every possible recipe; raises as `memory_plan` does."""
     check_options(options)
-    if options.arithmetic.on_codes or options.arithmetic.lora:
-        flag = "--recover" if options.arithmetic.on_codes else "--lora"
+    if flag := options.arithmetic.flag:
         raise UsageError(f"--dry-run does not support {flag}, which runs in one process", hint="leave --dry-run out")
     from lpconv.train.memory_plan import memory_plan  # imports torch and transformers (seconds)
 

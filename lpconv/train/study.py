@@ -37,6 +37,7 @@ from lpconv.train.folder import (
     write_finished,
 )
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, training_job
+from lpconv.train.lora import layers_without_adapter
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records, held_out_records
@@ -68,16 +69,17 @@ def study(
     clock = Clock()
     checkpoint.check_promised()
     with clock.spending("reading data"):
-        job = dataclasses.replace(training_job(checkpoint, options), base_of_twin=twin)
+        job = training_job(checkpoint, options)
     if start is not None:
         with clock.spending("opening the source"):
             job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))
+    on_source = f" on {twin.origin.name}" if twin not in (None, checkpoint) else ""
     is_main, asked = is_main_process(), asked_for(checkpoint.origin.name, options)
     with held_folder(output, asked, resume=options.resume, force=options.force) if is_main else nullcontext():
         wait_for_all()
         with clock.spending("measuring inputs"):
             job, chosen = with_critical(job)
-        runs, notes = _train_all(job, output, progress, is_main, clock)
+        runs, notes = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
         guess = (
             baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets) if start is None else {}
@@ -86,7 +88,7 @@ def study(
             name=checkpoint.origin.name,
             output=str(output),
             recipe=options.arithmetic.name,
-            twin=_twin_name(job),
+            twin=options.twin_arithmetic.name + on_source if options.twin_arithmetic else None,
             source=None if start is None else start.source.origin.name,
             task=job.task.name,
             facts=_facts(job) | critical_facts(job.options.critical, chosen),
@@ -119,7 +121,7 @@ def _write(output: Path, result: FinetuneResult) -> None:
 
 
 def _train_all(
-    job: TrainingJob, output: Path, progress: Progress, is_main: bool, clock: Clock
+    job: TrainingJob, twin: Checkpoint | None, output: Path, progress: Progress, is_main: bool, clock: Clock
 ) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
     """All runs of all seeds, each followed by its twin; finished runs of an earlier command are read."""
     options = job.options
@@ -130,8 +132,9 @@ def _train_all(
         for work in _runs_of_seed(job, output, seed, done):
             record = read_finished(work.folder)
             if record is None:
-                finished = train_one(job.for_role(work.role), work, progress)
-                record, notes = finished.record, _notes(finished.opened)
+                own = dataclasses.replace(job, checkpoint=twin) if twin and work.role == "twin" else job
+                finished = train_one(own, work, progress)
+                record, notes = finished.record, _notes(finished.opened, job.options)
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
                 figures = as_published(record.evaluations)
@@ -179,14 +182,6 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
     return works
 
 
-def _twin_name(job: TrainingJob) -> str | None:
-    """The arithmetic of the twin, and its model if that is not the run's."""
-    arithmetic, base = job.options.twin_arithmetic, job.base_of_twin
-    if arithmetic is None or base in (None, job.checkpoint):
-        return arithmetic.name if arithmetic else None
-    return f"{arithmetic.name} on {base.origin.name}"
-
-
 def _facts(job: TrainingJob) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
@@ -202,21 +197,16 @@ def _facts(job: TrainingJob) -> dict[str, str]:
             "%", " %"
         ),
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
-        **(
-            {"Adapters": f"LoRA of rank {o.arithmetic.lora} on all linear layers but the head"}
-            if o.arithmetic.lora
-            else {}
-        ),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
 
 
-def _notes(opened: Opened) -> tuple[str, ...]:
+def _notes(opened: Opened, options: FinetuneOptions) -> tuple[str, ...]:
     """Notes for the user on how the model was opened."""
     notes = {
         "not in the checkpoint, so drawn from the seed": opened.missing,
         "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
-        "frozen without an adapter": opened.frozen,
+        "frozen without an adapter": layers_without_adapter(opened.model) if options.arithmetic.lora else (),
     }
     return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
 
