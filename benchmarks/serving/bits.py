@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import command, environment, machine, parser, save, versions, work_folder
+from benchmarks.common import command, environment, load, machine, parser, save, versions, work_folder
 from benchmarks.serving.mlx import PACKAGES
 from benchmarks.serving.vllm import random_experts
 from lpconv.convert.run import convert
@@ -175,14 +175,14 @@ def measure(model: Path, layout: str, case: str, folder: Path, *more: Path) -> d
 
 
 def main() -> None:
-    """Parse the arguments, run every case, and save the result after each."""
+    """Parse the arguments, run every case that the result lacks, and save it after each."""
     from benchmarks.quality.granularity import minilm
 
     made = parser(__doc__, work="where the environment with mlx and the converted models are kept")
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--layouts", nargs="+", choices=CASES, default=list(CASES))
     options = made.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
     with work_folder(options.work) as folder:
         python = environment(folder / "mlx-env", PACKAGES)
         models = {"all-MiniLM-L6-v2": minilm(), "random Qwen3-MoE": random_experts(folder / "qwen3-moe", options.model)}
@@ -192,6 +192,8 @@ def main() -> None:
                 more = (python,) if layout == "mlx" else ()
                 release = versions(package).get(package) or version_in(python, package)
                 for case in CASES[layout]:
+                    if any((r["model"], r["layout"], r["case"]) == (name, layout, case) for r in rows):
+                        continue
                     found = measure(model, layout, case, folder, *more)
                     facts = {"model": name, "layout": layout, "case": case, "decoder": package, "version": release}
                     rows.append({**facts, **found})

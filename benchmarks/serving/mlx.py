@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, environment, machine, parser, save, work_folder
+from benchmarks.common import command, environment, load, machine, parser, save, work_folder
 from benchmarks.serving.answers import NUM_TOKENS, converted, difference, equal_first, greedy, logs_of, prompts_of
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
@@ -87,7 +87,8 @@ def main() -> None:
     options = made.parse_args()
     with work_folder(options.work) as folder:
         python = environment(folder / "mlx-env", PACKAGES)
-        rows = []
+        before = load(options.out)["rows"] if options.out and options.out.exists() else []
+        rows = [r for r in before if r["scheme"] not in options.schemes]
         for scheme in options.schemes:
             rows.append(measure(python, options.model, scheme, folder))
             print(rows[-1], flush=True)

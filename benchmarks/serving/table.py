@@ -72,7 +72,7 @@ def _bits() -> Iterator[Row]:
     yield "layout", "decoded by", "returns", *models
     for layout, case in dict.fromkeys((r["layout"], r["case"]) for r in rows):
         found = {r["model"]: r for r in rows if (r["layout"], r["case"]) == (layout, case)}
-        counts = [_count(found[m]) for m in models]
+        counts = [_count(found[m]) if m in found else "not run" for m in models]
         first = next(iter(found.values()))
         dtypes = sorted({r["dtype"] for r in found.values() if "dtype" in r})
         yield f"{layout}, {case}", f"{first['decoder']} {first['version']}", ", ".join(dtypes), *counts
