@@ -169,8 +169,7 @@ def coded_product(a: Coded, b: Coded, *, bias: Tensor | None = None, out_dtype: 
     """a @ bᵀ + bias in `out_dtype`, for a (…, M, K) and b (…, N, K), both cast along their last axis."""
     if isinstance(a.scale, Tensor) and a.scale.dim() and a.scale.shape[-1] > 1:
         # No tensor core below compute capability 10 has block scales; in bfloat16 the values are exact.
-        out = torch.mm(block_values(a), block_values(b).t()).to(out_dtype)
-        return out if bias is None else out.add_(bias)
+        a, b = Coded(block_values(a), 1.0), Coded(block_values(b), 1.0)
     left, right = a.codes, b.codes
     if left.dtype != right.dtype and torch.bfloat16 in (left.dtype, right.dtype):
         left = left if left.dtype == torch.bfloat16 else decode_operand(left, torch.bfloat16, "left")
