@@ -38,7 +38,7 @@ from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
-from lpconv.plan.options import FEEDBACK_BITS
+from lpconv.plan.options import FEEDBACK_BITS, GPTAQ
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
@@ -122,13 +122,17 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
         with (
             model_errors("the model cannot be run layer by layer", hint=_HINT),
             _Weights.open(job.checkpoint) as weights,
+            StoredTensors.open(job.checkpoint) as stored,
             quiet_transformers(),
         ):
             weights.orders = {} if job.plan.gguf is None else job.plan.gguf.orders
             at_once = windows_together(config, length)
             walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
+            source = None
+            if job.plan.options.rounding == GPTAQ:
+                source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
             progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
-            rounding = _Rounding(job, workers, weights, walk)
+            rounding = _Rounding(job, workers, weights, walk, source)
             for index in range(len(walk.layers)):
                 if index < len(done):
                     rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
@@ -139,6 +143,8 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
                     progress.advance(1, "output error {:.2g} → {:.2g}".format(*errors) if errors else "no weights")
                 if index + 1 < len(walk.layers):
                     walk.advance(index)
+                    if source is not None:
+                        source.advance(index)
                 weights.rounded.clear()
     finally:
         workers.close()
@@ -177,10 +183,15 @@ class _Weights(StoredTensors):
 
 
 class _Rounding:
-    """Rounds the layers of a walk in order; the results are in `weights.rounded`."""
+    """Rounds the layers of `walk` in order; the results are in `weights.rounded`.
 
-    def __init__(self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk) -> None:
-        self._workers, self._weights, self._walk = workers, weights, walk
+    With `source`, which walks through the unrounded layers, weights are aimed at its outputs.
+    """
+
+    def __init__(
+        self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk, source: LayerWalk | None
+    ) -> None:
+        self._workers, self._weights, self._walk, self._source = workers, weights, walk, source
         self._planned = {t.name: t for t in job.plan.tensors if _can_be_rounded(t)}
 
     def take(self, files: Iterator[dict[str, Tensor]]) -> None:
@@ -196,7 +207,8 @@ class _Rounding:
         tensors: dict[str, TensorRounding | None] = {}
         left = {m for m in matrices_of(self._walk.layers[index]) if m.name in self._planned}
         while left:
-            moments = collected(self._walk, index, WatchOfNext(left, MOMENTS_BYTES))
+            room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # shifts are as large
+            moments = collected(self._walk, index, WatchOfNext(left, room), self._source)
             if not moments:
                 break  # no input reaches the remaining weights
             left -= moments.keys()
@@ -205,7 +217,7 @@ class _Rounding:
                 for name in (m.name for m in shared if m.name not in tensors):
                     tensors[name] = TensorRounding.begin(self._planned[name], self._workers, moments)
                 self._round_together([(m, t) for m in shared if (t := tensors[m.name]) is not None], moment)
-                moment.hessian_CC = torch.empty(0)  # frees the largest tensor
+                moment.hessian_CC, moment.shift_CC = torch.empty(0), None  # frees the largest tensors
         return {name: rounding.record() for name, rounding in tensors.items() if rounding is not None}
 
     def _round_together(self, matrices: list[tuple[Matrix, TensorRounding]], moment: Moment) -> None:

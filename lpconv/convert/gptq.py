@@ -25,6 +25,7 @@ from lpconv.formats.spec import Format
 from lpconv.plan.workers import SingleThreadedTorch
 
 DAMPING = 0.01  # added to H's diagonal, times its mean: the paper's value
+AIM = 0.25  # share of the step towards the source's outputs
 _BLOCK = 64  # columns corrected one by one; later columns are corrected once per block
 _ROWS = 4096  # rows rounded together, to bound memory; rows are independent
 
@@ -56,6 +57,19 @@ def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFa
     inverse_CC = torch.eye(len(lower_CC), dtype=torch.float64)
     torch.linalg.solve_triangular(lower_CC, inverse_CC, upper=False, out=inverse_CC)
     return InverseFactor(order=rising.flip(0), upper_CC=inverse_CC.float().flip(0, 1))
+
+
+def aimed_at_source(weight_RC: Tensor, inverse: InverseFactor, shift_CC: Tensor, *, share: float = AIM) -> Tensor:
+    """The weight to round instead of `weight_RC`, because its inputs are no longer those of the source.
+
+    `shift_CC` is D = Σ (x̃ - x) xᵀ over the inputs x̃ in the source and x in the rounded model. The outputs W x̃ are met
+    best by W + W D H⁻¹ (GPTAQ, Li et al. 2025, arXiv 2504.02692), of which `share` of the step is taken.
+    """
+    shift_CC = shift_CC[:, inverse.order]
+    step_CC = shift_CC @ inverse.upper_CC.t() @ inverse.upper_CC
+    out_RC = torch.empty_like(weight_RC)
+    out_RC[:, inverse.order] = weight_RC[:, inverse.order].addmm(weight_RC, step_CC, alpha=share)
+    return out_RC
 
 
 def round_with_feedback(weight_RC: Tensor, inverse: InverseFactor, scales_RC: Tensor, element: Format) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import DAMPING, InverseFactor, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import DAMPING, InverseFactor, aimed_at_source, round_to_nearest, round_with_feedback
 from lpconv.forms.facts import Measurement
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.rounded import digest_of
@@ -59,7 +59,8 @@ class TensorRounding:
         """Round one matrix with error feedback."""
         weight_RC, scales_RC = map(moment.oriented, self._weight_and_scales(matrix.index))
         assert self.form.format is not None
-        rounded_RC = round_with_feedback(weight_RC, inverse, scales_RC, self.form.format)
+        aim_RC = weight_RC if moment.shift_CC is None else aimed_at_source(weight_RC, inverse, moment.shift_CC)
+        rounded_RC = round_with_feedback(aim_RC, inverse, scales_RC, self.form.format)
         self._store(matrix.index, moment.oriented(rounded_RC))
         sample, scales = sampled_rows(weight_RC), sampled_rows(scales_RC)
         self._signal += moment.squared_outputs(sample)

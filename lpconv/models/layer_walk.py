@@ -26,7 +26,7 @@ _Call: TypeAlias = tuple[int, Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(kw_only=True, eq=False)
-class _Batch:
+class Batch:
     """Windows that run together: the hidden state before the next layer, and each layer's other arguments."""
 
     state: Tensor
@@ -60,7 +60,7 @@ class LayerWalk:
         model.config.use_cache = False
         return cls(model, windows_NL, at_once=at_once)
 
-    def run(self, index: int, batch: _Batch) -> Tensor:
+    def run(self, index: int, batch: Batch) -> Tensor:
         """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
@@ -72,7 +72,7 @@ class LayerWalk:
             batch.state = self.run(index, batch)
             batch.arguments[index] = ((), {})  # masks and positions that no later layer needs
 
-    def _noted(self, model: Any, ids_NL: Tensor) -> _Batch:
+    def _noted(self, model: Any, ids_NL: Tensor) -> Batch:
         """A batch before the first layer, with the arguments of all layers."""
         called: list[_Call] = []
         with self._stand_ins(called):
@@ -84,7 +84,7 @@ class LayerWalk:
                 f"`{self._model_name}` does not run its layers once each, one on the output of the other",
                 hint=_HINT,
             )
-        return _Batch(state=states[0], arguments=[(args, kwargs) for _, _, args, kwargs in called])
+        return Batch(state=states[0], arguments=[(args, kwargs) for _, _, args, kwargs in called])
 
     @contextmanager
     def _stand_ins(self, called: list[_Call]) -> Iterator[None]:

@@ -6,14 +6,15 @@ there is no more room, and later passes collect the others.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lpconv.models.coded import CodedTensor, watched_products
-from lpconv.models.layer_walk import LayerWalk
+from lpconv.models.layer_walk import Batch, LayerWalk
 
 _SAMPLED = 1024  # rows of a weight used for its output errors
 _INDEX = re.compile(r"\.\d+\.")  # number of a layer, or of an expert in it
@@ -57,11 +58,19 @@ class Moment:
     hessian_CC: Tensor
     is_transposed: bool
     num_inputs: int = 0
+    shift_CC: Tensor | None = None  # Σ (x̃ - x) xᵀ, with x̃ the inputs in the source
 
     def add(self, x: Tensor) -> None:
         x_NC = x.reshape(-1, x.shape[-1])
         self.hessian_CC.addmm_(x_NC.t(), x_NC)
         self.num_inputs += len(x_NC)
+
+    def add_shift(self, source_x: Tensor, x: Tensor) -> None:
+        """Note how far the inputs `x` are from those of the source."""
+        if self.shift_CC is None:
+            self.shift_CC = torch.zeros_like(self.hessian_CC)
+        x_NC = x.reshape(-1, x.shape[-1])
+        self.shift_CC.addmm_((source_x.reshape(x_NC.shape) - x_NC).t(), x_NC)
 
     def oriented(self, stored: Tensor) -> Tensor:
         """A stored matrix, or its scales, as [outputs, inputs]."""
@@ -88,10 +97,12 @@ class Watch:
         self.moments: dict[Matrix, Moment] = {}
         self._wanted, self._room = wanted, room
         self._last: tuple[Tensor, Moment] | None = None
+        self.inputs: dict[Matrix, Tensor] = {}  # of the batch, one matrix for each input; not those of experts
 
     def begin(self) -> None:
         """Begin a batch."""
         self._last = None
+        self.inputs = {}
 
     def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
         matrices = [m for m in _matrices_in(weight) if m in self._wanted]
@@ -105,6 +116,8 @@ class Watch:
             moment.add(x)
             self._share(matrices, moment)
             self._last = x, moment
+            if "*" not in matrices[0].kind:
+                self.inputs[matrices[0]] = x
 
     def _share(self, matrices: Iterable[Matrix], moment: Moment) -> None:
         self.moments |= dict.fromkeys(matrices, moment)
@@ -138,13 +151,34 @@ class WatchOfNext(Watch):
         raise _EnoughSeen
 
 
-def collected(walk: LayerWalk, index: int, watch: Watch) -> dict[Matrix, Moment]:
-    """The moments that `watch` collects while layer `index`, the next one of the walk, runs on all batches."""
-    for batch in walk.batches:
+def collected(walk: LayerWalk, index: int, watch: Watch, source: LayerWalk | None = None) -> dict[Matrix, Moment]:
+    """The moments that `watch` collects while layer `index`, the next one of the walk, runs on all batches.
+
+    With `source`, a walk through the source on the same text, moments get its shift too, except those of experts, whose
+    tokens may be others there.
+    """
+    for number, batch in enumerate(walk.batches):
         watch.begin()
-        try:
-            with watched_products(watch):
-                walk.run(index, batch)
-        except _EnoughSeen:
-            pass
+        _run_watched(walk, index, batch, watch)
+        if source is not None and watch.inputs:
+            _run_watched(source, index, source.batches[number], _Shifts(watch))
     return watch.moments
+
+
+class _Shifts:
+    """Adds to the moments of a batch how far its inputs are from those that this sees, in the source."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._moments, self._left = watch.moments, watch.inputs
+
+    def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:
+        for matrix in _matrices_in(weight):
+            if matrix in self._left:
+                self._moments[matrix].add_shift(x, self._left.pop(matrix))
+        if not self._left:
+            raise _EnoughSeen
+
+
+def _run_watched(walk: LayerWalk, index: int, batch: Batch, watch: Callable[[Tensor, CodedTensor, bool], None]) -> None:
+    with suppress(_EnoughSeen), watched_products(watch):
+        walk.run(index, batch)

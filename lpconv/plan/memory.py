@@ -18,7 +18,7 @@ from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 from lpconv.models.known import known_shapes
-from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
@@ -147,18 +147,19 @@ def _conversion_bytes(plan: Plan, workers: int) -> int:
 
 
 def _rounding(plan: Plan) -> int:
-    """Memory of `--rounding gptq`: states of the text and of one pass, moments, copies of the largest weight."""
+    """Memory of error feedback: states of the text and of one pass, moments, copies of the largest weight."""
     narrow = [t for t in plan.tensors if t.format is not None and t.format.storage_bits <= FEEDBACK_BITS]
     weights = [t.info for t in narrow if len(t.info.shape) in (2, 3)]
     cols = [i.shape[-1] for i in weights] or [0]
     states = 4 * (plan.options.calibration_tokens or 0) * min(cols)
-    factors = 20 * max(cols) ** 2  # the moment in fp32, its factor and the inverse in fp64
+    walks = 2 if plan.options.rounding == GPTAQ else 1  # with their moments in fp32; the factor and inverse are fp64
+    factors = (16 + 4 * walks) * max(cols) ** 2
     experts = MOMENTS_BYTES if any(".experts." in i.name or len(i.shape) == 3 for i in weights) else 0
     matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
     codes = 3 * max(
         (i.num_elements for i in weights if len(i.shape) == 3), default=0
     )  # a layer's experts, in two copies
-    return CALIBRATING_BYTES + 2 * states + factors + experts + matrix + codes
+    return CALIBRATING_BYTES + 2 * walks * states + factors + experts + matrix + codes
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:

@@ -28,7 +28,7 @@ from lpconv.plan.schemes import SCHEMES
 LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
-ROUNDINGS = NEAREST, GPTQ = ("nearest", "gptq")
+ROUNDINGS = NEAREST, GPTQ, GPTAQ = ("nearest", "gptq", "gptaq")
 FEEDBACK_BITS = 8  # most bits of a format for which error feedback is worthwhile
 CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # most tokens of the text that calibration uses
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
@@ -105,8 +105,9 @@ class ConvertOptions:
     rounding: Annotated[
         str,
         _what(
-            "How to round weights: each to nearest, or with error feedback (gptq), which preserves layer outputs on a "
-            "calibration text; for codes of at most 8 bits",
+            "How to round weights: each to nearest, or with error feedback, which preserves layer outputs on a "
+            "calibration text (gptq), or the outputs that layers have in the source (gptaq); for codes of at most 8 "
+            "bits",
             choices=ROUNDINGS,
         ),
     ] = NEAREST

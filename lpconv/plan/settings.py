@@ -13,7 +13,7 @@ from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, command_words, options_of
-from lpconv.plan.options import FEEDBACK_BITS, GPTQ, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
 from lpconv.plan.patterns import FormatRule, check_pattern
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
@@ -48,7 +48,7 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
             f"--scheme {options.scheme} needs a text to measure input scales on",
             hint="add --calibrate FILE, or --calibrate demo for the sample text",
         )
-    if scheme.calibrated and (options.rounding == GPTQ or options.kv_cache is not None):
+    if scheme.calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
     return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
 
@@ -122,7 +122,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
 
 def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
     """The options with the defaults of error feedback filled in. Raises UsageError if others contradict it."""
-    if options.rounding != GPTQ:
+    if options.rounding == NEAREST:
         only = _OF_FEEDBACK[1:] if options.kv_cache is None else _OF_FEEDBACK[1:-1]
         wrong = next((n for n in only if getattr(options, n) not in (None, False)), None)
         if wrong is not None:
@@ -135,12 +135,12 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
         what = f"method `{method.name}`" if not method.has_granularity else f"format `{fmt.name}`"
         why = _WHY_NO_FEEDBACK.get(method.name, f"{fmt.bits} bits lose too little")
         raise UsageError(
-            f"{what} does not support --rounding gptq: {why}",
+            f"{what} does not support --rounding {options.rounding}: {why}",
             hint="use --method unit or scalify with format int4, int8, e2m1, e4m3fn or e5m2",
         )
     if options.calibrate is None:
         raise UsageError(
-            "--rounding gptq needs a text to calibrate on",
+            f"--rounding {options.rounding} needs a text to calibrate on",
             hint="add --calibrate FILE, or --calibrate demo for the sample text",
         )
     tokens = GPTQ_TOKENS if options.calibration_tokens is None else options.calibration_tokens

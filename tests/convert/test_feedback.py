@@ -18,7 +18,7 @@ from torch import Tensor
 import lpconv
 from lpconv.convert import feedback, run as run_module
 from lpconv.convert.calibrate import job_windows
-from lpconv.convert.gptq import inverse_factor, round_with_feedback
+from lpconv.convert.gptq import AIM, aimed_at_source, inverse_factor, round_with_feedback
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
@@ -133,16 +133,17 @@ def test_weights_that_are_stored_as_inputs_by_outputs_are_rounded_too(gpt2: Path
     assert verified(tmp_path / "output", gpt2).passed
 
 
+@pytest.mark.parametrize("rounding", ["gptq", "gptaq"])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("plain", "model.layers.1.self_attn.q_proj.weight"), ("gpt2", "transformer.h.1.attn.c_attn.weight")],
 )
 def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
-    kind: str, name: str, tmp_path: Path, request: pytest.FixtureRequest
+    kind: str, name: str, rounding: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The codes of the second layer's first weight, found again by plain transformers with the first layer rounded."""
     plain: Path = request.getfixturevalue(kind)
-    rounded(plain, tmp_path / "output", **INT4)
+    rounded(plain, tmp_path / "output", rounding=rounding, **INT4)
     with StoredTensors.open(tmp_path / "output") as stored:
         got, form, side = stored.tensor(name), stored.forms[name], stored.side(name)
     weight = load_file(plain / FILE)[name]
@@ -151,10 +152,15 @@ def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
     if kind == "gpt2":
         got, weight, scales = got.t(), weight.t(), scales.t()
 
+    windows = windows_of(plain)
+    source_x = inputs_of(lpconv.load(plain, dtype=torch.float32), name, windows)
+
     def share_of_other_codes(path: Path) -> float:
-        x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows_of(plain))
-        wanted = round_with_feedback(weight, inverse_factor(x.T @ x), scales, FORMATS["int4"])
-        return float((got != wanted).float().mean())
+        x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows)
+        inverse = inverse_factor(x.T @ x)
+        share = AIM if rounding == "gptaq" else 0.0
+        aim = aimed_at_source(weight, inverse, (source_x - x).T @ x, share=share)
+        return float((got != round_with_feedback(aim, inverse, scales, FORMATS["int4"])).float().mean())
 
     assert share_of_other_codes(tmp_path / "output") < 0.02  # sums are taken in another order
     assert share_of_other_codes(plain) > 0.1
@@ -186,11 +192,12 @@ def test_the_same_bytes_again_and_other_ones_by_another_seed(plain: Path, tmp_pa
     assert (tmp_path / "a" / FILE).read_bytes() != (tmp_path / "c" / FILE).read_bytes()
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("layers", "rounding"), [(1, "gptq"), (2, "gptq"), (1, "gptaq")])
 def test_a_run_that_ends_is_resumed_layer_by_layer(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int, rounding: str
 ) -> None:
-    rounded(plain, tmp_path / "whole", **INT4)
+    asked = {**INT4, "rounding": rounding}
+    rounded(plain, tmp_path / "whole", **asked)
     append, lines = run_module.Staging.append, list[dict[str, Any]]()
 
     def dying(self: Any, line: dict[str, Any]) -> None:
@@ -202,7 +209,7 @@ def test_a_run_that_ends_is_resumed_layer_by_layer(
     with monkeypatch.context() as patch:
         patch.setattr(run_module.Staging, "append", dying)
         with pytest.raises(KeyboardInterrupt):
-            rounded(plain, tmp_path / "output", **INT4)
+            rounded(plain, tmp_path / "output", **asked)
     again = list[int]()
     round_layer = feedback._Rounding.round_layer
 
@@ -211,7 +218,7 @@ def test_a_run_that_ends_is_resumed_layer_by_layer(
         return round_layer(self, index)
 
     monkeypatch.setattr(feedback._Rounding, "round_layer", counted)
-    rounded(plain, tmp_path / "output", resume=True, **INT4)
+    rounded(plain, tmp_path / "output", resume=True, **asked)
     assert again == [*range(layers, 2)]
     assert files_of(tmp_path / "output") == files_of(tmp_path / "whole")
 
@@ -363,8 +370,8 @@ def test_zeros_that_become_numbers_are_no_overflow(plain: Path, tmp_path: Path) 
     assert verified(tmp_path / "output", model).passed
 
 
-@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
-def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "rounding"), [("lpconv", "gptq"), ("compressed-tensors", "gptaq")])
+def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str, rounding: str) -> None:
     """And one that none reaches is rounded to nearest, which the result says."""
     model = tiny("mixtral", tmp_path / "plain")
     with_tokenizer(model)
@@ -376,7 +383,8 @@ def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str) ->
     save_file(tensors, model / FILE, metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": words}))
-    result = rounded(model, tmp_path / "output", format="int4", granularity="group:16", layout=layout)
+    asked = {"format": "int4", "granularity": "group:16", "layout": layout, "rounding": rounding}
+    result = rounded(model, tmp_path / "output", **asked)
     experts = {t.name: t.rounding for t in result.tensors if ".experts." in t.name}
     first = [r for n, r in experts.items() if ".layers.0." in n]
     assert len(first) == 9

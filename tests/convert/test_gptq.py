@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import DAMPING, inverse_factor, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import DAMPING, aimed_at_source, inverse_factor, round_to_nearest, round_with_feedback
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.models.moments import Moment
 
@@ -77,6 +77,20 @@ def test_output_error_is_the_share_of_the_output_that_changes() -> None:
     rounded = round_to_nearest(weight, scales, FORMATS["int4"])
     wanted = ((weight - rounded).double() @ x).square().sum() / (weight.double() @ x).square().sum()
     assert output_error(weight, rounded, hessian) == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_the_weight_is_aimed_at_the_source_by_damped_least_squares() -> None:
+    """W* minimises ‖W x̃ - W* x‖² + damping · ‖W* - W‖²."""
+    generator = torch.Generator().manual_seed(0)
+    source_x = torch.randn(400, COLS, generator=generator) @ torch.randn(COLS, COLS, generator=generator)
+    x = source_x + torch.randn(400, COLS, generator=generator)
+    weight, hessian = torch.randn(ROWS, COLS, generator=generator), x.T @ x
+    found = aimed_at_source(weight, inverse_factor(hessian), (source_x - x).T @ x, share=1.0)
+    wide = hessian.double()
+    damped = torch.eye(COLS, dtype=torch.float64) * DAMPING * wide.diagonal().mean()
+    target = weight.double() @ (source_x.double().T @ x.double() + damped)
+    torch.testing.assert_close(found, (target @ torch.linalg.inv(wide + damped)).float(), rtol=1e-3, atol=1e-4)
+    assert torch.equal(aimed_at_source(weight, inverse_factor(hessian), torch.zeros_like(hessian)), weight)
 
 
 def test_uncorrelated_inputs_leave_nearest_rounding() -> None:
