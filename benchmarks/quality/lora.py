@@ -79,7 +79,7 @@ def main() -> None:
         return
     found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
     found["machine"], found["command"] = common.machine(), common.command()
-    usual = {"batch_size": 4, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": asked.lr}
+    usual = {"batch_size": 2, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": asked.lr}
     with common.work_folder(asked.work) as folder:
         data = texts(folder)["python"]
         least = {**usual, "steps": 2, "seq_len": 16, "batch_size": 1, "eval_batches": 1}
