@@ -41,7 +41,7 @@ class Path:
 def paths() -> Iterator[Path]:
     """All paths, by kind: optimizer steps, casts, layers, models."""
     for name in STEPS:
-        for variant in VARIANTS if name == "adamw" else ("plus",):
+        for variant in [v.name for v in VARIANTS.values() if (v.rule or "adamw") == name] or ["plus"]:
             yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=4096)
     yield Path(name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=4096)
     for kernel in (quantise._NEAREST, quantise._WIDE, quantise._STOCHASTIC):

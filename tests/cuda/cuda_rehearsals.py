@@ -263,8 +263,9 @@ def optimizer_steps() -> None:
 
     for variant in VARIANTS.values():
         storages = (variant.weight, *variant.moments)
-        parts, gradient, coefficients, random = _check_inputs(STEPS["adamw"], storages, torch.device("cuda"))
-        get_kernel("adamw", storages, "cuda", compiled=False).run(parts, gradient, coefficients, random)
+        name = variant.rule or "adamw"
+        parts, gradient, coefficients, random = _check_inputs(STEPS[name], storages, torch.device("cuda"))
+        get_kernel(name, storages, "cuda", compiled=False).run(parts, gradient, coefficients, random)
 
 
 def attention() -> None:
