@@ -132,8 +132,8 @@ class LowPrecisionOptimizer(Optimizer):
         """Load a state dict like torch.optim, but keep the dtype of every state tensor.
 
         PyTorch casts state to the parameter's dtype, which would round fp32 masters and moments to bf16, and keeps
-        other tensors of the state dict as they are, which would then be stepped.
-        Raises InputError, changing nothing, if the saved state does not fit the variant.
+        other tensors of the state dict as they are, which would then be stepped. Raises InputError, changing nothing,
+        if the saved state does not fit the variant.
         """
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]

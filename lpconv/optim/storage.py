@@ -154,12 +154,8 @@ def store(
         parts[0].copy_(stochastic_by_bits(value, random))
     elif storage is Storage.KAHAN:
         _store_kahan(parts[0], parts[1], value, nearest)
-    elif storage is Storage.PAIR:
-        hi, lo = split(value, nearest)
-        parts[0].copy_(hi)
-        parts[1].copy_(lo)
-    elif storage is Storage.INT8:
-        hi, lo = split_int8(value, nearest)
+    elif storage in (Storage.PAIR, Storage.INT8):
+        hi, lo = split(value, nearest) if storage is Storage.PAIR else split_int8(value, nearest)
         parts[0].copy_(hi)
         parts[1].copy_(lo)
     elif storage is Storage.DITHERED:
