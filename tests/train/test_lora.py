@@ -92,7 +92,8 @@ def test_adapters_learn_and_nothing_else_is_published(outputs: dict[str, Path], 
     result = finetune(str(outputs[form]), tmp_path / "out", _options(steps=12, batch_size=8, seq_len=64, lr=3e-3))
     run, twin = result.runs
     assert run.losses.values[-1] < run.losses.values[0]
-    assert (result.recipe, result.twin) == ("lora-4 fp32", "lora-4 fp32 on demo")
+    assert result.recipe == "lora-4 fp32"
+    assert str(result.twin).endswith(" demo")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors", "finetune.json", "metrics.jsonl",
         "report.html", "report.json", "runs",
