@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.kernels.linear import FP4_RECIPES, linear, use_recipe, wide_modules
-from lpconv.kernels.operands import Coded, OperandCast, encode_operand
+from lpconv.kernels.operands import Coded, OperandCast, block_values, encode_operand
 from lpconv.scaled.choices import BLOCK_SCALES, FP4_SCALES, operand_scales
 
 NVFP4, NVFP4_STATIC, MXFP4 = (OperandCast(format="e2m1", scale=kind) for kind in ("nvfp4", "nvfp4-static", "mx"))
@@ -47,6 +47,14 @@ def test_values_follow_the_definition_of_their_blocks(how: OperandCast) -> None:
 
     blocks = [by_block(b, how.scale, float(x.abs().max())) for row in x for b in row.split(size)]
     assert torch.allclose(found.double(), torch.cat(blocks).view(6, 64), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("how", "decibel"), [(NVFP4, 20.4), (MXFP4, 18.8), (replace(MXFP4, format="e4m3fn"), 30.7)])
+def test_accuracy_of_normal_numbers(how: OperandCast, decibel: float) -> None:
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
+    coded = encode_operand(x, how, axis=-1)
+    values = block_values(coded).float() if how.format == "e4m3fn" else value_of(coded, 512)
+    assert 10 * math.log10(x.square().sum() / (values - x).square().sum()) == pytest.approx(decibel, abs=0.1)
 
 
 def test_square_blocks_give_a_matrix_and_its_transpose_the_same_values() -> None:
