@@ -30,20 +30,28 @@ from lpconv.models.tokenizer import read_tokenizer, tokenize
 
 LENGTH, WINDOWS = 128, 16
 INT4, NVFP4, MXFP4 = "--format int4 --granularity group:32", "--scheme NVFP4A16", "--scheme MXFP4A16"
-GPTQ, SEARCH, USUAL = "--rounding gptq", "--scale search", "--scale pow2"  # NVFP4 searches by default
+GPTQ, GPTAQ, SEARCH, USUAL = (
+    "--rounding gptq",
+    "--rounding gptaq",
+    "--scale search",
+    "--scale pow2",
+)  # NVFP4 searches by default
 CASES = {
     "int4 g32, nearest": INT4,
     "int4 g32, search": f"{INT4} {SEARCH}",
     "int4 g32, gptq": f"{INT4} {GPTQ}",
     "int4 g32, gptq and search": f"{INT4} {GPTQ} {SEARCH}",
+    "int4 g32, gptaq and search": f"{INT4} {GPTAQ} {SEARCH}",
     "nvfp4, nearest": f"{NVFP4} {USUAL}",
     "nvfp4, search": f"{NVFP4} {SEARCH}",
     "nvfp4, gptq": f"{NVFP4} {USUAL} {GPTQ}",
     "nvfp4, gptq and search": f"{NVFP4} {GPTQ} {SEARCH}",
+    "nvfp4, gptaq and search": f"{NVFP4} {GPTAQ} {SEARCH}",
     "mxfp4, nearest": MXFP4,
     "mxfp4, search": f"{MXFP4} {SEARCH}",
     "mxfp4, gptq": f"{MXFP4} {GPTQ}",
     "mxfp4, gptq and search": f"{MXFP4} {GPTQ} {SEARCH}",
+    "mxfp4, gptaq and search": f"{MXFP4} {GPTAQ} {SEARCH}",
 }
 
 
@@ -92,7 +100,7 @@ def measure(
     source = log_probabilities(model, windows)
     for case in cases:
         row, options = case, CASES[case]
-        if GPTQ in options:
+        if "--rounding" in options:
             options += f" --calibrate {shlex.quote(text)}"
             row += "" if text == "demo" else f" on {Path(text).stem}"
         if row not in rows:

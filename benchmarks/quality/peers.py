@@ -35,7 +35,7 @@ from torch import Tensor
 
 import lpconv
 from benchmarks import common
-from benchmarks.quality.feedback import GPTQ, LENGTH, SEARCH, WINDOWS, compared, texts
+from benchmarks.quality.feedback import GPTAQ, GPTQ, LENGTH, SEARCH, WINDOWS, compared, texts
 from benchmarks.reproduce.finetune import smollm2
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.models.tokenizer import read_tokenizer, tokenize
@@ -50,7 +50,13 @@ LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, elemen
     "int4 g128": (f"{_INT4}:128", "int4", 128),
     "FP8 rows": ("--scheme FP8_DYNAMIC", "fp8", None),
 }
-OURS = {"nearest": "", "search": SEARCH, "gptq": GPTQ, "gptq, search": f"{GPTQ} {SEARCH}"}
+OURS = {
+    "nearest": "",
+    "search": SEARCH,
+    "gptq": GPTQ,
+    "gptq, search": f"{GPTQ} {SEARCH}",
+    "gptaq, search": f"{GPTAQ} {SEARCH}",
+}
 PACKAGES = {
     "llm-compressor": ("llmcompressor",),
     "auto-round": ("auto-round", "compressed-tensors"),
@@ -253,7 +259,9 @@ def wanted_rows(asked: argparse.Namespace) -> list[dict[str, Any]]:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
                 continue  # layouts that the package has no calibrated rounding for
-            seeds = asked.seed if "gptq" in OURS.get(rounding, "") else [None] if rounding in OURS else asked.seed[:1]
+            seeds = (
+                asked.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else asked.seed[:1]
+            )
             rows += [{"layout": layout, "rounding": rounding, "seed": seed} for seed in seeds]
     return rows
 

@@ -114,7 +114,7 @@ class ConvertOptions:
     calibrate: Annotated[
         str | None,
         _what(
-            "Calibration text, for --rounding gptq or otherwise for input scales of NVFP4 and "
+            "Calibration text, for --rounding gptq and gptaq, or otherwise for input scales of NVFP4 and "
             "e4m3fn with one scale: a file of text or rows, or demo for the sample text",
             default="inputs are not quantised",
             metavar="FILE",
@@ -126,15 +126,15 @@ class ConvertOptions:
         Ge(1),
         _what(
             "Number of calibration tokens",
-            default=f"{GPTQ_TOKENS} for --rounding gptq, the first {CALIBRATION_TOKENS} for input scales",
+            default=f"{GPTQ_TOKENS} for --rounding gptq and gptaq, the first {CALIBRATION_TOKENS} for input scales",
         ),
     ] = None
     calibration_seed: Annotated[
         int | None,
         Ge(0),
-        _what("Seed for choosing windows of the calibration text, for --rounding gptq", default="0"),
+        _what("Seed for choosing windows of the calibration text, for --rounding gptq and gptaq", default="0"),
     ] = None
-    input_scales: Annotated[bool, _what("With --rounding gptq or --kv-cache, also store input scales")] = False
+    input_scales: Annotated[bool, _what("With --rounding gptq, gptaq or --kv-cache, also store input scales")] = False
     kv_cache: Annotated[
         str | None,
         _what(

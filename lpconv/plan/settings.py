@@ -128,7 +128,7 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
         if wrong is not None:
             flag = "--" + wrong.replace("_", "-")
             raise UsageError(
-                f"{flag} only applies to --rounding gptq", hint=f"add --rounding gptq, or leave {flag} out"
+                f"{flag} only applies to --rounding gptq and gptaq", hint=f"add one of them, or leave {flag} out"
             )
         return options
     if not method.has_granularity or fmt.storage_bits > FEEDBACK_BITS:
