@@ -173,7 +173,14 @@ def main() -> None:
     arguments.add_argument("--runtimes", nargs="*", choices=RUNTIMES, default=list(RUNTIMES))
     given = arguments.parse_args()
     prompts = prompts_of(given.model)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    document = {
+        "command": command().replace(given.model, "MODEL"),
+        "machine": machine("onnx", "onnxscript"),
+        "model": Path(given.model).name,
+        "prompts": PROMPTS,
+        "rows": rows,
+    }
     with work_folder(given.work) as work:
         places = {RUNTIMES[r] for r in given.runtimes}
         pythons = {name: environment(work / name, ENVIRONMENTS[name]) for name in places}
@@ -186,21 +193,13 @@ def main() -> None:
                 "form": form,
                 "opset": record["opset"],
                 "size_bytes": sum(f["size_bytes"] for f in record["files"]),
+                "stored": {w["form"]: w["num_tensors"] for w in record["weights"]},
+                "check_max_rel_diff": record["check"]["max_rel_diff"],
             }
-            stored = {w["form"]: w["num_tensors"] for w in record["weights"]}
-            check = {"check_max_rel_diff": record["check"]["max_rel_diff"]}
             for runtime in given.runtimes:
-                compared = compare(pythons[RUNTIMES[runtime]], runtime, folder, prompts, right)
-                rows.append({**facts, "stored": stored, **check, **compared})
+                rows.append({**facts, **compare(pythons[RUNTIMES[runtime]], runtime, folder, prompts, right)})
                 print(json.dumps(rows[-1]), flush=True)
-    document = {
-        "command": command(),
-        "machine": machine("onnx", "onnxscript"),
-        "model": Path(given.model).name,
-        "prompts": PROMPTS,
-        "rows": rows,
-    }
-    save(document, given.out)
+                save(document, given.out)
 
 
 if __name__ == "__main__":
