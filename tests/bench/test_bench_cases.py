@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand
+from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
 from lpconv.bench.run import choose_model
 from lpconv.errors import UsageError
-from lpconv.kernels.linear import FP8_RECIPES
+from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES
 from lpconv.models.presets import PRESETS
 from lpconv.scaled import scaling_of
 
@@ -84,7 +84,8 @@ def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
 
 
 def test_every_peer_is_run_by_somebody_and_every_preset_is_there() -> None:
-    ours = {PLAIN, *SCALED, *FP8_RECIPES}
+    assert BENCH_FORMATS["fp4"].keys() <= FP4_RECIPES.keys()
+    ours = {PLAIN, *SCALED, *FP8_RECIPES, *BENCH_FORMATS["fp4"]}
     assert {m for m, peer in BENCH_METHODS.items() if peer is None} == ours
     assert {m for m, peer in BENCH_METHODS.items() if peer is not None} == set(_PEERS)
     assert set(BENCH_OPTIMIZERS) == set(_OPTIMIZERS)
