@@ -183,7 +183,9 @@ RECIPES: dict[str, Recipe] = {
         "autocast to bf16, with e2m1 products in blocks of 16, as TransformerEngine trains (NVIDIA 2025)",
         precision="fp4", operand_scale="nvfp4",
     ),
-    "mxfp4": _recipe("the same in blocks of 32 (OCP Microscaling)", precision="fp4", operand_scale="mx"),
+    "mxfp4": _recipe(
+        "autocast to bf16, with e2m1 products in blocks of 32 (OCP Microscaling)", precision="fp4", operand_scale="mx"
+    ),
     "unit-fp8": _recipe(
         "unit scaling: e4m3fn products, one scale per row, no loss scale", precision="fp8", method="unit"
     ),
