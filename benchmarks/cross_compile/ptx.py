@@ -230,6 +230,8 @@ class _Threads:
         value = self.get(operands[0], of)
         if to == "bf16":
             return _to_bf16(value)
+        if "rni" in op:
+            value = np.rint(value)
         return value.astype({"f": "f", "u": "u", "s": "i"}[to[0]] + str(int(to[1:]) // 8))
 
     def _compare(self, op: list[str], operands: tuple[str, ...]) -> None:

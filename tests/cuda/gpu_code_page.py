@@ -109,7 +109,7 @@ def _bounds(rows: list[dict[str, Any]]) -> str:
     """Least times by the bytes of compiled kernels, in ms."""
     moved = {r["path"]: r["bytes_moved"] / r["elements"] for r in rows if r["target"] == "sm_90" and "elements" in r}
     lines = [BOUNDS.strip("\n").format(tokens=TOKENS, gpus=" | ".join(GPUS), columns="|---" * len(GPUS))]
-    for path in (p for p in moved if p.startswith("step adamw")):
+    for path in (p for p in moved if p.startswith("step adamw") and not p.endswith("by bits")):
         lines.append(_bound_line(f"{path}, ms per billion", [1e9 * moved[path] / b for *_, b in GPUS.values()]))
     work, operands = 6 * TOKENS * WIDTH**2, 2 * TOKENS * WIDTH + WIDTH**2
     lines.append(_bound_line("layer in bf16, ms", [work / bf16 for bf16, *_ in GPUS.values()]))
