@@ -30,7 +30,7 @@ _PARTS = {
     "PARAM": "weights", "BUFFER": "weights", "GRAD": "gradients", "OPT": "optimizer", "ACT": "activations",
     "TEMP": "temporary", "OTH": "temporary",
 }  # fmt: skip
-_HINT = "lower --batch-size or --seq-len, or choose a smaller optimizer, such as --optimizer collage-light"
+_HINT = "lower --batch-size or --seq-len, or choose a smaller optimizer, such as --optimizer collage-int8-moment"
 
 
 def available_bytes(limit: int | None) -> int:
