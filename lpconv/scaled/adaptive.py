@@ -43,9 +43,10 @@ def adaptive_scaling(
     Parameters receive plain gradients, so any optimizer can be used. `strict` is as in `lpconv.scaled.scaled`. Raises
     `UsageError` for unknown names and for a model that is already scaled.
     """
-    if compute == "fp8":
-        raise UsageError("adaptive loss scaling cannot compute in fp8", hint="use compute='fp16' or 'bf16'")
-    dtype = find("compute", compute, COMPUTE).carrier
+    spec = find("compute", compute, COMPUTE)
+    if spec.operand is not None:
+        raise UsageError(f"adaptive loss scaling cannot compute in {compute}", hint="use compute='fp16' or 'bf16'")
+    dtype = spec.carrier
     refuse_scaled(model)
     options = options or AdaptiveOptions()
     modules = [layer.module for layer in linears(model) if layer.is_replaceable] + convolutions(model)

@@ -194,7 +194,7 @@ def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
         AdaptiveOptions(**wrong)
 
 
-@pytest.mark.parametrize("compute", ["fp8", "fp4"])
+@pytest.mark.parametrize("compute", ["fp8", "fp4", "fp2"])
 def test_a_compute_it_has_not_is_refused_before_the_model_is_touched(compute: str) -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(UsageError) as error:

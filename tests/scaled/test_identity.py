@@ -120,7 +120,7 @@ def test_double_backward_is_a_clear_error() -> None:
     "options",
     [
         {"method": "units"},
-        {"compute": "fp4"},
+        {"compute": "fp2"},
         {"method": "scalify", "rescale": ["layernorm"]},
         {"method": "scalify", "rescale": ["every:0"]},
         {"method": "scalify", "rescale": ["every:many"]},
