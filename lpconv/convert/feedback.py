@@ -14,7 +14,7 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from lpconv.convert.calibrate import job_windows
-from lpconv.convert.gptq import inverse_factor
+from lpconv.convert.gptq import inverse_factor, step_to_source
 from lpconv.convert.rounded_tensor import TensorRounding
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
@@ -122,14 +122,15 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
         with (
             model_errors("the model cannot be run layer by layer", hint=_HINT),
             _Weights.open(job.checkpoint) as weights,
-            StoredTensors.open(job.checkpoint) as stored,
             quiet_transformers(),
+            ExitStack() as opened,
         ):
             weights.orders = {} if job.plan.gguf is None else job.plan.gguf.orders
             at_once = windows_together(config, length)
             walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
             source = None
             if job.plan.options.rounding == GPTAQ:
+                stored = opened.enter_context(StoredTensors.open(job.checkpoint))
                 source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
             progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
             rounding = _Rounding(job, workers, weights, walk, source)
@@ -231,8 +232,9 @@ class _Rounding:
                 f"`{matrices[0][0].name}`: {e} on the text",
                 hint="check with `lpconv inspect --stats` whether the weights are finite",
             ) from e
+        step_CC = None if moment.shift_CC is None else step_to_source(inverse, moment.shift_CC)
         for matrix, rounding in matrices:
-            rounding.round(matrix, inverse, moment)
+            rounding.round(matrix, inverse, moment, step_CC)
             self._weights.rounded[matrix.name] = rounding.form, rounding.parts
 
 

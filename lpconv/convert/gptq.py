@@ -59,14 +59,20 @@ def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFa
     return InverseFactor(order=rising.flip(0), upper_CC=inverse_CC.float().flip(0, 1))
 
 
-def aimed_at_source(weight_RC: Tensor, inverse: InverseFactor, shift_CC: Tensor, *, share: float = AIM) -> Tensor:
+def step_to_source(inverse: InverseFactor, shift_CC: Tensor) -> Tensor:
+    """D H⁻¹, with columns in the order of `inverse`. `shift_CC` is D = Σ (x̃ - x) xᵀ.
+
+    The inputs of the layer are x̃ in the source and x in the rounded model.
+    """
+    return shift_CC[:, inverse.order] @ inverse.upper_CC.t() @ inverse.upper_CC
+
+
+def aimed_at_source(weight_RC: Tensor, inverse: InverseFactor, step_CC: Tensor, *, share: float = AIM) -> Tensor:
     """The weight to round instead of `weight_RC`, because its inputs are no longer those of the source.
 
-    `shift_CC` is D = Σ (x̃ - x) xᵀ over the inputs x̃ in the source and x in the rounded model. The outputs W x̃ are met
-    best by W + W D H⁻¹ (GPTAQ, Li et al. 2025, arXiv 2504.02692), of which `share` of the step is taken.
+    `step_CC` is that of `step_to_source`. The outputs W x̃ are met best by W + W D H⁻¹ (GPTAQ, Li et al. 2025, arXiv
+    2504.02692), of which `share` of the step is taken.
     """
-    shift_CC = shift_CC[:, inverse.order]
-    step_CC = shift_CC @ inverse.upper_CC.t() @ inverse.upper_CC
     out_RC = torch.empty_like(weight_RC)
     out_RC[:, inverse.order] = weight_RC[:, inverse.order].addmm(weight_RC, step_CC, alpha=share)
     return out_RC

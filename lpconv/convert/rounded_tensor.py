@@ -55,11 +55,11 @@ class TensorRounding:
                 rounding._round_to_nearest(index)
         return rounding
 
-    def round(self, matrix: Matrix, inverse: InverseFactor, moment: Moment) -> None:
-        """Round one matrix with error feedback."""
+    def round(self, matrix: Matrix, inverse: InverseFactor, moment: Moment, step_CC: Tensor | None) -> None:
+        """Round one matrix with error feedback, aimed at the outputs of the source if `step_CC` leads there."""
         weight_RC, scales_RC = map(moment.oriented, self._weight_and_scales(matrix.index))
         assert self.form.format is not None
-        aim_RC = weight_RC if moment.shift_CC is None else aimed_at_source(weight_RC, inverse, moment.shift_CC)
+        aim_RC = weight_RC if step_CC is None else aimed_at_source(weight_RC, inverse, step_CC)
         rounded_RC = round_with_feedback(aim_RC, inverse, scales_RC, self.form.format)
         self._store(matrix.index, moment.oriented(rounded_RC))
         sample, scales = sampled_rows(weight_RC), sampled_rows(scales_RC)

@@ -18,7 +18,7 @@ from torch import Tensor
 import lpconv
 from lpconv.convert import feedback, run as run_module
 from lpconv.convert.calibrate import job_windows
-from lpconv.convert.gptq import AIM, aimed_at_source, inverse_factor, round_with_feedback
+from lpconv.convert.gptq import AIM, aimed_at_source, inverse_factor, round_with_feedback, step_to_source
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
@@ -159,7 +159,7 @@ def test_a_layer_meets_what_the_rounded_layers_before_make_of_the_text(
         x = inputs_of(lpconv.load(path, dtype=torch.float32), name, windows)
         inverse = inverse_factor(x.T @ x)
         share = AIM if rounding == "gptaq" else 0.0
-        aim = aimed_at_source(weight, inverse, (source_x - x).T @ x, share=share)
+        aim = aimed_at_source(weight, inverse, step_to_source(inverse, (source_x - x).T @ x), share=share)
         return float((got != round_with_feedback(aim, inverse, scales, FORMATS["int4"])).float().mean())
 
     assert share_of_other_codes(tmp_path / "output") < 0.02  # sums are taken in another order

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.convert.gptq import DAMPING, aimed_at_source, inverse_factor, round_to_nearest, round_with_feedback
+from lpconv.convert.gptq import (
+    DAMPING,
+    aimed_at_source,
+    inverse_factor,
+    round_to_nearest,
+    round_with_feedback,
+    step_to_source,
+)
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.models.moments import Moment
 
@@ -85,12 +92,14 @@ def test_the_weight_is_aimed_at_the_source_by_damped_least_squares() -> None:
     source_x = torch.randn(400, COLS, generator=generator) @ torch.randn(COLS, COLS, generator=generator)
     x = source_x + torch.randn(400, COLS, generator=generator)
     weight, hessian = torch.randn(ROWS, COLS, generator=generator), x.T @ x
-    found = aimed_at_source(weight, inverse_factor(hessian), (source_x - x).T @ x, share=1.0)
+    inverse = inverse_factor(hessian)
+    found = aimed_at_source(weight, inverse, step_to_source(inverse, (source_x - x).T @ x), share=1.0)
     wide = hessian.double()
     damped = torch.eye(COLS, dtype=torch.float64) * DAMPING * wide.diagonal().mean()
     target = weight.double() @ (source_x.double().T @ x.double() + damped)
     torch.testing.assert_close(found, (target @ torch.linalg.inv(wide + damped)).float(), rtol=1e-3, atol=1e-4)
-    assert torch.equal(aimed_at_source(weight, inverse_factor(hessian), torch.zeros_like(hessian)), weight)
+    still = step_to_source(inverse, torch.zeros_like(hessian))
+    assert torch.equal(aimed_at_source(weight, inverse, still), weight)
 
 
 def test_uncorrelated_inputs_leave_nearest_rounding() -> None:
