@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lpconv.errors import UsageError
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import pow2_nearest
+from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.operands import (
-    BLOCK_SIZES,
     Coded,
     OperandCast,
     coded_product,
@@ -84,7 +84,7 @@ def fp4_recipe(scale: str) -> LinearRecipe:
         input=operand,
         weight=replace(operand, square=scale.startswith("nvfp4")),
         gradient=replace(operand, rounding="stochastic"),
-        rotates_grad_weight=scale in BLOCK_SIZES,
+        rotates_grad_weight=scale in OPERAND_BLOCKS,
         wide_share=0.15,
     )
 

@@ -30,15 +30,14 @@ from torch.nn import functional as F
 from lpconv.formats.cast import Overflow, Rounding
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.scale import pow2_ceil, pow2_floor
-from lpconv.formats.spec import Format, get_format
+from lpconv.formats.spec import OPERAND_BLOCKS, Format, get_format
 from lpconv.kernels.decode import decode, decode_operand
 from lpconv.kernels.matmul import matmul
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.kernels.scaled_cast import largest_magnitude, scale_product_, scaled_codes, scaled_values
 from lpconv.lookup import find
 
-BLOCK_SIZES = {"mx": 32, "nvfp4": 16, "nvfp4-static": 16}
-_KINDS = dict.fromkeys(("static", "l2", "max", "tensor", "delayed", "row", *BLOCK_SIZES))
+_KINDS = dict.fromkeys(("static", "l2", "max", "tensor", "delayed", "row", *OPERAND_BLOCKS))
 _SATURATING = ("static", "l2", "delayed")
 _POWERS_OF_TWO = ("static", "l2", "max")
 _SMALLEST = 2.0**-100  # of a statistic: 1 / scale stays finite, for rows of zeros too (pytorch/ao issue 3356)
@@ -82,7 +81,7 @@ class OperandCast:
     @property
     def has_one_scale(self) -> bool:
         """Whether one scale serves the tensor, so that the same codes can be summed along either axis."""
-        return self.scale != "row" and self.scale not in BLOCK_SIZES
+        return self.scale != "row" and self.scale not in OPERAND_BLOCKS
 
 
 class Coded(NamedTuple):
@@ -126,7 +125,7 @@ def inverse_scale(
     spec = cast.spec
     if cast.scale == "static":
         inverse = None if state is None else 1 / state
-    elif cast.scale in BLOCK_SIZES or not x.numel():
+    elif cast.scale in OPERAND_BLOCKS or not x.numel():
         inverse = None
     elif cast.scale == "l2":
         inverse = 1 / pow2_floor(_bounded(x.float().square().mean().sqrt()))
@@ -149,7 +148,7 @@ def encode_at(x: Tensor, inverse: Tensor | None, cast: OperandCast, *, into: str
     that is faster than storing codes; use it only for an operand that is multiplied immediately.
     """
     spec = cast.spec
-    if cast.scale in BLOCK_SIZES:
+    if cast.scale in OPERAND_BLOCKS:
         return _encode_blocks(x, cast)
     scale = 1.0 if inverse is None else 1 / inverse.float()
     if cast.rounding != "nearest" or spec.bits != 8:
@@ -205,7 +204,7 @@ def _encode_blocks(x: Tensor, cast: OperandCast) -> Coded:
 
     Eight bits: codes with scales (…, R, blocks). Four bits: values in bfloat16, with the tensor's scale.
     """
-    spec, size, num_rows = cast.spec, BLOCK_SIZES[cast.scale], x.shape[-2]
+    spec, size, num_rows = cast.spec, OPERAND_BLOCKS[cast.scale], x.shape[-2]
     missing = (-x.shape[-1] % size, -num_rows % size if cast.square else 0)
     if any(missing):
         x = F.pad(x, (0, missing[0], 0, missing[1]))

@@ -18,7 +18,6 @@ FP4_SCALES = {
     "nvfp4-static": "nvfp4 without the tensor's scale, for unit-scaled models",
     **{kind: OPERAND_SCALES[kind] for kind in ("mx", "row", "static", "carrier")},
 }
-BLOCK_SCALES = ("mx", "nvfp4", "nvfp4-static")
 USUAL_OPERAND_SCALE = "row"  # smallest weight error of a fine-tuned SmolLM2, and no clipping
 # Config entry of models drawn by native unit scaling: the seed, and the norm with the head's factor.
 NATIVE_MARK = "lpconv_native"

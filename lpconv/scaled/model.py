@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
+from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.linear import FP4_RECIPES, wide_modules
 from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
-from lpconv.scaled.choices import BLOCK_SCALES, USUAL_OPERAND_SCALE, OperandScales, operand_scales
+from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
 from lpconv.scaled.fresh import averages_causally, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
@@ -135,7 +136,7 @@ def scaled(
     is_fp4 = compute_spec.operand == "e2m1"
     if is_fp4:
         exact += wide_modules(model, FP4_RECIPES["nvfp4"]).difference(exact)  # the same in all
-    saves_codes = save_codes and not is_fp4 and scales.grad_weight not in ("carrier", *BLOCK_SCALES)
+    saves_codes = save_codes and not is_fp4 and scales.grad_weight not in ("carrier", *OPERAND_BLOCKS)
     scaling = Scaling(
         method=method,
         compute=compute,

@@ -11,12 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lpconv.formats.spec import Format, get_format
+from lpconv.formats.spec import OPERAND_BLOCKS, Format, get_format
 from lpconv.kernels.decode import decode
 from lpconv.kernels.linear import FP4_RECIPES
 from lpconv.kernels.matmul import at_half
 from lpconv.kernels.operands import Coded, OperandCast, block_values, coded_product, encode_operand
-from lpconv.scaled.choices import BLOCK_SCALES
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 
 aten = torch.ops.aten
@@ -49,7 +48,7 @@ def grouped_product(numerics: Numerics, a: object, b: object, multiply: Callable
     left, right = data_of(a), data_of(b)
     dtype = torch.promote_types(left.dtype, right.dtype)
     kind = scale_kind(numerics, a, b)
-    if kind != "carrier" and kind not in BLOCK_SCALES:  # blocks along tokens would reach across experts
+    if kind != "carrier" and kind not in OPERAND_BLOCKS:  # blocks along tokens would reach across experts
         left = _cast(a, numerics, kind, axis=-1).decoded(dtype)
         right = _cast(b, numerics, kind, axis=-2).decoded(dtype)
     out: Tensor = at_half(multiply, left.to(dtype), right.to(dtype))
@@ -65,7 +64,7 @@ def scale_kind(numerics: Numerics, a: object, b: object) -> str:
     roles, scales = (_role(a), _role(b)), numerics.operand_scales
     if numerics.operand is None or Role.EXACT in roles:
         return "carrier"
-    if data_of(a).dim() == 3 and (numerics.operand == "e2m1" or scales.output in BLOCK_SCALES):
+    if data_of(a).dim() == 3 and (numerics.operand == "e2m1" or scales.output in OPERAND_BLOCKS):
         return "carrier"
     if Role.GRADIENT not in roles:
         return scales.output
@@ -90,11 +89,11 @@ def _cast(operand: object, numerics: Numerics, kind: str, *, axis: int, rotated:
     """An operand in codes; those of a kind that may saturate are counted where they do."""
     role = _role(operand)
     # Elements of a row are alike, so that gradients with a scale for each row need no wider range than activations.
-    has_range = role is Role.GRADIENT and kind not in ("row", *BLOCK_SCALES)
+    has_range = role is Role.GRADIENT and kind not in ("row", *OPERAND_BLOCKS)
     format = numerics.gradient if has_range else numerics.operand
     assert format is not None
     cast = operand_cast(format, kind, role, rotated)
-    if kind in BLOCK_SCALES:
+    if kind in OPERAND_BLOCKS:
         coded = encode_operand(data_of(operand) if axis == -1 else data_of(operand).mT, cast)
         coded = Coded(block_values(coded), 1.0) if get_format(format).bits == 8 else coded
         return coded if axis == -1 else coded.mT

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.errors import UsageError
+from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.lookup import find
-from lpconv.scaled.choices import BLOCK_SCALES, USUAL_OPERAND_SCALE, operand_scales
+from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 from lpconv.train.loss_scales import check_loss_scale
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
@@ -123,7 +124,7 @@ class Arithmetic:
     @property
     def has_blocks(self) -> bool:
         """Whether operands are cast in blocks along the summed axis, each with a scale."""
-        return self.operand_scale in BLOCK_SCALES
+        return self.operand_scale in OPERAND_BLOCKS
 
     @property
     def name(self) -> str:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
+from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.linear import FP4_RECIPES, linear, use_recipe, wide_modules
 from lpconv.kernels.operands import Coded, OperandCast, block_values, encode_operand
-from lpconv.scaled.choices import BLOCK_SCALES, FP4_SCALES, operand_scales
+from lpconv.scaled.choices import FP4_SCALES, operand_scales
 
 NVFP4, NVFP4_STATIC, MXFP4 = (OperandCast(format="e2m1", scale=kind) for kind in ("nvfp4", "nvfp4-static", "mx"))
 
@@ -135,7 +136,7 @@ def test_not_finite_stays_visible() -> None:
 
 
 def test_each_precision_has_its_operand_scales() -> None:
-    assert set(BLOCK_SCALES) <= set(FP4_SCALES)
+    assert set(OPERAND_BLOCKS) <= set(FP4_SCALES)
     operand_scales("nvfp4-static,grad_weight=carrier").check("fp4")
     with pytest.raises(UsageError, match="`nvfp4`"):
         operand_scales("nvfp4").check("fp8")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
+from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.operands import encode_operand
 from lpconv.scaled import gradients_are_finite, scaled, scaled_tensor
-from lpconv.scaled.choices import BLOCK_SCALES, OPERAND_SCALES, operand_scales
+from lpconv.scaled.choices import OPERAND_SCALES, operand_scales
 from lpconv.scaled.operands import operand_cast, product, scale_kind
 from lpconv.scaled.pair import Numerics, Role, Scaled, data_of
 from lpconv.scaled.rules import multiply
@@ -128,7 +129,7 @@ def test_an_overflow_reaches_the_guard(kind: str, save_codes: bool, where: str) 
     assert not gradients_are_finite(model.parameters())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in CASTS if kind not in BLOCK_SCALES])
+@pytest.mark.parametrize("kind", [kind for kind in CASTS if kind not in OPERAND_BLOCKS])
 def test_zeros_and_nothing_have_codes(kind: str) -> None:
     for shape in ((2, 3), (0, 3)):
         coded = encode_operand(torch.zeros(shape), operand_cast("e4m3fn", kind), axis=-1)
