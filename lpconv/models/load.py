@@ -44,8 +44,8 @@ def load(
     unless `allow_missing` leaves them random.
 
     With `resident`, weights stored as codes stay codes in memory, and are decoded to `dtype` on use
-    (`models/coded.py`); the model runs, generates, and saves the same bytes again, but does not train. Everything else
-    is opened as usual: vectors, plain checkpoints, Collage's pairs.
+    (`models/coded.py`); the model runs, generates, and saves the same bytes again. Codes do not train, but adapters
+    next to them can. Everything else is opened as usual: vectors, plain checkpoints, Collage's pairs.
     """
     open_model = load_with_missing if not resident else load_resident
     with torch.inference_mode(False):  # transformers' threads never use that mode, and both kinds of tensors do not mix

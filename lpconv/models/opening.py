@@ -103,9 +103,9 @@ def open_to_train(
     """The model in fp32 with the task's head; weights that the checkpoint lacks are drawn from `seed`.
 
     So a run and its twin start from the same weights. Codes, including third-party ones, are decoded, or with
-    `resident` stay codes, which have no gradient. With a mesh every
-    rank opens its rows, and the model can run once it is sharded. Raises UnsupportedError for models that the task has
-    no class for, and for layouts that lpconv does not read.
+    `resident` stay codes, which have no gradient. With a mesh every rank opens its rows, and the model can run once it
+    is sharded. Raises UnsupportedError for models that the task has no class for, and for layouts that lpconv does not
+    read.
     """
     opened = Checkpoint.open(checkpoint)
     with quiet_transformers(), model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
