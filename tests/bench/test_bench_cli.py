@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench_in_process import without_processes
 from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
+import lpconv.bench.run as bench_run
 from lpconv.bench.cases import Case
 from lpconv.bench.rows import TOO_LARGE
 from lpconv.bench.runner import CaseRunner
@@ -50,12 +52,18 @@ def refused(code: int, *args: object) -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A training bench of three rows in two launches, and where it was saved."""
+    """A training bench of three rows in two launches, and where it was saved.
+
+    The peak in bf16 is no less than any step needs, because a busy machine may measure a lower one.
+    """
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     what = ("--format", "bf16,fp8", "--method", "static,row", "--mode", "train", "--batch", "1")
-    result = run(
-        "demo", *what, *QUICK, "--launches", "2", "--json", "--save", path, "--html", path.with_suffix(".html")
-    )
+    peaks = bench_run._peaks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_run, "_peaks", lambda *asked: replace(peaks(*asked), bf16_flops=1e13))
+        result = run(
+            "demo", *what, *QUICK, "--launches", "2", "--json", "--save", path, "--html", path.with_suffix(".html")
+        )
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout), path
 
@@ -123,7 +131,7 @@ def test_on_a_cpu_the_verdict_says_that_fp8_is_emulated(trained: tuple[dict[str,
     (verdict,) = trained[0]["verdicts"]
 
     assert any("emulates fp8" in s for s in verdict["sentences"])
-    assert any("Amdahl" in s or "busy" in s for s in verdict["sentences"])  # by the load while the peak is measured
+    assert any("Amdahl" in s for s in verdict["sentences"])
     assert all(g["gain"] is None and g["flops"] > 0 for g in verdict["gemms"])
 
 
