@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import lpconv
+from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.plan.files import write_sums
+from lpconv.plan.options import ConvertOptions
 from lpconv.results import ConvertResult
 from lpconv.storage.partfile import sha256_of
 
@@ -26,6 +28,7 @@ __all__ = [
     "Run",
     "bits_of",
     "cli_environment",
+    "converted_demo",
     "files_of",
     "published",
     "raw_safetensors",
@@ -66,6 +69,13 @@ def write_checkpoint(
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def converted_demo(folder: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+    """The demo model in several forms: the options of each conversion by name."""
+    for name, options in forms.items():
+        convert("demo", folder / name, ConvertOptions(verify="none", **options))
+    return {name: folder / name for name in forms}
 
 
 def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, length: int | None = None) -> bytes:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import converted_demo
 from gguf_files import demo_with_merges
 from safetensors.torch import load_file
 from torch import Tensor
@@ -49,10 +50,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("forms")
-    for name, options in SOURCES.items():
-        convert("demo", folder / name, ConvertOptions(verify="none", **options))
-    return {name: folder / name for name in SOURCES}
+    return converted_demo(tmp_path_factory.mktemp("forms"), SOURCES)
 
 
 def _options(recipe: str, **more: Any) -> FinetuneOptions:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
 import transformers
+from checkpoints import converted_demo
 from safetensors.torch import load_file
+from small_models import IDS
 from torch import Tensor, nn
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -36,33 +39,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 groups, ours": {"format": "int8", "granularity": "group:128"},
     "fp8": {"format": "e4m3fn", "layout": "compressed-tensors"},
 }
-SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-IDS = torch.randint(0, 96, (2, 11), generator=torch.Generator().manual_seed(0))
-MODELS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL, intermediate_size=192, tie_word_embeddings=True)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
-    ),
-    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=96)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SMALL, intermediate_size=96, num_key_value_heads=2, num_local_experts=3)
-    ),
-}
+MODELS = {name: make for name, make in small_models.MODELS.items() if name != "t5"}  # adapters train no encoder-decoder
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("forms")
-    for name, options in FORMS.items():
-        convert("demo", folder / name, ConvertOptions(verify="none", **options))
-    return {name: folder / name for name in FORMS}
+    return converted_demo(tmp_path_factory.mktemp("forms"), FORMS)
 
 
 def _options(rank: int = 4, **more: Any) -> FinetuneOptions:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import converted_demo
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
@@ -45,17 +46,12 @@ FORMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("forms")
-    for name, options in FORMS.items():
-        convert("demo", folder / name, ConvertOptions(verify="none", **options))
-    return {name: folder / name for name in FORMS}
+    return converted_demo(tmp_path_factory.mktemp("forms"), FORMS)
 
 
 def _options(**more: Any) -> FinetuneOptions:
