@@ -42,6 +42,7 @@ class Direct(Child):
 
 
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let benches run in this process."""
+    """Let benches run in this process, and measure the peaks on small matrices."""
     monkeypatch.setattr("lpconv.bench.run.Child", Direct)
     monkeypatch.setattr("lpconv.bench.rows.Child", Direct)
+    monkeypatch.setattr("lpconv.bench.worker._CPU_SIZE", 128)

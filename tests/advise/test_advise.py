@@ -41,6 +41,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer, "conversions", lambda: few)
     monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16")})
     monkeypatch.setattr(train, "_MORE_SEEDS", 1)
+    monkeypatch.setattr("lpconv.bench.worker._CPU_SIZE", 128)
 
 
 def test_every_method_and_format_is_a_candidate_once() -> None:
