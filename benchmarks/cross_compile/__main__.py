@@ -74,11 +74,12 @@ def start_worker(command: list[str], folder: Path) -> str:
     library = folder / "guard.so"
     if not torch.version.cuda and not library.exists():
         build_guard(library)
+    paths = [str(_ROOT), str(_ROOT / "tests" / "cuda"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True,
         env={
-            **os.environ, "LPCONV_COMPILE": "never", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'tests' / 'cuda'}",
+            **os.environ, "LPCONV_COMPILE": "never", "PYTHONPATH": os.pathsep.join(paths),
             **({"LD_PRELOAD": str(library)} if library.exists() else {}),
         },
     )  # fmt: skip
