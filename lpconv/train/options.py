@@ -131,6 +131,7 @@ class ArithmeticOptions:
 
 
 def _arithmetic(asked: ArithmeticOptions) -> Arithmetic:
+    check(asked)
     return arithmetic(**dataclasses.asdict(asked))
 
 

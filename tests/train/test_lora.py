@@ -22,6 +22,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.models.coded import CodedTensor
+from lpconv.options import make
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
@@ -250,6 +251,12 @@ def test_options_that_do_not_apply_are_refused(more: dict[str, Any]) -> None:
 def test_other_arithmetic_is_refused(part: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--lora"):
         arithmetic(lora=4, **part)
+
+
+@pytest.mark.parametrize("rank", [0, -3])
+def test_ranks_below_one_are_refused(rank: int) -> None:
+    with pytest.raises(UsageError, match="--lora"):
+        make(FinetuneOptions, {"lora": rank})
 
 
 def test_plans_and_too_little_memory_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
