@@ -1,8 +1,9 @@
 """Optimizer state: of one parameter, of small parameters together, and of the shard on this rank.
 
-A kernel call costs some 40 µs, as much as stepping 40,000 parameters. So the state of small parameters of one group is
-stored as views of shared buffers, which a single call processes. Only gradients and weights, which belong to the model,
-are copied into buffers for the call, and the weights back. The state dict does not change: a view is a tensor.
+A kernel call costs some 40 µs, as much as stepping 40,000 parameters on a CPU and six million on an H100. So the state
+of small parameters of one group is stored as views of shared buffers, which a single call processes. Only gradients
+and weights, which belong to the model, are copied into buffers for the call, and the weights back. The state dict does
+not change: a view is a tensor.
 """
 
 import functools

@@ -51,7 +51,9 @@ UNTRIED = {
     "kernels/compiled.py:": "compiled kernels need Triton, which needs a GPU",
     "kernels/histogram.py:": "the shape of counts depends on data",
     "models/coded.py:": "asks whether autocast is on; resident codes have only run on a CPU",
-    "optim/base.py:": "counts steps, which fake tensors cannot do; its kernels are rehearsed by optimizer_steps",
+    "optim/base.py:": "a table of limits; `tests/optim/test_shared_state.py`, on the device meta",
+    "optim/base.py: LowPrecisionOptimizer": "counts steps, which fake tensors cannot do; its kernels are rehearsed by "
+    "optimizer_steps",
     "report/doctor.py:": "the name of a processor; `tests/doctor/test_doctor.py`",
     "scaled/model.py: Scaling.around_forward": "autocast, for adaptive scaling; `tests/scaled/test_adaptive.py`",
     "scaled/rules/": "a table; the rules in it are rehearsed by attention, and `tests/scaled/test_cuda_attention.py`",

@@ -10,7 +10,7 @@ from exact_compile import compile_keeps_roundings
 from torch import Tensor, nn
 
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast, nearest_with_offset
-from lpconv.optim import CollageAdamW, LowPrecisionAdamW, kernel
+from lpconv.optim import CollageAdamW, LowPrecisionAdamW, base, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES, largest_ratio
 from lpconv.optim.storage import VARIANTS, WITH_OFFSET, Parts, Storage, new_parts, store, stored_value
@@ -55,7 +55,7 @@ def test_small_parameters_stepped_together_equal_each_alone(monkeypatch: pytest.
     sizes = [3, 50_000, 64, 1, 0, 20_000, 20_000, 30_000, 30_000, 30_000, 30_000]
     together, alone = some_params(sizes), some_params(sizes)
     run(together)
-    monkeypatch.setattr("lpconv.optim.base._SMALL", -1)
+    monkeypatch.setitem(base._LIMITS, "cpu", (-1, 0))
     run(alone)
     for p, q in zip(together, alone, strict=True):
         assert torch.equal(p, q)

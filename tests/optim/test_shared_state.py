@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.optim import LowPrecisionAdamW
+from lpconv.optim import LowPrecisionAdamW, base
 
 SHAPES = [(3,), (64, 5), (), (7, 2, 3), (128,)]
 VARIANTS = ["light", "plus", "kahan", "fp32-master", "light-int8", "int8-moment", "eco"]
@@ -51,7 +51,7 @@ def test_absent_gradients_leave_a_parameter_out(variant: str, monkeypatch: pytes
     shared, alone = make(a, variant), make(b, variant)
     for seed, missing in enumerate(absent):
         step(shared, a, seed, missing)
-    monkeypatch.setattr("lpconv.optim.base._SMALL", -1)
+    monkeypatch.setitem(base._LIMITS, "cpu", (-1, 0))
     for seed, missing in enumerate(absent):
         step(alone, b, seed, missing)
     assert_same(shared, a, alone, b)
@@ -67,6 +67,20 @@ def test_one_kernel_call_serves_them_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(optimizer, "_run_kernel", run)
     step(optimizer, params, 1)
     assert run.call_count == 1
+
+
+@pytest.mark.parametrize(("device_type", "calls"), [("cpu", 6), ("cuda", 2)])
+def test_a_gpu_steps_more_parameters_at_once(device_type: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device "meta", which computes nothing, with the limits of another."""
+    monkeypatch.setitem(base._LIMITS, "meta", base._LIMITS[device_type])
+    shapes = [(576,), (576, 1536), (192, 576), (1536, 576), (49152, 576), (576,), (576, 576)]
+    params = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    run = Mock()
+    monkeypatch.setattr(LowPrecisionAdamW, "_run_kernel", run)
+    make(params).step()
+    assert run.call_count == calls
 
 
 def test_saved_and_loaded_state_goes_on_bit_for_bit() -> None:
@@ -91,7 +105,7 @@ def test_saved_and_loaded_state_goes_on_bit_for_bit() -> None:
 @pytest.mark.parametrize("largest_shared", [2**15, -1], ids=["shared", "alone"])
 def test_loading_leaves_the_source_alone(largest_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.optim keeps the tensors of the state dict as they are, so that two optimizers would step one state."""
-    monkeypatch.setattr("lpconv.optim.base._SMALL", largest_shared)
+    monkeypatch.setitem(base._LIMITS, "cpu", (largest_shared, 2**18))
     a, b = some_params(), some_params()
     first, second = make(a), make(b)
     step(first, a, 0)
