@@ -58,8 +58,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Add `quantization_config` to the config if an older tool wrote it to a file of its own."""
-    if config.get("quantization_config") is not None:
+    """The config with the `quantization_config` of its weights, which older tools wrote to a file of its own.
+
+    A model that transformers decodes from a GGUF file keeps an entry without tensors, although its weights are plain.
+    """
+    settings = config.get("quantization_config")
+    if isinstance(settings, dict) and settings.get("quant_method") == GGUF and "tensors" not in settings:
+        return {k: v for k, v in config.items() if k != "quantization_config"}
+    if settings is not None:
         return config
     for name, method in QUANTIZATION_FILES.items():
         if os.path.isfile(directory / name):

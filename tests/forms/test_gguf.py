@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 import lpconv
 from lpconv.cli.main import app
+from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
+from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.resolve import resolve
 
@@ -116,3 +118,17 @@ def test_what_is_refused(tmp_path: Path, make: Callable[[Path], Path], code: int
     assert caught.value.hint
     with pytest.raises(LpconvError):
         resolve(str(file))
+
+
+def test_what_transformers_decoded_and_saved_is_plain(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "file")
+    decoded = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    plain = type(decoded)(decoded.config)
+    plain.load_state_dict(decoded.state_dict())
+    plain.save_pretrained(tmp_path / "saved")
+    assert "gguf" in (tmp_path / "saved" / "config.json").read_text()
+
+    convert(str(tmp_path / "saved"), tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="weights"))
+
+    assert '"gguf"' not in (tmp_path / "out" / "config.json").read_text()
+    assert torch.equal(lpconv.load(tmp_path / "saved").lm_head.weight, decoded.lm_head.weight)
