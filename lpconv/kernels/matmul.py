@@ -55,10 +55,10 @@ def matmul(
     """(a · scale_a) @ (b · scale_b) + bias, for a (M, K) and b (K, N): both fp8, or both bfloat16, or both float16.
 
     Both may be batches (B, M, K) and (B, K, N), which fp8 tensor cores do not take. Scales are float32, one number or
-    one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is
-    bfloat16 (the default for fp8), float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before
-    scales that are not powers of two are applied. Has no gradient: see `kernels.linear`. Raises UsageError for
-    unsuitable operands.
+    one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is bfloat16 (the default for fp8),
+    float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before scales that are not powers of
+    two are applied, and before the bias is added, which fp8 tensor cores do in float32 if both are bfloat16. Has no
+    gradient: see `kernels.linear`. Raises UsageError for unsuitable operands.
     """
     _check(a, b, scale_a, scale_b, bias)
     out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)
@@ -68,7 +68,9 @@ def matmul(
         if out_dtype != torch.bfloat16 and _has_rows(scale_a, scale_b):  # row-wise kernels write bfloat16 only
             out = _scaled_mm(a, b, None, None, torch.float32)
         else:
-            out, scale_a, scale_b = _scaled_mm(a, b, scale_a, scale_b, out_dtype), None, None
+            takes_bias = bias is not None and bias.dtype == out_dtype == torch.bfloat16 and b.shape[1] % _ALIGNMENT == 0
+            out = _scaled_mm(a, b, scale_a, scale_b, out_dtype, bias if takes_bias else None)
+            scale_a, scale_b, bias = None, None, None if takes_bias else bias
     else:
         out = _wide_matmul(a, b, out_dtype)
     out = scale_product_(out, scale_a, scale_b)
@@ -113,7 +115,10 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(x.shape)
 
 
-def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The product on tensor cores, by op: some torch builds break the graph at `F.scaled_mm` (pytorch#180604)."""
     rows, columns = a.shape[0], b.shape[1]
     a, b = scaled_mm_operands(a, b)
@@ -125,7 +130,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | N
         scale_a, scale_b = scale_a.expand(rows, 1), scale_b.expand(1, columns)
         scale_a, scale_b = _dense(scale_a), _dense(F.pad(scale_b, (0, b.shape[1] - columns), value=1.0))
     op = torch.ops.aten._scaled_mm_v2.default
-    out: Tensor = op(a, b, [scale_a], [recipe], [], [scale_b], [recipe], [], None, out_dtype)
+    out: Tensor = op(a, b, [scale_a], [recipe], [], [scale_b], [recipe], [], bias, out_dtype)
     return out[:, :columns]
 
 
