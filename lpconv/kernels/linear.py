@@ -165,7 +165,7 @@ class _Linear(torch.autograd.Function):
         g_MN = encode_operand(grad_MN, how, axis=-1, state=ctx.states.gradient, into="left")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w_KN = _turned(w_kept, w_factor, ctx.recipe.weight)
+            w_KN = _turned(w_kept, w_factor, ctx.recipe.weight, ctx.states.weight)
             dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
             g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], into="left")
@@ -194,13 +194,13 @@ def _weight(
     if scale is not None or _is_codes(weight, cast):
         return Coded(weight, 1.0 if scale is None else scale), weight, scale
     inverse = inverse_scale(weight, cast, axis=-1, state=state)
-    w_NK = encode_at(weight, inverse, cast, into="right")
+    w_NK = encode_at(weight, inverse, cast, state=state, into="right")
     if cast.has_one_scale and not weight.is_cuda and _is_codes(w_NK.codes, cast):
         return w_NK, w_NK.codes, _tensor(w_NK.scale)
     return w_NK, weight, inverse
 
 
-def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast) -> Coded:
+def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast, state: Tensor | None) -> Coded:
     """Cast the weight along N, from the values that `_weight` returned.
 
     The weight is transposed before the cast; otherwise a compiler would reuse the first cast and keep its codes.
@@ -209,7 +209,7 @@ def _turned(weight: Tensor, factor: Tensor | None, cast: OperandCast) -> Coded:
         return Coded(weight, 1.0 if factor is None else factor).mT
     if not cast.has_one_scale:
         return encode_operand(weight.t(), cast, axis=-1, into="right")
-    return _device_layout(encode_at(weight.t(), factor, cast, into="right"))
+    return _device_layout(encode_at(weight.t(), factor, cast, state=state, into="right"))
 
 
 def _is_codes(weight: Tensor, cast: OperandCast) -> bool:
@@ -258,7 +258,7 @@ class Multiplying(nn.Module):
         """Cast the weight once and drop its high-precision values. Not reversible, and the weight gets no gradient."""
         found = _device_layout(encode_operand(self.weight_NK, self.recipe.weight, axis=-1, state=self.states.weight))
         self.weight = nn.Parameter(found.codes.t() if self.has_turned_weight else found.codes, requires_grad=False)
-        self.register_buffer("weight_scale", _tensor(found.scale))
+        self.register_buffer("weight_scale", found.scale.clone() if isinstance(found.scale, Tensor) else None)
 
 
 def use_recipe(model: nn.Module, recipe: LinearRecipe, *, keep: Container[nn.Module] = ()) -> list[str]:

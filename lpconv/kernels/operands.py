@@ -110,7 +110,7 @@ def encode_operand(
     x: Tensor, cast: OperandCast, *, axis: int | None = None, state: Tensor | None = None, into: str | None = None
 ) -> Coded:
     """Compute a scale for `x` and cast it. Arguments as for `inverse_scale` and `encode_at`."""
-    return encode_at(x, inverse_scale(x, cast, axis=axis, state=state), cast, into=into)
+    return encode_at(x, inverse_scale(x, cast, axis=axis, state=state), cast, state=state, into=into)
 
 
 def inverse_scale(
@@ -141,8 +141,10 @@ def inverse_scale(
     return inverse.to(x.dtype) if cast.narrow or cast.scale in _POWERS_OF_TWO else inverse
 
 
-def encode_at(x: Tensor, inverse: Tensor | None, cast: OperandCast, *, into: str | None = None) -> Coded:
-    """Cast `x` · `inverse` to the format of `cast`.
+def encode_at(
+    x: Tensor, inverse: Tensor | None, cast: OperandCast, *, state: Tensor | None = None, into: str | None = None
+) -> Coded:
+    """Cast `x` · `inverse` to the format of `cast`. `state` is what `inverse` was computed from, if that was a state.
 
     `into` names a buffer that is reused by the next operand of the same name. A CPU stores the decoded values there if
     that is faster than storing codes; use it only for an operand that is multiplied immediately.
@@ -151,6 +153,8 @@ def encode_at(x: Tensor, inverse: Tensor | None, cast: OperandCast, *, into: str
     if cast.scale in OPERAND_BLOCKS:
         return _encode_blocks(x, cast)
     scale = 1.0 if inverse is None else 1 / inverse.float()
+    if cast.scale == "static" and state is not None:
+        scale = state  # equal, but without a kernel launch
     if cast.rounding != "nearest" or spec.bits != 8:
         values = x if inverse is None else x.to(torch.promote_types(x.dtype, inverse.dtype)) * inverse
         if cast.rounding != "nearest" or spec.bits < 8:
@@ -173,10 +177,14 @@ def coded_product(a: Coded, b: Coded, *, bias: Tensor | None = None, out_dtype: 
     if left.dtype != right.dtype and torch.bfloat16 in (left.dtype, right.dtype):
         left = left if left.dtype == torch.bfloat16 else decode_operand(left, torch.bfloat16, "left")
         right = right if right.dtype == torch.bfloat16 else decode_operand(right, torch.bfloat16, "right")
+    scales: tuple[float | Tensor, float | Tensor]
     if isinstance(b.scale, Tensor) and b.scale.dim():
-        scale_a, scale_b = _number(a.scale, left.device), b.scale.mT
+        scales = a.scale, b.scale.mT
+    elif left.is_cuda and left.itemsize == 1:  # tensor cores take both, which saves a kernel for their product
+        scales = a.scale, b.scale
     else:
-        scale_a, scale_b = _number(a.scale * b.scale, left.device), None
+        scales = a.scale * b.scale, 1.0
+    scale_a, scale_b = (_number(s, left.device) for s in scales)
     return matmul(left, right.mT, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype)
 
 
