@@ -196,7 +196,7 @@ def _number(scale: float | Tensor, device: torch.device) -> Tensor | None:
 
 
 def _bounded(size: Tensor) -> Tensor:
-    return torch.where(size.isfinite(), size.clamp(min=_SMALLEST), torch.nan)
+    return size.clamp(min=_SMALLEST).add(size, alpha=0)  # a constant NaN keeps torch.compile from merging equal casts
 
 
 def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:

@@ -1,11 +1,15 @@
 """Linears under every fp8 recipe: near the plain Linear, small in what they save, MX blocks as specified."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from block_reference import cast_blocks
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lpconv.errors import UsageError
 from lpconv.kernels.linear import FP8_RECIPES, Multiplying, calibrate, fp8_recipe, use_recipe
@@ -139,6 +143,21 @@ def test_layers_that_read_one_tensor_share_its_scale() -> None:
     calibrate(model, lambda: model(torch.randn(4, 32)))
 
     assert model.a.input_state is model.b.input_state
+
+
+def test_a_compiler_casts_the_input_of_two_layers_once() -> None:
+    """Equal parts of a graph are merged only without constants like NaN, which does not equal itself."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    one, two = (multiplying(nn.Linear(32, 32).bfloat16(), "tensor") for _ in range(2))
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(lambda x: one(x) + two(x), backend=backend, fullgraph=True)(torch.randn(32, 32).bfloat16())
+    casts = [n for n in graphs[0].graph.nodes if n.kwargs.get("dtype") == torch.float8_e4m3fn]
+    assert len(casts) == 3  # of the input, once, and of two weights
 
 
 def test_what_is_not_finite_cannot_be_calibrated() -> None:
