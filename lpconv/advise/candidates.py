@@ -8,7 +8,7 @@ from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
-from lpconv.plan.options import GPTQ, ConvertOptions
+from lpconv.plan.options import GPTAQ, ConvertOptions
 from lpconv.plan.patterns import parse_rule
 from lpconv.plan.settings import fill_options
 
@@ -38,7 +38,7 @@ def conversions() -> dict[str, Settings]:
 
 def with_feedback(settings: Settings, text: str) -> Settings | None:
     """The same conversion with error feedback on `text`, and searched scales if it can have them; None if it cannot."""
-    asked = settings | {"rounding": GPTQ, "calibrate": text}
+    asked = settings | {"rounding": GPTAQ, "calibrate": text}
     for further in ({"scale": "search"}, {}):
         try:
             fill_options(convert_options(asked | further))

@@ -202,7 +202,7 @@ def _unknowns(result: AdviceResult) -> Iterator[str]:
         )
     if result.options.get("data") and any(r.calibration_s for r in measured):
         yield (
-            "Candidates with gptq were calibrated on the text on which they were tested, so they may keep less of the "
+            "Candidates with gptaq were calibrated on the text on which they were tested, so they may keep less of the "
             "quality on other text."
         )
     tried, whole = result.steps_tried, int(result.options["steps"])

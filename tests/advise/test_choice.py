@@ -145,15 +145,15 @@ def test_a_gap_grows_with_the_noise_of_weights_and_that_of_outputs_with_its_root
 @pytest.mark.parametrize(
     ("settings", "added"),
     [
-        ({"method": "unit", "format": "int4", "granularity": "group:32"}, ["gptq", "search"]),
-        ({"method": "unit", "format": "e4m3fn"}, ["gptq"]),
+        ({"method": "unit", "format": "int4", "granularity": "group:32"}, ["gptaq", "search"]),
+        ({"method": "unit", "format": "e4m3fn"}, ["gptaq"]),
         ({"method": "unit", "format": "fp16"}, None),
         ({"method": "multipoint", "format": "int4", "budget_bits": 4.5}, None),
     ],
 )
 def test_candidates_with_error_feedback(settings: dict[str, object], added: list[str] | None) -> None:
     found = with_feedback(settings, "demo")
-    assert (None if found is None else re.findall("gptq|search", describe_conversion(found))) == added
+    assert (None if found is None else re.findall("gptaq|search", describe_conversion(found))) == added
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""The tables of calibrated rounding in benchmarks/quality/README.md are those of the recorded rows."""
+"""The tables of calibrated rounding and of four bits in the READMEs of benchmarks/ are those of the recorded runs."""
 
 from benchmarks.common import ROOT, recorded
-from benchmarks.quality.peers import OURS, THEIRS, table
+from benchmarks.quality import peers
+from benchmarks.quality.peers import OURS, THEIRS
+from benchmarks.reproduce import four_bits
 
-PAGE = ROOT / "benchmarks" / "quality" / "README.md"
 
-
-def test_the_page_has_the_tables_of_the_recorded_rows() -> None:
-    assert table(recorded("peers")) in PAGE.read_text(encoding="utf-8")
+def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
+    four = four_bits.table([four_bits.Run(**r) for r in recorded("four-bits/results")["runs"]])
+    for folder, table in {"quality": peers.table(recorded("peers")), "reproduce": four}.items():
+        assert table in (ROOT / "benchmarks" / folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_rows_of_a_model_and_layout_take_as_many_bytes() -> None:
