@@ -13,6 +13,7 @@ from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
 from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.gguf import GGUF
 from lpconv.storage.staging import MARKER, is_trained, read_marker
 from lpconv.storage.urls import is_url
 from lpconv.verify.reader import read_provenance
@@ -51,11 +52,13 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
             f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",
             hint=_HINT,
         )
+    if options.layout == GGUF:
+        raise UnsupportedError(f"`{name}` is in layout gguf, which --recover does not train", hint=_HINT)
     if (provenance.get("calibration") or {}).get("absmax"):
         raise UnsupportedError(
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
         )
-    found = _open_source(name, source, provenance)
+    found = _open_source(output, source, provenance)
     options = replace(
         options,
         rounding=NEAREST,
@@ -78,19 +81,23 @@ def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:
     provenance = read_marker(model.directory)
     if source is None and ("source" not in provenance or is_trained(model.directory)):
         return model
-    found = _open_source(model.origin.name, source, provenance)
-    ours, theirs = stored_shapes(model), stored_shapes(found)
+    return _open_source(model, source, provenance)
+
+
+def _open_source(output: Checkpoint, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
+    """The source of an output, by default the recorded one. Raises InputError if it is missing or has other tensors."""
+    found = _find_source(output.origin.name, source, provenance)
+    ours, theirs = stored_shapes(output), stored_shapes(found)
     wrong = next((n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)), None)
     if wrong is not None:
         raise InputError(
-            f"`{found.origin.name}` is not the source of `{model.origin.name}`: they differ in tensor `{wrong}`",
-            hint="pass another --source, or --twin none",
+            f"`{found.origin.name}` is not the source of `{output.origin.name}`: they differ in tensor `{wrong}`",
+            hint="pass the source that was converted to --source",
         )
     return found
 
 
-def _open_source(name: str, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
-    """The source of the output `name`, by default the recorded one. Raises InputError if it is not found."""
+def _find_source(name: str, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
     try:
         if source is not None:
             return open_readable(source)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_models
 import torch
 from checkpoints import converted_demo
+from gguf_files import demo_with_merges
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional
@@ -182,13 +184,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo"},
         "stores input scales",
     ),
+    "gguf": ({"layout": "gguf", "format": "int8", "granularity": "group:32"}, "layout gguf"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_outputs_without_codes_to_train_are_refused(case: str, tmp_path: Path) -> None:
     options, message = REFUSED[case]
-    convert("demo", tmp_path / "out", ConvertOptions(verify="none", **options))
+    convert(
+        str(demo_with_merges(tmp_path / "source")) if case == "gguf" else "demo",
+        tmp_path / "out",
+        ConvertOptions(verify="none", **options),
+    )
     with pytest.raises(UnsupportedError, match=message):
         check_recoverable(Checkpoint.open(tmp_path / "out"), None)
 
@@ -209,6 +216,11 @@ def test_another_source_is_refused(outputs: dict[str, Path], tmp_path: Path) -> 
     ))  # fmt: skip
     with pytest.raises(InputError, match="`model"):
         finetune(str(outputs["NVFP4"]), tmp_path / "out", _options(source=str(tmp_path / "other")))
+    torch.manual_seed(0)
+    small_models.MODELS["llama"]().save_pretrained(tmp_path / "smaller")
+    with pytest.raises(InputError, match="tensor") as raised:
+        check_recoverable(Checkpoint.open(outputs["NVFP4"]), str(tmp_path / "smaller"))
+    assert "--source" in str(raised.value.hint)
 
 
 def test_trained_outputs_are_refused(tmp_path: Path) -> None:
