@@ -75,6 +75,11 @@ class Grid:
             total += mean * numbers.numel()
         return total / values.numel() or 1.0
 
+    def hold_zeros_(self, grad: Tensor, values: Tensor) -> None:
+        """Zero the gradients of groups of zeros, whose scale is arbitrary, so that they stay zero."""
+        for (part, *_), (numbers, *_) in zip(self.parts(grad), self.parts(values), strict=True):
+            part.mul_(numbers.any(-1, keepdim=True))
+
     def clip_(self, latents: Tensor) -> None:
         """Keep latents within the range of their codes, from where they could not return."""
         for numbers, _, element in self.parts(latents):
@@ -129,6 +134,8 @@ class Recovery:
         @torch.no_grad()
         def take_latents(*_: Any) -> None:
             for p, grid in trained.items():
+                if p.grad is not None:
+                    grid.hold_zeros_(p.grad, p)
                 latents = optimizer.state.get(p, {}).get("latents")
                 p.copy_(grid.divide_(p) if latents is None else latents)
 

@@ -12,6 +12,7 @@ import torch
 from checkpoints import converted_demo
 from gguf_files import demo_with_merges
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -123,6 +124,19 @@ def test_a_resumed_run_publishes_the_same_bytes(
 
 def _fail(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_groups_of_zeros_stay_zero(tmp_path: Path) -> None:
+    """Their scale is arbitrary, so one code more would be any number."""
+    source, name = shutil.copytree(demo_checkpoint(), tmp_path / "source"), "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][:, :32] = 0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(str(source), tmp_path / "coded", ConvertOptions(verify="none", format="int4", granularity="group:32"))
+    finetune(str(tmp_path / "coded"), tmp_path / "out", _options(lr=0.8, warmup=0.0, source=str(source)))
+    with StoredTensors.open(tmp_path / "coded") as before, StoredTensors.open(tmp_path / "out") as after:
+        assert not after.tensor(name)[:, :32].any()
+        assert not torch.equal(after.tensor(name), before.tensor(name))
 
 
 def test_a_recovered_output_is_recovered_again(outputs: dict[str, Path], tmp_path: Path) -> None:
