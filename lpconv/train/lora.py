@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lpconv.layers import head, linears
+from lpconv.layers import LinearLayer, head, linears
 from lpconv.models.coded import CodedTensor
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import write_small
 
 _ALPHA = 2  # lora_alpha per rank, a common choice of PEFT's users
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # PEFT refuses adapters of their out_proj
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -33,7 +34,7 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
     model.requires_grad_(False)
     torch.manual_seed(seed)
     for x in linears(model):
-        if x.is_replaceable and x.module is not head(model):
+        if _takes_adapter(model, x):
             options: dict[str, Any] = {"bias": False, "device": x.module.weight.device}
             x.module.lora_A = nn.Linear(x.in_features, rank, **options)  # torch draws as PEFT does: kaiming-uniform
             x.module.lora_B = nn.Linear(rank, x.out_features, **options)
@@ -41,6 +42,11 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
             x.module.register_forward_hook(_add_product)
     model._register_state_dict_hook(_keep_adapters)
     model.register_load_state_dict_post_hook(_allow_others)
+
+
+def _takes_adapter(model: Any, layer: LinearLayer) -> bool:
+    is_read_by_kernel = layer.name.endswith(".out_proj") and model.config.model_type in _MAMBA
+    return layer.is_replaceable and layer.module is not head(model) and not is_read_by_kernel
 
 
 def _add_product(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ def _allow_others(module: Any, keys: Any) -> None:
 
 def layers_without_adapter(model: nn.Module) -> tuple[str, ...]:
     """Weights of linear layers, other than the head's, that stay frozen without an adapter."""
-    others = (x for x in linears(model) if not x.is_replaceable and x.module is not head(model))
+    others = (x for x in linears(model) if not _takes_adapter(model, x) and x.module is not head(model))
     return tuple(f"{x.name}.{x.parameter}" for x in others)
 
 

@@ -156,6 +156,15 @@ def test_gradients_of_adapters_over_codes(tmp_path: Path, model: str) -> None:
         torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-6 * largest, msg=name)
 
 
+def test_weights_that_mambas_kernels_read_get_no_adapter() -> None:
+    """PEFT refuses files with adapters of `out_proj`."""
+    config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, state_size=4)
+    model = transformers.MambaForCausalLM(config)
+    add_adapters(model, 4, seed=0)
+    assert {n.split(".")[-3] for n in model.state_dict()} == {"in_proj", "x_proj", "dt_proj"}
+    assert layers_without_adapter(model) == ("backbone.layers.0.mixer.out_proj.weight",)
+
+
 def test_memory_is_that_of_codes_and_adapters(outputs: dict[str, Path]) -> None:
     model = lpconv.load(outputs["int4"], dtype=torch.float32, resident=True)
     plain = sum(p.nbytes for p in model.parameters() if not isinstance(p, CodedTensor))
