@@ -150,7 +150,9 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     finally:
         workers.close()
     if not any(layer.records for layer in layers):
-        raise UnsupportedError("the model has no linear layer with an untied weight to round", hint=_HINT)
+        raise UnsupportedError(
+            "no weight of a linear layer gets codes of at most 8 bits (`--dry-run` shows why)", hint=_HINT
+        )
     return layers
 
 

@@ -30,7 +30,7 @@ from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, task_of
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.plan.memory import CALIBRATING_BYTES
-from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions
+from lpconv.plan.options import CALIBRATION_TOKENS, NEAREST, ConvertOptions
 from lpconv.progress import Progress
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
@@ -145,7 +145,9 @@ def calibration_windows(model: Checkpoint, options: ConvertOptions, text: Path) 
 
     The windows are the first ones, or with `calibration_seed` a random choice.
     """
-    config = read_text_config(model, hint="leave --calibrate out to keep inputs unquantized")
+    is_for_inputs = options.rounding == NEAREST
+    hint = "leave --calibrate out to keep inputs unquantized" if is_for_inputs else "use --rounding nearest"
+    config = read_text_config(model, hint=hint)
     if options.calibration_seed is None:
         return config, *windows_of((model,), config, text, None, options.calibration_tokens or CALIBRATION_TOKENS)
     tokens, length = windows_of((model,), config, text, None, sys.maxsize)

@@ -488,9 +488,11 @@ def test_what_does_not_go_together_is_refused(plain: Path, tmp_path: Path, asked
     assert list(tmp_path.iterdir()) == []
 
 
-def test_layers_that_run_more_than_once_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="Albert") as caught:
-        rounded(albert(), tmp_path / "output", format="e4m3fn")
+@pytest.mark.parametrize(("kind", "named"), [("albert", "Albert"), ("t5", "encoder-decoder")])
+def test_models_that_do_not_run_layer_by_layer_are_refused_by_name(kind: str, named: str, tmp_path: Path) -> None:
+    source = albert() if kind == "albert" else tiny(kind, tmp_path / "source")
+    with pytest.raises(UnsupportedError, match=named) as caught:
+        rounded(source, tmp_path / "output", format="e4m3fn")
     assert "--rounding nearest" in str(caught.value.hint)
     assert not published(tmp_path / "output")
 
