@@ -29,6 +29,7 @@ from lpconv.report.finetune_words import (
     held_out_words,
     main_run,
     metric_name,
+    metric_title,
     noise_text,
     title,
     twin_run,
@@ -84,7 +85,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     run, twin = main_run(result), twin_run(result)
     tiles = [
         Tile(
-            label=f"{metric_name(g.metric).capitalize()}: gap to {result.twin}",
+            label=f"{metric_title(g.metric)}: gap to {result.twin}",
             figure=noise_text(g),
             detail=f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}",
         )
@@ -92,9 +93,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     ]
     for h in result.held_out if result.source else ():
         before, after = (figure_text(h.metric, x) for x in (h.before, h.after))
-        tiles.append(
-            Tile(label=metric_name(h.metric, result).capitalize(), figure=f"{before} → {after}", detail="held out")
-        )
+        tiles.append(Tile(label=metric_title(h.metric, result), figure=f"{before} → {after}", detail="held out"))
     beside = f"twin {duration_text(twin.step_time_s)}" if twin is not None else "median"
     tiles.append(Tile(label="Time per step", figure=duration_text(run.step_time_s), detail=beside))
     if run.memory is not None:
@@ -131,7 +130,7 @@ def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -
     metrics = [m for m in reversed(_METRICS) if any(g.metric == m for r in results for g in r.gaps)]
     charts: list[Chart | None] = [
         *(gap_chart(named, m) for m in metrics),
-        *(curves_chart(named, metric_name(m).capitalize(), partial(evaluations_of, metric=m)) for m in _METRICS),
+        *(curves_chart(named, metric_title(m), partial(evaluations_of, metric=m)) for m in _METRICS),
         curves_chart(named, "Training loss", lambda run: run.losses),
     ]
     return compare_document(names, [_figures(r) for r in results], [_verdict(r) for r in results], charts=charts)

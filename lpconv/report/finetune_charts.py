@@ -4,7 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 
 from lpconv.report.charts import Bar, Chart, HeatMap, Line, Loss, bar_chart, line_chart
-from lpconv.report.finetune_words import figure_text, guess, lost_text, main_run, metric_name, noise_text, twin_run
+from lpconv.report.finetune_words import (
+    figure_text,
+    guess,
+    lost_text,
+    main_run,
+    metric_name,
+    metric_title,
+    noise_text,
+    twin_run,
+)
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import FinetuneResult, GapRecord, RunRecord, Series, TrackedRecord
 
@@ -63,7 +72,7 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
         lines.append(Line(series=series, colour=5, label=f"guess: {guess(result)}", is_dashed=True))
     elif level is not None:
         words += f" The baseline guess, {guess(result)}, is outside the chart: {figure_text(metric, level)}."
-    return line_chart(metric_name(metric, result).capitalize(), words, lines)
+    return line_chart(metric_title(metric, result), words, lines)
 
 
 def _is_near(level: float, lines: Sequence[Line]) -> bool:

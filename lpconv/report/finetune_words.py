@@ -58,6 +58,12 @@ def metric_name(metric: str, result: FinetuneResult | None = None) -> str:
     return name
 
 
+def metric_title(metric: str, result: FinetuneResult | None = None) -> str:
+    """Display name of a held-out metric, with a capital letter."""
+    name = metric_name(metric, result)
+    return name[:1].upper() + name[1:]
+
+
 def figure_text(metric: str, value: float | None) -> str:
     """A held-out metric as text: accuracy in per cent, loss with five digits."""
     if value is None:

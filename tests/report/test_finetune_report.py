@@ -147,6 +147,14 @@ def test_a_record_comes_back_from_json() -> None:
     assert from_json(FinetuneResult, to_json(result())) == result()
 
 
+def test_a_recovery_is_titled_by_its_divergence() -> None:
+    recovered = result(
+        source="some/source", twin=None, gaps=(), runs=(run("run"),),
+        held_out=(held_out("run", "eval_loss", 0.5, 0.25),),
+    )  # fmt: skip
+    assert finetune_document(recovered).tiles[0].label == "KL to the source"
+
+
 def test_the_card_says_how_to_open_what_was_saved() -> None:
     (code,) = finetune_card(result()).all_of(Code)
     assert code.lines[0].startswith("import lpconv.hf")
