@@ -14,10 +14,12 @@ What this cannot show: whether a GPU accepts the code, how fast it is, and the p
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def main() -> int:
     """Write the results of all targets, each from a process of its own; rows that a file has already are replaced."""
     parser = common.parser(__doc__)
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--only", default="", help="only paths whose names contain this")
+    parser.add_argument("--only", default="", help="only paths whose names match this regular expression")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -96,7 +98,7 @@ def _work(target_name: str, only: str) -> None:
     from benchmarks.cross_compile.paths import paths
 
     for path in paths():
-        if only in path.name:
+        if re.search(only, path.name):
             row = _row(path, target)
             print(json.dumps(row), flush=True)
             print(f"{target.name} {path.name}: {row['kernels']} kernels", file=sys.stderr)
@@ -113,7 +115,11 @@ def _row(path: Any, target: Any) -> dict[str, Any]:
         "kernels": [len(g.calls) for g in graphs],
         "products": [g.num_products for g in graphs],
         "bytes_moved": sum(g.bytes_moved for g in graphs),
+        "purposes": Counter(c.purpose for g in graphs for c in g.calls),
+        "clamps": sum(c.num_clamps for g in graphs for c in g.calls if c.purpose == "cast"),
     }
+    if path.name.startswith("linear"):
+        row["reads"] = [g.reads for g in graphs]
     if path.elements:
         row |= {"elements": path.elements, "least_bytes": sum(g.least_bytes for g in graphs)}
     try:

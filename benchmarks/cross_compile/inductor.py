@@ -8,6 +8,7 @@ tests/cuda preloaded if its torch is a build for CPUs.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('[^']*', '''(.*?)'''", re.DOTALL | re.MULTILINE)
 _CALL = re.compile(r"^ +(\w+)\.run\((.*), stream=", re.MULTILINE)
+_SCALES_BYTES = 1 << 15  # magnitudes of rows in the models here; their matrices are larger
 _NAME = re.compile(r"\b(?:arg\d+_\d+|primals_\d+|tangents_\d+|buf\d+|\w+)\b")
 
 
@@ -70,6 +72,23 @@ class Call:
     def bytes_moved(self) -> int:
         return sum(size * (reads + writes) for _, size, reads, writes in self.pointers)
 
+    @property
+    def purpose(self) -> str:
+        """What the kernel is for in fp8 training: "cast", "scale" or "decode"; "other" if bf16 has such a kernel."""
+        codes = {name for name in self.parameters if re.search(rf"'{name}': '\*fp8", self.source)}
+        if any(f"tl.store({name} " in self.source for name in codes):
+            return "cast"
+        if any(f"tl.load({name} " in self.source for name in codes):
+            return "decode"
+        written = [size for _, size, _, writes in self.pointers if writes]
+        is_scale = "amax" in self.kernel and "softmax" not in self.kernel and max(written, default=0) <= _SCALES_BYTES
+        return "scale" if is_scale else "other"
+
+    @property
+    def num_clamps(self) -> int:
+        """Minima and maxima that keep NaN, of clamps and looped reductions: instructions from torch 2.14 on."""
+        return len(re.findall(r"triton_helpers\.(?:min|max)imum\(", self.source))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
@@ -93,6 +112,15 @@ class Graph:
     @property
     def bytes_moved(self) -> int:
         return sum(c.bytes_moved for c in self.calls)
+
+    @property
+    def reads(self) -> dict[str, int]:
+        """How often each matrix among the inputs is read."""
+        found: Counter[str] = Counter()
+        for buffer, size, reads, _ in (p for c in self.calls for p in c.pointers):
+            if not buffer.startswith("buf") and size > 1 << 20:
+                found[buffer] += reads
+        return dict(found)
 
 
 def pretend(target: Target) -> None:

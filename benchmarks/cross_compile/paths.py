@@ -59,6 +59,7 @@ def paths() -> Iterator[Path]:
     for kind in ("llama", "bert"):
         for method, compute in (("plain", "bf16"), ("unit", "fp8"), ("scalify", "fp8")):
             yield Path(name=f"{kind} step {method} {compute}", run=partial(_model, kind, method))
+    yield Path(name="llama step unit fp8, static", run=partial(_model, "llama", "unit", operand_scale="static"))
 
 
 def on_fake_gpu(x: Tensor) -> Tensor:
@@ -115,14 +116,14 @@ def _linear(recipe: str | None) -> None:
         torch.compile(layer, fullgraph=True)(x).float().square().sum().backward()
 
 
-def _model(kind: str, method: str) -> None:
+def _model(kind: str, method: str, **scales: str) -> None:
     model = _LLAMA() if kind == "llama" else _BERT()
     if method == "plain":
         model.to(torch.bfloat16)
         with fake_gpu():
             _to_gpu(model)
     else:
-        model = scaled(model, method=method, compute="fp8", strict=True)
+        model = scaled(model, method=method, compute="fp8", strict=True, **scales)  # type: ignore[arg-type]  # of options
     with fake_gpu():
         model = model if method == "plain" else moved_to_gpu(model)
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="cuda")

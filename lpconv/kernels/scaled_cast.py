@@ -146,6 +146,9 @@ def _magnitudes(bits: Tensor) -> Tensor:
 
 def _saturate(values: Tensor, spec: Format, out: Tensor | None = None) -> Tensor:
     """Clamp to the format's largest numbers; Inf becomes NaN by adding 0 · Inf."""
+    if torch.compiler.is_compiling():  # on a GPU, a compiled clamp may spoil transposed stores of codes: triton#11111
+        below = torch.where(values > spec.max, spec.max, values)
+        return torch.where(below < -spec.max, -spec.max, below).add(values, alpha=0)
     return torch.clamp(values, -spec.max, spec.max, out=out).add_(values, alpha=0)
 
 

@@ -76,11 +76,17 @@ def test_codes_are_those_of_the_plain_expression(shape: tuple[int, ...], dtype: 
 
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_overflow_is_no_large_number(format: str, dtype: torch.dtype) -> None:
-    x = torch.tensor([[1.0, math.inf], [-math.inf, math.nan]]).to(dtype)
+@pytest.mark.parametrize("compiling", [False, True])
+def test_an_overflow_is_no_large_number(
+    format: str, dtype: torch.dtype, compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    spec = get_format(format)
+    x = torch.tensor([[1.0, math.inf], [-math.inf, math.nan], [spec.max, -spec.max]]).to(dtype)
     for inverse in (None, torch.tensor(2.0)):
-        found = scaled_codes(x, inverse, get_format(format), saturate=True).float()
-        assert found.isnan().tolist() == [[False, True], [True, True]]
+        found = scaled_codes(x, inverse, spec, saturate=True).float()
+        assert found.isnan().tolist() == [[False, True], [True, True], [False, False]]
+        assert found[2].tolist() == [spec.max, -spec.max]
 
 
 @pytest.mark.usefixtures("small_pieces")
