@@ -86,7 +86,7 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
             num, unit = len(counting.encode(text).ids), "tokens"
     if num + _SPECIAL_TOKENS < seq_len:
         short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
-        raise InputError(short, hint="pass a longer text, or a smaller --seq-len")
+        raise InputError(short, hint="pass a longer text, or a smaller --seq-len if the command has it")
 
 
 def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:

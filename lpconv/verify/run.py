@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from lpconv.data import check_text
+from lpconv.data import check_text, usual_seq_len
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, VERIFY_GATES, Gate, is_of_task, needs_logits
@@ -47,12 +47,14 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         return _with_gates(result, [VERIFY_GATES.parse(g) for g in options.gates])
     is_tuned = is_trained(directory)
     if options.data is not None:
-        check_text(options.data)
         assert against is not None  # required by check_verify
+        reference = _open_reference(against)
+        seq_len, tokenizer = usual_seq_len(reference.config, options.seq_len), reference.directory / "tokenizer.json"
+        check_text(options.data, seq_len, tokenizer=tokenizer)
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         checked = verify_output(directory, before, progress=progress)
-        return _with_text(checked, directory, _open_reference(against), options.data, options, progress)
+        return _with_text(checked, directory, reference, options.data, options, progress)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained after conversion, so no source has the same weights",

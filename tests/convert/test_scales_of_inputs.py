@@ -255,7 +255,7 @@ def test_a_run_that_resumes_does_not_calibrate_again(
     calibrated(plain, tmp_path / "out", data, resume=True, **NVFP4)
     assert files_of(tmp_path / "out") == files_of(made["NVFP4"])
     again = calibrated(plain, tmp_path / "out", data, resume=True, **NVFP4)  # finished: nothing to do
-    data.write_text("Something else.")
+    data.write_text("Something else.\n" * 9)
     with pytest.raises(OutputExistsError, match="calibration"):
         calibrated(plain, again, data, resume=True, **NVFP4)
 
