@@ -74,8 +74,10 @@ def plan_document(plan: PlanResult) -> Document:
     }
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
+    nothing = next((w for w in plan.warnings if w.startswith("no tensor ")), None)
     return Document(
         kind="plan",
+        verdict=Verdict(outcome="not run", text=nothing) if nothing else None,
         title=f"{plan.source.name} → {plan.output}",
         summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing was written.",
         facts=facts,
