@@ -3,12 +3,13 @@
 from benchmarks.common import ROOT, recorded
 from benchmarks.quality import peers
 from benchmarks.quality.peers import OURS, THEIRS
-from benchmarks.reproduce import four_bits
+from benchmarks.reproduce import four_bits, unit_attention
 
 
 def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
     four = four_bits.table([four_bits.Run(**r) for r in recorded("four-bits/results")["runs"]])
-    for folder, table in {"quality": peers.table(recorded("peers")), "reproduce": four}.items():
+    attention = unit_attention.table([unit_attention.Run(**r) for r in recorded("unit-attention")["runs"]])
+    for folder, table in (("quality", peers.table(recorded("peers"))), ("reproduce", four), ("reproduce", attention)):
         assert table in (ROOT / "benchmarks" / folder / "README.md").read_text(encoding="utf-8")
 
 
