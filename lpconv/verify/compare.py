@@ -25,6 +25,7 @@ from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
+from lpconv.storage.staging import is_trained
 from lpconv.storage.ties import tie_candidates
 from lpconv.summed import Summed, joined
 
@@ -66,7 +67,8 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
     """Compare the weights of one checkpoint with those of `reference`.
 
     The comparison passes if every tensor exists with the same shape, no element became NaN or Inf, no group has a wrong
-    factor, the noise is within what the bits of the layout explain, and the `gates` pass. Raises the errors of opening
+    factor, the noise is within what the bits of the layout explain, and the `gates` pass. Training explains any noise
+    and factor. Raises the errors of opening
     a checkpoint.
     """
     parsed = [CONVERT_GATES.parse(g) for g in gates]
@@ -74,9 +76,11 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
         a, b = DecodedSource(ours), DecodedSource(theirs)
         both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
         progress.start("comparing weights", sum(a.entries[n].info.num_bytes for n in both))
+        is_tuned = is_trained(ours.checkpoint.directory) or is_trained(theirs.checkpoint.directory)
         records = []
         for name in both:
-            records.append(_comparison_record(ours.forms[name], theirs.forms[name], _compare(a, b, name)))
+            sums = _compare(a, b, name)
+            records.append(_comparison_record(ours.forms[name], theirs.forms[name], sums, is_tuned=is_tuned))
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
@@ -145,7 +149,7 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums) -> ComparedTensor:
+def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums, *, is_tuned: bool) -> ComparedTensor:
     bits = min(_bits_of(ours), _bits_of(theirs))
     noise = sqnr_db(sums.signal, sums.noise)
     return ComparedTensor(
@@ -156,7 +160,7 @@ def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums) -> Compa
         max_rel_error=sums.relative,
         num_groups=sums.groups,
         num_off=sums.off,
-        problem=_problem(sums, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs)),
+        problem=_problem(sums, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs), is_tuned=is_tuned),
     )
 
 
@@ -171,11 +175,13 @@ def _has_codes(form: Stored) -> bool:
     return not isinstance(form, (Kept, Pair))
 
 
-def _problem(sums: _WeightSums, noise: float, bits: int, *, has_codes: bool) -> str | None:
+def _problem(sums: _WeightSums, noise: float, bits: int, *, has_codes: bool, is_tuned: bool) -> str | None:
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     problems = []
     if sums.lost:
         return f"{sums.lost} elements are NaN or Inf, unlike the reference"
+    if is_tuned:
+        return None
     if noise < least:
         why = "wrong packing, zero points or scales" if has_codes else "both are unquantised, but their values differ"
         problems.append(f"{noise:.1f} dB, but {bits} bits should give at least {least:g}: {why}")

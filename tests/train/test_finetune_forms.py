@@ -89,8 +89,9 @@ def test_a_file_for_llama_cpp_trains(tmp_path: Path) -> None:
     assert _state(tmp_path / "out").keys() == _state(tmp_path / "low").keys()
 
 
-def test_a_trained_output_is_compared_by_values(tmp_path: Path) -> None:
-    finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted"))
+@pytest.mark.parametrize("lr", [5e-5, 0.1])
+def test_a_trained_output_is_compared_by_values(lr: float, tmp_path: Path) -> None:
+    finetune("demo", tmp_path / "out", _options("collage-bf16", save="converted", lr=lr))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["use_cache"]  # training does without
     found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
     assert (found.level, found.passed) == ("values", True)
