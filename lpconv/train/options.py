@@ -155,7 +155,10 @@ class FinetuneOptions:
     source: Annotated[
         str | None,
         _data(
-            "Source of the model, for --recover and the twin of --lora", default="the recorded source", metavar="MODEL"
+            "Source of the model, for --recover and the twin of --lora",
+            default="the recorded source",
+            metavar="MODEL",
+            is_path=True,
         ),
     ] = None
     task: Annotated[str, _data("Training task", choices=TASKS)] = "auto"

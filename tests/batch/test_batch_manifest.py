@@ -272,6 +272,12 @@ class TestKinds:
         assert second.model == str(first.output) == str(tmp_path / "x")
         assert second.needs == ("a",)
 
+    @pytest.mark.parametrize(("source", "resolved"), [("./model", "{}/model"), ("owner/model", "owner/model")])
+    def test_a_source_lies_beside_the_manifest(self, tmp_path: Path, source: str, resolved: str) -> None:
+        (job,) = load_manifest(one_job(tmp_path, kind="finetune", recover=True, source=source)).jobs
+        assert isinstance(job.options, FinetuneOptions)
+        assert job.options.source == resolved.format(tmp_path)
+
     def test_data_lie_beside_the_manifest_where_they_are_there(self, tmp_path: Path) -> None:
         (tmp_path / "corpus.txt").write_text("x")
         job = {"kind": "finetune", "model": "demo"}
