@@ -68,8 +68,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
 
     The comparison passes if every tensor exists with the same shape, no element became NaN or Inf, no group has a wrong
     factor, the noise is within what the bits of the layout explain, and the `gates` pass. Training explains any noise
-    and factor. Raises the errors of opening
-    a checkpoint.
+    and factor. Raises the errors of opening a checkpoint.
     """
     parsed = [CONVERT_GATES.parse(g) for g in gates]
     with StoredTensors.open(model) as ours, StoredTensors.open(reference) as theirs:
