@@ -55,13 +55,17 @@ python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_
   stay correct.
 - Scales of whole matrices need a second pass over the matrix. Row casts read a row twice if it is longer than
   1,024 elements.
-- An fp8 layer launches up to {most} kernels forward, where a bf16 layer launches none besides its product. Codes
-  of an operand are written twice, the second time transposed, because cuBLASLt wants both operands with the
-  summed axis last. A training step of a scaled model launches {ratios} times as many kernels as in bf16.
+- cuBLASLt wants both operands with the summed axis last, so most operands are needed in both layouts. A cast writes
+  the codes and the transposed codes in one kernel, from one read, if the tensor has one scale. See
+  [kernels of fp8 training](#kernels-of-fp8-training).
 - From torch 2.14 Inductor turns a clamp into `min.NaN` and `max.NaN`, next to which transposed stores of fp8 codes
-  were garbage on GPUs ([triton#11111](https://github.com/triton-lang/triton/issues/11111)). Static casts meet this
-  pattern with {clamp_versions}. Their PTX is right in all {clamp_shapes} runs, in many launch shapes
-  (`python -m benchmarks.cross_compile.launch_shapes`). Whether ptxas makes a mistake below it, only a GPU can show.
+  were garbage on GPUs ([triton#11111](https://github.com/triton-lang/triton/issues/11111)). Static casts met this
+  pattern with {clamp_versions}. Their PTX was right in all {clamp_shapes} runs, in many launch shapes
+  (`python -m benchmarks.cross_compile.launch_shapes`); whether ptxas makes a mistake below it, only a GPU can show.
+  Since then compiled casts saturate by comparisons: layers with static scales have {static_clamps} such instructions.
+  Layers with other scales still take maxima, of magnitudes. Compiled layers have no check at first use: they are part
+  of the user's graph, and a probe with other fusions and launch shapes would prove nothing about it.
+  `python -m benchmarks.speed.gpu` compares them with eager mode.
 - {unsupported}
 
 The interpreter takes `div.full`, which may be wrong by two units in the last place on a GPU, as exact. It knows
@@ -80,6 +84,35 @@ casts of their operands. An operand costs the bytes of its cast, and one byte pe
 | | {gpus} |
 |---{columns}|
 """
+TRAINING = """
+## Kernels of fp8 training
+
+Kernels besides the products, for sm_90, by purpose. *Casts* write codes. *Scales* only look for magnitudes. *Decoding*
+serves batched products, of which cuBLASLt has none in fp8. *Other* kernels are the model's own, also in bf16; a cast
+may be part of what a kernel of the model writes, so fp8 has fewer of these. "Before" is from the first version of this
+page. "Reads" counts how often the input and the weight are read in the forward pass, and gradient and weight in the
+backward pass; one of the gradient's is for the bias.
+
+| path | before | kernels | casts | scales | decoding | other | reads |
+|---|---|---|---|---|---|---|---|
+"""
+REMAINS = """
+- With static scales a layer has one kernel for each operand that is cast: the bias is added and the scales are applied
+  inside the product. The weight is cast in both passes, because its codes would take another byte per parameter
+  from the forward pass to the backward pass.
+- Other scales read an operand before they cast it. Scales of rows differ in the two layouts, and those along columns
+  take two kernels, because Inductor splits long reductions: so each weight takes three kernels in the backward
+  pass. These are most of what a scaled model launches more than bf16. `--operand-scale static` avoids them.
+- The history of delayed scales takes two kernels for each operand: the update reads neighbours of what it overwrites.
+- Products that share an operand (query, key and value) share its cast, but Inductor stores a copy of the codes for
+  each.
+"""
+BEFORE = {
+    "linear static": (5, 6), "linear tensor": (8, 6), "linear delayed": (11, 8), "linear row": (5, 7),
+    "linear mx": (4, 6), "linear bf16, uncast": (0, 2), "llama step plain bf16": (16, 17),
+    "llama step unit fp8": (34, 75), "llama step scalify fp8": (34, 86), "bert step plain bf16": (12, 41),
+    "bert step unit fp8": (31, 101), "bert step scalify fp8": (31, 111),
+}  # fmt: skip
 LAUNCHES = """
 ## Launches of an optimizer step
 
@@ -113,7 +146,7 @@ def page() -> str:
     rows = recorded("cross_compile")["rows"]
     targets = list(dict.fromkeys(r["target"] for r in rows))
     cast = [r for r in rows if r["path"].startswith("cast row") and "compared" in r]
-    layers = [r for r in rows if r["path"].startswith("linear")]
+    static = [r for r in rows if r["path"] == "linear static"]
     refused = [r for r in rows if "not_supported" in r]
     clamps = recorded("launch_shapes")
     head = HEAD.format(
@@ -121,8 +154,7 @@ def page() -> str:
         clamp_shapes=_right_shapes(clamps["rows"]),
         targets=", ".join(targets),
         row_codes=round(1e6 * max(r["unequal"] / r["compared"] for r in cast)),
-        most=max(r["kernels"][0] for r in layers),
-        ratios=_ratios(rows),
+        static_clamps=max(r["clamps"] for r in static) or "no",
         spills=", ".join(sorted({r["path"] for r in rows if r.get("spilled")})) or "no path",
         unsupported=_refusals(refused),
     )
@@ -130,7 +162,20 @@ def page() -> str:
     lines.append("|---|---|---|---|---|")
     by_path = sorted(rows, key=lambda r: [p["path"] for p in rows].index(r["path"]))
     lines += [_line(path, {r["target"]: r for r in same}) for path, same in groupby(by_path, lambda r: str(r["path"]))]
-    return "\n".join([*lines, "", _launches(rows), _bounds(rows)])
+    if old := sorted({r["target"] for r in rows if "fp8" in r["path"] and "purposes" not in r}):
+        lines += ["", f"*Not compiled again since the kernels above changed*: models for {', '.join(old)}."]
+    return "\n".join([*lines, "", _training(rows), _launches(rows), _bounds(rows)])
+
+
+def _training(rows: list[dict[str, Any]]) -> str:
+    """Kernels of layers and models by purpose."""
+    lines = [TRAINING.strip("\n")]
+    for r in (r for r in rows if r["target"] == "sm_90" and (r["path"].startswith("linear") or " step " in r["path"])):
+        before, kernels = (" + ".join(map(str, n)) for n in (BEFORE.get(r["path"], ()), r["kernels"]))
+        purposes = " | ".join(str(r["purposes"].get(p, 0)) for p in ("cast", "scale", "decode", "other"))
+        reads = " + ".join(", ".join(map(str, found.values())) for found in r.get("reads", ()) if found)
+        lines.append(f"| {r['path']} | {before} | {kernels} | {purposes} | {reads} |")
+    return "\n".join([*lines, REMAINS])
 
 
 def _launches(rows: list[dict[str, Any]]) -> str:
@@ -188,13 +233,6 @@ def _right_shapes(rows: list[dict[str, Any]]) -> int:
     if any(r["wrong"] for r in rows):
         raise ValueError("some launch shapes are wrong: say which on the page")
     return sum(r["shapes"] for r in rows)
-
-
-def _ratios(rows: list[dict[str, Any]]) -> str:
-    """Kernels of training steps with scaled tensors, as multiples of those in bf16."""
-    kernels = {r["path"]: sum(r["kernels"]) for r in rows if r["target"] == "sm_90" and " step " in r["path"]}
-    ratios = [n / kernels[f"{path.split()[0]} step plain bf16"] for path, n in kernels.items() if "fp8" in path]
-    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 def _refusals(refused: list[dict[str, Any]]) -> str:

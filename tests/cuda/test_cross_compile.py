@@ -12,6 +12,7 @@ import cuda_page
 import pytest
 import torch
 
+from benchmarks import common
 from benchmarks.cross_compile import ptx
 
 _HEAD = """.visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1)
@@ -86,7 +87,8 @@ print(json.dumps([unequal(exact), unequal({}, fuses_products=False), unequal(exa
 def test_a_lost_rounding_and_a_fused_product_are_found(tmp_path: Path) -> None:
     root = cuda_page.ROOT
     library = cuda_page.build_guard(tmp_path / "guard.so")
-    environment = {"PYTHONPATH": f"{root}:{root / 'tests' / 'cuda'}", "LD_PRELOAD": str(library)}
+    paths = [str(root), str(root / "tests" / "cuda"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "LD_PRELOAD": str(library)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _PLANTED],
         capture_output=True, text=True, check=True, env={**os.environ, **environment, "LPCONV_COMPILE": "never"},
@@ -96,6 +98,20 @@ def test_a_lost_rounding_and_a_fused_product_are_found(tmp_path: Path) -> None:
     assert as_shipped == 0
     assert lost_rounding > 1000  # of 24,576 stored numbers: the low parts
     assert fused_products > 0
+
+
+@_NEEDS_TRITON
+def test_kernels_are_those_recorded(tmp_path: Path) -> None:
+    """A release of torch that breaks or finds a fusion fails here; `--only` and `--out` record what it does."""
+    from benchmarks.cross_compile.__main__ import run_worker
+
+    recorded = common.recorded("cross_compile")
+    expected = {r["path"]: r for r in recorded["rows"] if r["target"] == "sm_90"}
+    releases = f"torch {torch.__version__}; recorded with {recorded['versions']['torch']}"
+    for row in run_worker("sm_90", "^(step adamw plus|linear static|linear row)$", tmp_path):
+        for figure in ("kernels", "products", "bytes_moved", "unequal"):
+            message = f"{figure} of `{row['path']}` with {releases}"
+            assert row.get(figure) == expected[row["path"]].get(figure), message
 
 
 def test_the_page_on_gpu_code_is_current() -> None:
