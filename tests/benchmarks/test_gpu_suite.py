@@ -14,7 +14,7 @@ from benchmarks.speed import gpu
 ABSENT = ("psutil", "jinja2", "onnx", "accelerate", "datasets", "matplotlib", "pynvml", "torchao", "hypothesis")
 
 
-@pytest.mark.parametrize("name", [n for n in gpu.all_checks("cpu") if not n.endswith(" eager")])
+@pytest.mark.parametrize("name", gpu.all_checks("cpu"))
 def test_a_check_holds_on_the_cpu(name: str) -> None:
     passed, detail = gpu.all_checks("cpu")[name]()
 
