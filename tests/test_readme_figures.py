@@ -11,7 +11,7 @@ from lpconv.student import t_quantile
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "measured.md"
-_ROUNDINGS = ("nearest", "gptq and search")
+_ROUNDINGS = ("nearest", "gptaq and search")
 
 
 def _compiled() -> str:
@@ -117,8 +117,8 @@ def _gaps(folder: str, recipe: str, metric: str = "eval_loss") -> list[float]:
 
 def _feedback() -> str:
     runs = recorded("feedback")["smollm2"]
-    nearest, gptq = ([runs[f"int4 g32, {how}"][text]["kl"] for text in ("plays", "python")] for how in _ROUNDINGS)
-    return f"KL {gptq[0]:.3f} instead of {nearest[0]:.3f} nats, {gptq[1]:.3f} instead of {nearest[1]:.3f}"
+    nearest, gptaq = ([runs[f"int4 g32, {how}"][text]["kl"] for text in ("plays", "python")] for how in _ROUNDINGS)
+    return f"KL {gptaq[0]:.3f} instead of {nearest[0]:.3f} nats, {gptaq[1]:.3f} instead of {nearest[1]:.3f}"
 
 
 def _smollm2(recipe: str) -> str:
