@@ -15,7 +15,6 @@ from lpconv.lookup import find
 
 __all__ = [
     "FILE_KINDS", "SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "file_kind", "read_text", "text_at",
-    "usual_seq_len",
 ]  # fmt: skip
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
@@ -66,21 +65,22 @@ def read_text(path: Path, limit: int = -1) -> str:
     return text
 
 
-def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -> None:
-    """Raise as `read_text` does, and InputError for a text shorter than one sequence of `seq_len` tokens.
+def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: int | None = None) -> None:
+    """Raise as `read_text` does, and InputError for a text shorter than one sequence of the model in `directory`.
 
-    Without a tokenizer each byte counts as a token, the upper bound. With a `tokenizer` (the path of a tokenizer.json)
-    the tokens of a short text are counted. A file of rows only has to be there.
+    A sequence has `wanted` tokens, or by default the usual number for `config`. The tokens of a short text are counted
+    with tokenizer.json; without that file each byte counts as a token, the upper bound. A file of rows only has to be
+    there.
     """
     if file_kind(path) != "text" and path.is_file() and path.stat().st_size:
         return
-    text = read_text(path, _LOOKED_AT)
+    text, seq_len = read_text(path, _LOOKED_AT), _usual_seq_len(config, wanted)
     num, unit = len(text.encode()), "bytes"
-    if tokenizer is not None and num < _MOST_BYTES * seq_len:
+    if num < _MOST_BYTES * seq_len:
         with contextlib.suppress(Exception):  # damaged files raise arbitrary errors, which tokenising will report
             from tokenizers import Tokenizer  # fast to import, unlike transformers
 
-            counting = Tokenizer.from_file(str(tokenizer))
+            counting = Tokenizer.from_file(str(directory / "tokenizer.json"))
             counting.no_truncation()
             counting.no_padding()
             num, unit = len(counting.encode(text).ids), "tokens"
@@ -89,7 +89,7 @@ def check_text(path: Path, seq_len: int = 1, *, tokenizer: Path | None = None) -
         raise InputError(short, hint="pass a longer text, or a smaller --seq-len if the command has it")
 
 
-def usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
+def _usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
     """The sequence length: `wanted`, or else 128 or the model's maximum in config.json if that is less.
 
     `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens, from the transformers

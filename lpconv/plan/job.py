@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import check_text, text_at, usual_seq_len
+from lpconv.data import check_text, text_at
 from lpconv.errors import ResourceError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
@@ -67,8 +67,7 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
     """Open the source of a conversion without torch. Raises every error that names, headers and texts reveal."""
     checkpoint = open_readable(model, revision=options.revision)
     if options.calibrate is not None:
-        seq_len, tokenizer = usual_seq_len(checkpoint.config, None), checkpoint.directory / "tokenizer.json"
-        check_text(text_at(options.calibrate), seq_len, tokenizer=tokenizer)
+        check_text(text_at(options.calibrate), checkpoint.directory, checkpoint.config)
     if not is_url(str(output)):
         check_apart(checkpoint.directory, Path(output))
     return checkpoint

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.data import check_text, usual_seq_len
+from lpconv.data import check_text
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
@@ -29,8 +29,7 @@ def run_probe(
     check_free(output, force=options.force, marker=PROBE_FILE)
     checkpoint = open_readable(model, revision=options.revision)
     if options.data is not None:
-        seq_len = usual_seq_len(checkpoint.config, options.seq_len)
-        check_text(options.data, seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
+        check_text(options.data, checkpoint.directory, checkpoint.config, options.seq_len)
     # The imports below load torch and transformers, which takes seconds.
     from lpconv.probe.advice import answer
     from lpconv.probe.checkpoint import calibrate_checkpoint, probe_checkpoint

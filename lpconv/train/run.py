@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lpconv.data import check_text, usual_seq_len
+from lpconv.data import check_text
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import is_first_process
@@ -43,10 +43,9 @@ def finetune(
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None
-    seq_len = usual_seq_len(checkpoint.config, options.seq_len)
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
-            check_text(Path(name), seq_len, tokenizer=checkpoint.directory / "tokenizer.json")
+            check_text(Path(name), checkpoint.directory, checkpoint.config, options.seq_len)
     from lpconv.train.study import study  # imports torch and transformers (seconds)
 
     return study(checkpoint, output, options, gates, progress=progress, command=command, start=start, twin=twin)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from lpconv.data import check_text, usual_seq_len
+from lpconv.data import check_text
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import CONVERT_GATES, VERIFY_GATES, Gate, is_of_task, needs_logits
@@ -49,8 +49,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if options.data is not None:
         assert against is not None  # required by check_verify
         reference = _open_reference(against)
-        seq_len, tokenizer = usual_seq_len(reference.config, options.seq_len), reference.directory / "tokenizer.json"
-        check_text(options.data, seq_len, tokenizer=tokenizer)
+        check_text(options.data, reference.directory, reference.config, options.seq_len)
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         checked = verify_output(directory, before, progress=progress)
