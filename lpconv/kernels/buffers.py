@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lpconv.kernels.compiled import is_compiling
+
 _MOST = 1 << 25  # largest operand whose memory is reused, in bytes; for larger ones the product dominates
 
 
@@ -37,7 +39,7 @@ _OPERANDS = _Operands()
 def operand(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor that is valid until this thread's next operand of that `name`."""
     size_bytes = shape.numel() * dtype.itemsize
-    if size_bytes > _MOST or torch.compiler.is_compiling():
+    if size_bytes > _MOST or is_compiling():
         return torch.empty(shape, dtype=dtype)
     memory = _OPERANDS.kept.get(name)
     if memory is None or len(memory) < size_bytes:

@@ -15,11 +15,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
+COMPILES_SUBCLASSES = Version(torch.__version__) >= Version("2.13")  # without the faults named where this is used
 MIN_ELEMENTS = 1 << 20  # for fewer, eager takes about a millisecond and compilation seconds
 
 _eager = False
+
+
+def is_compiling() -> bool:
+    """Whether a compiler traces this code, so that values cannot be read and memory cannot be reused.
+
+    Before torch 2.13, `torch.compiler.is_compiling` is False while the graphs of tensor subclasses are made.
+    """
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 @contextmanager
@@ -57,7 +67,7 @@ class CheckedKernel:
     def wants(self, x: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether `x` is large enough, and its device and the environment allow it, to run compiled (in `dtype`)."""
         mode = os.environ.get("LPCONV_COMPILE", "auto")
-        if _eager or mode == "never" or torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+        if _eager or mode == "never" or is_compiling() or x.device.type not in ("cpu", "cuda"):
             return False
         return (mode == "always" or x.numel() >= self.min_elements) and _kind(x, dtype) not in self.fallback_reason
 

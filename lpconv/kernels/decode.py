@@ -18,6 +18,7 @@ from torch import Tensor
 from lpconv.errors import UsageError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.buffers import operand, operand_like
+from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.fused import fused_decode
 
 _FP8 = {getattr(torch, f.torch): f for f in FORMATS.values() if f.bits == 8 and f.has_sign and f.torch}
@@ -38,12 +39,12 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
     tensor of that shape and dtype, is filled if given. Raises UsageError for other dtypes or shapes.
     """
     _check(codes, dtype, out)
-    if out is None and torch.compiler.is_compiling():
+    if out is None and is_compiling():
         return codes.to(dtype)
     if out is None:
         out = torch.empty_like(codes, dtype=dtype)
     spec, (target, integer) = _FP8[codes.dtype], _TARGETS[dtype]
-    if codes.device.type != "cpu" or torch.compiler.is_compiling() or codes.numel() <= _SMALL:
+    if codes.device.type != "cpu" or is_compiling() or codes.numel() <= _SMALL:
         return out.copy_(codes)
     if dtype == torch.float16 and spec.name == "e5m2":
         for piece, values in _pieces(codes.view(torch.int8), out):
@@ -69,7 +70,7 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.bfloat16, *, out: Tensor | 
 def decode_operand(codes: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """`decode` for a product, into memory that the next operand of that `name` reuses (see `operand_like`)."""
     out = operand_like(name, codes, dtype)
-    if dtype == torch.bfloat16 and codes.device.type == "cpu" and not torch.compiler.is_compiling():
+    if dtype == torch.bfloat16 and codes.device.type == "cpu" and not is_compiling():
         raw, values = (codes, out) if codes.is_contiguous() else (codes.mT, out.mT)
         spec, (target, _) = _FP8[codes.dtype], _TARGETS[dtype]
         if raw.is_contiguous() and _trick_works(raw, spec, target) and fused_decode(raw, spec, values) is not None:

@@ -26,7 +26,7 @@ from lpconv.formats import codes
 from lpconv.formats.cast import Overflow, Rounding, cast, check_cast, largest_number, straight_through
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.buffers import Buffers
-from lpconv.kernels.compiled import CheckedKernel
+from lpconv.kernels.compiled import CheckedKernel, is_compiling
 from lpconv.kernels.decode import decode
 
 _PIECE = 1 << 16  # elements; eagerly, the temporaries of a piece stay in cache
@@ -73,7 +73,7 @@ def encode(x: Tensor, format: str | Format) -> Tensor:
     encoded = x.detach().clamp(-limit, limit).to(codes.code_dtype(spec))  # torch versions differ beyond the limit
     raw = encoded.view(torch.uint8)
     # NaN without its sign, as in `formats.encode`. Checking first is cheaper, but stalls a GPU and breaks a graph.
-    unseen = raw.device.type != "cpu" or torch.compiler.is_compiling()
+    unseen = raw.device.type != "cpu" or is_compiling()
     if spec.has_negative_zero and raw.numel() and (unseen or int(raw.amax()) == 0xFF):
         raw.masked_fill_(raw == 0xFF, 0x7F)
     return encoded
@@ -84,7 +84,7 @@ def _quantise(
 ) -> None:
     kernel = _STOCHASTIC if rounding == "stochastic" else _WIDE if _is_wide(spec) else _NEAREST
     # Under dynamo, which warns about caches and ignores them, scalars become constants of the graph.
-    make = _scalars if torch.compiler.is_compiling() else _CACHED
+    make = _scalars if is_compiling() else _CACHED
     scalars = make(spec, x.dtype, kernel is _NEAREST, overflow, x.device)
     if rounding == "stochastic":
         scalars = (*scalars, _seed(generator).to(device=x.device, dtype=torch.int32))
@@ -101,7 +101,7 @@ def _quantise(
 
 def _runner(kernel: CheckedKernel, x: Tensor, eager: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], int]:
     """The function that rounds a piece of `x`, and the size of a piece."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return kernel.function, _FUSED_PIECE
     if x.device.type != "cpu" or x.dtype == torch.float32:
         return (kernel, _FUSED_PIECE) if kernel.wants(x) else (eager, _PIECE)

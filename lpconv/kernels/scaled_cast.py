@@ -16,6 +16,7 @@ from torch import Tensor
 from lpconv.formats.codes import code_dtype
 from lpconv.formats.spec import Format
 from lpconv.kernels.buffers import Buffers, operand_like
+from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.fused import fused_codes, fused_largest, fused_product_, fused_values
 
 _PIECE = 1 << 18  # elements: half a megabyte in 16 bits, and twice that in float32
@@ -31,7 +32,7 @@ def largest_magnitude(x: Tensor, axis: int | None = None) -> Tensor:
     x = x.detach()
     if not x.numel():
         return x.float().sum() if axis is None else x.float().sum(axis, keepdim=True)
-    if torch.compiler.is_compiling():  # one reduction; the magnitudes are never stored
+    if is_compiling():  # one reduction; the magnitudes are never stored
         return (x.abs().amax() if axis is None else x.abs().amax(axis, True)).float()
     if not _goes_by_pieces(x):
         high, low = (x.amax(), x.amin()) if axis is None else (x.amax(axis, True), x.amin(axis, True))
@@ -93,7 +94,7 @@ def scaled_values(x: Tensor, inverse: Tensor, spec: Format, into: str) -> Tensor
     None if the matrix has no compiled kernel (`kernels.fused`), because encoding and decoding is as fast then.
     """
     x = x.detach()
-    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or is_compiling():
         return None
     if _is_turned(x):
         values = scaled_values(x.mT, inverse.mT if inverse.dim() else inverse, spec, into)
@@ -132,7 +133,7 @@ def _part(factor: Tensor, piece: tuple[slice, slice]) -> Tensor:
 
 
 def _goes_by_pieces(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in _BITS and x.numel() > 0 and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and x.dtype in _BITS and x.numel() > 0 and not is_compiling()
 
 
 def _is_turned(x: Tensor) -> bool:
@@ -146,7 +147,7 @@ def _magnitudes(bits: Tensor) -> Tensor:
 
 def _saturate(values: Tensor, spec: Format, out: Tensor | None = None) -> Tensor:
     """Clamp to the format's largest numbers; Inf becomes NaN by adding 0 · Inf."""
-    if torch.compiler.is_compiling():  # on a GPU, a compiled clamp may spoil transposed stores of codes: triton#11111
+    if is_compiling():  # on a GPU, a compiled clamp may spoil transposed stores of codes: triton#11111
         below = torch.where(values > spec.max, spec.max, values)
         return torch.where(below < -spec.max, -spec.max, below).add(values, alpha=0)
     return torch.clamp(values, -spec.max, spec.max, out=out).add_(values, alpha=0)

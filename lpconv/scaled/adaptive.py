@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpconv.errors import UsageError
+from lpconv.kernels.compiled import COMPILES_SUBCLASSES
 from lpconv.kernels.matmul import at_half
 from lpconv.layers import convolutions, linears
 from lpconv.lookup import find
@@ -168,7 +169,14 @@ class _Adaptive(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState, product: _Product) -> Tensor:
+    out: Tensor = _Adaptive.apply(x, weight, bias, state, product)  # type: ignore[no-untyped-call]
+    return out
+
+
 _MATMUL = _Matmul()
+if not COMPILES_SUBCLASSES:  # its graph of an autograd function takes scaled gradients for plain ones, and loses them
+    _apply = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
 
 
 class _AdaptiveLinear(nn.Linear):
@@ -187,7 +195,7 @@ class _AdaptiveConv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, state: LayerState) -> Tensor:
     rows = x.to(state.dtype).reshape(-1, x.shape[-1])
-    out: Tensor = _Adaptive.apply(rows, weight, bias, state, _MATMUL)  # type: ignore[no-untyped-call]
+    out = _apply(rows, weight, bias, state, _MATMUL)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -201,7 +209,7 @@ class _Convolving:
             x, padding = F.pad(x, self._reversed_padding_repeated_twice, mode=mode), (0,) * len(self.stride)
         is_batch = x.dim() == weight.dim()
         convolution = _Convolution(self.stride, padding, self.dilation, self.groups)
-        out: Tensor = _Adaptive.apply(x if is_batch else x[None], weight, bias, self.adaptive, convolution)  # type: ignore[no-untyped-call]
+        out = _apply(x if is_batch else x[None], weight, bias, self.adaptive, convolution)
         return out if is_batch else out[0]
 
 

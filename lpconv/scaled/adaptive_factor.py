@@ -9,6 +9,7 @@ from torch import Tensor
 from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import get_format
+from lpconv.kernels.compiled import is_compiling
 from lpconv.scaled.scales import Scale, times
 from lpconv.scaled.tensor import ScaledTensor
 
@@ -90,7 +91,7 @@ class LayerState:
 
     def factor_for(self, grad: ScaledTensor, weight: Tensor, num_terms: int) -> Tensor:
         """α for this backward pass, updated at every `every`-th one; a compiled graph updates it each time."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._compute_factor(grad, weight, num_terms)
         if self.factor is None or self.num_calls % self.options.every == 0:
             self.factor = self._compute_factor(grad, weight, num_terms)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import OPERAND_BLOCKS
+from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.linear import FP4_RECIPES, wide_modules
 from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
@@ -72,7 +73,7 @@ class Scaling:
         """The context of the forward pass: autocast, the encoding of saved tensors, or nothing."""
         if self.autocast is not None:
             return torch.autocast(weight.device.type, self.autocast, enabled=self.autocast != torch.float32)
-        if self.saved is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.saved is not None and torch.is_grad_enabled() and not is_compiling():
             return self.saved.during_forward(weight.dtype)
         return nullcontext()
 
@@ -214,7 +215,7 @@ def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
     """Leave inference mode, but without gradients if it was on: views of wrapper tensors from it cannot be tracked."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+    if is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))

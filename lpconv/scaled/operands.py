@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.spec import OPERAND_BLOCKS, Format, get_format
+from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.decode import decode
 from lpconv.kernels.linear import FP4_RECIPES
 from lpconv.kernels.matmul import at_half
@@ -115,7 +116,7 @@ def operand_cast(format: str, kind: str, role: Role = Role.ACTIVATION, rotated: 
 
 def _count_saturated(numerics: Numerics, role: Role, codes: Tensor, spec: Format) -> None:
     """Count the codes at the largest number, on a CPU, where nothing waits for it; a GPU would."""
-    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+    if codes.device.type != "cpu" or is_compiling():
         return
     top = (spec.max_exponent_field << spec.mantissa_bits) | spec.max_mantissa
     count = int((codes.view(torch.uint8) & 0x7F).eq(top).sum())

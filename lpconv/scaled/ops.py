@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
+from lpconv.kernels.compiled import is_compiling
 
 
 @torch.library.custom_op("lpconv::leave", mutates_args=())
@@ -56,7 +57,7 @@ def _leave_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _leave_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise UnsupportedError(
             "a scaled model does not support double backward: its rules have no second derivatives",
             hint="call backward without create_graph, or differentiate the model before `scaled`",

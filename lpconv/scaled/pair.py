@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lpconv.kernels.compiled import is_compiling
 from lpconv.scaled.choices import OperandScales
 from lpconv.scaled.scales import Scale, ratio, split_number, times, uninitialised_like
 
@@ -120,7 +121,7 @@ def value(x: Any) -> Any:
     if not isinstance(x, Scaled):
         return x
     out = times(widen_16_bit(x.data), x.scale)
-    if out.stride() == x.data.stride() or 0 in x.data.stride() or torch.compiler.is_compiling():
+    if out.stride() == x.data.stride() or 0 in x.data.stride() or is_compiling():
         return out
     return uninitialised_like(x.data, out.dtype).copy_(out)
 

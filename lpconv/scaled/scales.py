@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.compiled import is_compiling
 
 Scale = float | Tensor
 
@@ -68,7 +69,7 @@ def clamp_scale(
     A factor other than 1 is counted as ``scale saturated``. A dynamic scale on a GPU, or in a compiled graph, is not
     read: it is kept above 2^-126, and one beyond 2^127 becomes infinite, so that an overflow is visible.
     """
-    if isinstance(scale, Tensor) and (scale.device.type != "cpu" or torch.compiler.is_compiling()):
+    if isinstance(scale, Tensor) and (scale.device.type != "cpu" or is_compiling()):
         return torch.clamp(scale, min=MIN_SCALE), 1.0
     power = float(scale)
     if power == 0 or least <= power <= most or (isinstance(scale, Tensor) and not math.isfinite(power)):

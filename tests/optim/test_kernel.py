@@ -37,7 +37,7 @@ def run(params: list[nn.Parameter], steps: int = 10, **options: object) -> LowPr
 
 @needs_exact_compile
 def test_compiled_and_eager_agree_to_the_last_bits_of_fp32() -> None:
-    assert get_kernel("adamw", PLUS, "cpu", compiled=True).mode == "cast"
+    assert get_kernel("adamw", PLUS, "cpu", compiled=True).mode in ("cast", "bits")
     sizes = [1, 7, 1000, 40_000]
     compiled, eager = some_params(sizes), some_params(sizes)
     a, b = run(compiled), run(eager, compiled=False)

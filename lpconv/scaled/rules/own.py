@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
+from lpconv.kernels.compiled import is_compiling
 from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, is_static, pair, value, widen_16_bit
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiply, times
@@ -58,7 +59,7 @@ def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     start = Scaled(data, scale, Role.GRADIENT)
     if dynamic:
         start = rebalance(start, "max", smallest=MIN_SCALE)
-    elif data.numel() and is_static(scale) and not torch.compiler.is_compiling():
+    elif data.numel() and is_static(scale) and not is_compiling():
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
         start = Scaled(times(data, 1 / own), own * scale, Role.GRADIENT)
