@@ -1,23 +1,20 @@
 """Everything that only a GPU can show, in one go: is it correct, and then how fast.
 
-    python -m benchmarks.speed.gpu -o gpu       # writes gpu.json and gpu.md; under nine minutes on one H100 or H200
+    python -m benchmarks.speed.gpu -o gpu       # writes gpu.json and gpu.md, and goes on where gpu.json ends
     python -m benchmarks.speed.gpu --dry-run -o dry       # the same code on the CPU, at toy size
 
 Needs torch, transformers, safetensors, numpy, typer and rich; torchao and TransformerEngine join where they are. No
-network. Timings stop to begin when `--budget` seconds are spent, and what was left out is named.
-
-No GPU has run this script yet; `--dry-run` is what has been tried.
+network. No bench begins when `--budget` seconds are spent, and what was left out is named.
 """
 
 import copy
 import dataclasses
 import itertools
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import common
+from benchmarks.speed import gpu_kernels
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.run import bench
 from lpconv.doctor import try_products
@@ -39,7 +37,7 @@ from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
 from lpconv.progress import Silent
 from lpconv.report.bench import COLUMNS, reasons
-from lpconv.results import BenchResult, to_json
+from lpconv.results import BenchResult, from_json, to_json
 from lpconv.results.doctor import ERROR, DeviceRecord
 from lpconv.scaled import ScaledTensor, scaled
 
@@ -96,7 +94,7 @@ TOY_JOBS = (Job(model="demo", layers=1, mode="train", batch=1, seq=32, methods=(
 
 
 def main() -> int:
-    """Checks, timings, two files; 1 where a check failed."""
+    """Checks, kernels, benches, two files; 1 where a check failed."""
     parser = common.parser(__doc__)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("gpu"), help="name of both files, without suffix (gpu)"
@@ -104,23 +102,82 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no timing begins (480)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
     options = parser.parse_args()
-    start = time.perf_counter()
     device = "cpu" if options.dry_run else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch finds no GPU\nhint: --dry-run tries the script on the CPU", file=sys.stderr)
         return 4
-    checks = list(run_checks(device))
-    runs: list[BenchResult] = []
-    left_out: list[Job] = []
-    for job in TOY_JOBS if options.dry_run else JOBS:
-        if time.perf_counter() - start > options.budget:
-            left_out.append(job)
-            continue
-        runs.append(run_job(job, dry=options.dry_run))
-        write(options.output, checks, runs, left_out, time.perf_counter() - start)
-    write(options.output, checks, runs, left_out, time.perf_counter() - start)
+    suite = Suite.begin(options.output, device)
+    if not suite.checks:
+        suite.checks = list(run_checks(device))
+        suite.write()
+    if suite.kernels is None:
+        suite.kernels = gpu_kernels.document(
+            device, *gpu_kernels.measure(device, gpu_kernels.TOY if options.dry_run else gpu_kernels.FULL)
+        )
+        suite.write()
+    jobs = TOY_JOBS if options.dry_run else JOBS
+    for job in jobs:
+        if str(job) not in suite.runs and suite.seconds <= options.budget:
+            suite.runs[str(job)] = run_job(job, dry=options.dry_run)
+            suite.write()
+    suite.write(left_out=[job for job in jobs if str(job) not in suite.runs])
     print(options.output.with_suffix(".md").read_text(encoding="utf-8"))
-    return 0 if all(c.passed for c in checks) else 1
+    return 0 if all(c.passed for c in suite.checks) else 1
+
+
+@dataclass(kw_only=True)
+class Suite:
+    """What is known so far, in both files after each step, so that a run cut short leaves it and the next goes on."""
+
+    output: Path
+    device: str
+    checks: list[Check]
+    kernels: dict[str, Any] | None
+    runs: dict[str, BenchResult]
+    seconds_before: float
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    @classmethod
+    def begin(cls, output: Path, device: str) -> "Suite":
+        """What an earlier run left at `output`; nothing, if there is none."""
+        path = output.with_suffix(".json")
+        found = common.load(path) if path.exists() else {}
+        return cls(
+            output=output,
+            device=device,
+            checks=[Check(**c) for c in found.get("checks", ())],
+            kernels=found.get("kernels"),
+            runs={job: from_json(BenchResult, r) for job, r in found.get("runs", {}).items()},
+            seconds_before=found.get("seconds", 0.0),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of this run and of those before."""
+        return self.seconds_before + time.perf_counter() - self.start
+
+    def write(self, left_out: Sequence[Job] = ()) -> None:
+        """Both files, whole each time."""
+        document: dict[str, Any] = {
+            "schema_version": 2,
+            "kind": "gpu-suite",
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else self.device,
+            "versions": common.versions("torch", "transformers", "triton", "torchao"),
+            "seconds": round(self.seconds),
+            "git": revision(),
+            "checks": [dataclasses.asdict(c) for c in self.checks],
+            "kernels": self.kernels,
+            "runs": {job: to_json(r) for job, r in self.runs.items()},
+        }
+        common.save(document, self.output.with_suffix(".json"))
+        lines = ["# GPU suite", "", f"{document['device']}, {document['seconds']} s, revision {document['git']}"]
+        lines += ["", "| check | | |", "|---|---|---|"]
+        lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in self.checks]
+        lines += ["", *([] if self.kernels is None else gpu_kernels.table(self.kernels))]
+        for run in self.runs.values():
+            lines += ["", *_rows_of(run), *run.notes]
+        lines += ["", *(f"Left out, the budget was spent: {job}" for job in left_out)]
+        self.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def run_job(job: Job, *, dry: bool) -> BenchResult:
@@ -274,26 +331,6 @@ def _rows_of(run: BenchResult) -> list[str]:
     head = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
     rows = ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in run.rows]
     return [*head, *rows, "", *(f"- {reason}" for reason in reasons(run.rows)), ""]
-
-
-def write(output: Path, checks: list[Check], runs: list[BenchResult], left_out: list[Job], seconds: float) -> None:
-    """Both files, whole each time, so that a run cut short leaves what it has."""
-    document: dict[str, Any] = {
-        "schema_version": 1,
-        "kind": "gpu-suite",
-        "seconds": seconds,
-        "git": revision(),
-        "checks": [dataclasses.asdict(c) for c in checks],
-        "runs": [to_json(r) for r in runs],
-        "left_out": [dataclasses.asdict(j) for j in left_out],
-    }
-    output.with_suffix(".json").write_text(json.dumps(document, indent=1, default=str) + "\n", encoding="utf-8")
-    lines = ["# GPU suite", "", f"{seconds:.0f} s, revision {document['git']}", "", "| check | | |", "|---|---|---|"]
-    lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in checks]
-    for run in runs:
-        lines += ["", *_rows_of(run), *run.notes]
-    lines += ["", *(f"Left out, the budget was spent: {job}" for job in left_out)]
-    output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def revision() -> str:

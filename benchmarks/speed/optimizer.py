@@ -6,8 +6,8 @@ Every case is warmed up, then all cases take turns, so that a slow spell of the 
 place on fixed gradients. `GB/s` divides the bytes that the case must move (each stored number read and written once,
 each gradient read once, the copies of the fp32 master included) by the median time.
 
-`few` is one tensor per 4 M parameters and `many` one per 10 k: the first shows bandwidth, the second what each tensor
-costs. Peers are timed where they are installed (`pip install lpconv[peers]`).
+`few` is one tensor per 4 M parameters (`large`, for GPUs, per 64 M) and `many` one per 10 k: the first shows bandwidth,
+the second what each tensor costs. Peers are timed where they are installed (`pip install lpconv[peers]`).
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from benchmarks import common
 from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.storage import VARIANTS
 
-TENSOR_SIZES = {"few": 4_000_000, "many": 10_000}
+TENSOR_SIZES = {"large": 64_000_000, "few": 4_000_000, "many": 10_000}
 
 
 @dataclass(frozen=True, kw_only=True)

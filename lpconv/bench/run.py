@@ -26,10 +26,13 @@ _ON_CPU = ("bert-base", 2, "2 of its 12 layers take a CPU only a moment")
 _GPU_SIZE, _CPU_SIZE, _DEMO_SIZE = (8, 512), (1, 128), (4, 128)
 
 
-def choose_model(model: str | None, layers: int | None, device: dict[str, Any]) -> tuple[Case, tuple[str, ...]]:
+def choose_model(
+    model: str | None, layers: int | None, device: dict[str, Any], positions: int | None = None
+) -> tuple[Case, tuple[str, ...]]:
     """A template case, and notes for the user about automatic choices.
 
-    `device` is the child's description of the machine: ``device`` (torch's name) and ``name``.
+    `device` is the child's description of the machine: ``device`` (torch's name) and ``name``. `positions` is the
+    largest number of tokens that the model takes, if known.
     """
     is_cpu = device["device"] == "cpu"
     notes: tuple[str, ...] = ()
@@ -39,8 +42,8 @@ def choose_model(model: str | None, layers: int | None, device: dict[str, Any]) 
         notes = (f"no model was given, so {model} is measured on {device['name']}: {why}",)
     batch, seq = _DEMO_SIZE if model == "demo" else _CPU_SIZE if is_cpu else _GPU_SIZE
     case = Case(
-        model=model, layers=layers, format="bf16", method=PLAIN, mode="infer", optimizer=None, batch=batch, seq=seq,
-        compiled="blocks", device=device["device"],
+        model=model, layers=layers, format="bf16", method=PLAIN, mode="infer", optimizer=None, batch=batch,
+        seq=min(seq, positions or seq), compiled="blocks", device=device["device"],
     )  # fmt: skip
     return case, notes
 
@@ -61,10 +64,12 @@ def bench(
     if (options.device or "").startswith("cuda") and not may_have_gpu():
         raise UnsupportedError(f"--device {options.device}: this machine has no GPU", hint="pass --device cpu")
     progress = progress or Silent()
+    positions = None
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model)
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
+        positions = (checkpoint.config.get("text_config") or checkpoint.config).get("max_position_embeddings")
     # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:
@@ -74,7 +79,7 @@ def bench(
                 "--compile graphs needs a GPU, because it records CUDA graphs",
                 hint="pass --compile blocks or --compile model",
             )
-        cases, notes = _cases(options, device)
+        cases, notes = _cases(options, device, positions)
         for note in notes:
             progress.message(note)
         run = BenchRun(
@@ -91,9 +96,11 @@ def bench(
         return run.result(interrupted=False)
 
 
-def _cases(options: BenchOptions, device: dict[str, Any]) -> tuple[list[Case], tuple[str, ...]]:
+def _cases(
+    options: BenchOptions, device: dict[str, Any], positions: int | None = None
+) -> tuple[list[Case], tuple[str, ...]]:
     """All cases to measure on a device, and notes for the user."""
-    template, notes = choose_model(options.model, options.layers, device)
+    template, notes = choose_model(options.model, options.layers, device, positions)
     parallel = parallel_of(options.num_processes, options.parallel, modes=options.modes, compiled=options.compiled)
     template = dataclasses.replace(
         template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"],

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -143,7 +144,9 @@ def _compiler_errors() -> Iterator[None]:
     from torch._dynamo.exc import TorchDynamoException  # slow to import (seconds)
 
     try:
-        yield
+        with warnings.catch_warnings():  # it recommends TF32, in which the twin would no longer be fp32
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            yield
     except TorchDynamoException as e:
         raise UnsupportedError(f"torch.compile fails on the model: {first_line(e)}", hint="leave --compile out") from e
 

@@ -45,6 +45,10 @@ class Grid:
 
     pieces: tuple[Codes, ...]
 
+    def to(self, device: torch.device) -> "Grid":
+        """The same grid with its scales on `device`."""
+        return Grid(pieces=tuple(p.to(device) for p in self.pieces))
+
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, float | Tensor, Format]]:
         """Views of a parameter's numbers, with a factor that broadcasts to each, and the format of their codes."""
         flat, position = x.view(-1), 0
@@ -124,7 +128,7 @@ class Recovery:
 
     def optimizer(self, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
         """AdamW on the latents of the coded parameters of `model`, which have the rounded values between steps."""
-        trained = {p: self.grids[n] for n, p in model.named_parameters() if n in self.grids}
+        trained = {p: self.grids[n].to(p.device) for n, p in model.named_parameters() if n in self.grids}
         for p in model.parameters():
             p.requires_grad_(p in trained)
         steps = {p: grid.step(p.detach()) for p, grid in trained.items()}

@@ -163,3 +163,8 @@ def test_a_bench_says_how_much_of_its_weights_is_random(tmp_path: Path, monkeypa
 def test_a_task_is_found_by_the_architecture(architecture: str, has_labels: bool, task: str) -> None:
     assert find_task({"architectures": [architecture]}, "auto", has_labels=has_labels).name == task
     assert task_of("BertModel").name == "none"
+
+
+def test_a_bench_takes_no_longer_sequences_than_the_model() -> None:
+    gpu = {"device": "cuda:0", "name": "GPU"}
+    assert [choose_model("m", None, gpu, positions)[0].seq for positions in (None, 256, 4096)] == [512, 256, 512]

@@ -161,6 +161,18 @@ def test_numbers_of_a_grid_are_divided_and_rounded_to_themselves(outputs: dict[s
     assert torch.equal(grid.round_(latents * 1.002), values)
 
 
+@pytest.mark.parametrize("form", ["int4 groups", "MXFP4"])
+def test_a_grid_follows_its_parameter_to_another_device(outputs: dict[str, Path], form: str) -> None:
+    with StoredTensors.open(outputs[form]) as reader:
+        name = "model.layers.1.self_attn.q_proj.weight"
+        tensor = CodedTensor.from_form(reader.forms[name], reader.read_components(name))
+    values = torch.empty(tensor.shape, device="meta")
+    grid = Grid(pieces=tensor.pieces).to(values.device)
+    for numbers, factor, _ in grid.parts(values):
+        assert isinstance(factor, Tensor)
+        assert factor.device == numbers.device == values.device
+
+
 def test_the_loss_is_the_divergence_from_the_teacher() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
