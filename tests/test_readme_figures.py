@@ -158,6 +158,17 @@ def test_a_figure_is_that_of_its_results(figure: Callable[[], str]) -> None:
     assert figure() in PAGE.read_text(encoding="utf-8")
 
 
+def test_the_readme_has_the_figures_of_a_gpu() -> None:
+    times = {(r["group"], r["name"]): r["median_ms"] for r in recorded("gpu")["kernels"]["rows"]}
+    layers = sorted({g for g, _ in times if g.startswith("layer")})
+    low, high = (times[g, "torch bf16"] / times[g, "fp8, static"] for g in layers)
+    step = "step, large tensors"
+    collage = times[step, "collage-plus"] / times[step, "torch-fp32-master"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{low:.2f} to {high:.2f} times as fast in fp8" in text
+    assert f"takes {collage:.2f} of the time of AdamW" in text
+
+
 def test_the_readme_measures_what_the_whole_table_has() -> None:
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Measured")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]

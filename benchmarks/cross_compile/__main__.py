@@ -128,6 +128,8 @@ def _row(path: Any, target: Any) -> dict[str, Any]:
         return row | {"not_supported": str(error)}
     row["registers"] = max((c.registers for c in codes), default=0)
     row["spilled"] = sum(c.spilled for c in codes)
+    if path.name.startswith("step"):
+        row["instructions"] = codes[0].instructions_per_element
     if target.name == "sm_90" and path.name.split()[0] in _CHECKED:
         found = [compare(g, inputs_of(g), target) for g in graphs]
         row["unequal"] = sum(d.unequal for d in found)

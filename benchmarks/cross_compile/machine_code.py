@@ -14,13 +14,22 @@ from benchmarks.cross_compile.inductor import Target
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MachineCode:
-    """A compiled kernel. `spilled` counts bytes per thread that do not fit the registers; `assembly` is PTX or GCN."""
+    """A compiled kernel. `spilled` counts bytes per thread that do not fit the registers; `assembly` is PTX or GCN.
+
+    `instructions` counts those of the machine code, without no-ops; 0 for GCN.
+    """
 
     assembly: str
     registers: int
     spilled: int
+    instructions: int
     launch: dict[str, int]  # block sizes and warps
     parameters: tuple[tuple[str, str], ...]  # name and type of those that reach the GPU
+
+    @property
+    def instructions_per_element(self) -> float:
+        """Instructions that a kernel without loops has for each element of its block."""
+        return self.instructions * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]
 
     def count(self, pattern: str) -> int:
         """How many instructions match a regular expression."""
@@ -83,23 +92,27 @@ def compile_kernel(name: str, source: str, target: Target, *, fuses_products: bo
         text = built.asm["amdgcn"]
         spills = sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text))
         (registers,) = re.findall(r"\.vgpr_count: +(\d+)", text)
-        return MachineCode(assembly=text, registers=int(registers), spilled=4 * spills, launch=launch, parameters=names)
-    registers, stack = _resources(built.asm["cubin"])
-    return MachineCode(assembly=built.asm["ptx"], registers=registers, spilled=stack, launch=launch, parameters=names)
+        return MachineCode(
+            assembly=text, registers=int(registers), spilled=4 * spills, instructions=0, launch=launch, parameters=names
+        )
+    cubin = built.asm["cubin"]
+    used = _dump(cubin, "--dump-resource-usage")
+    registers, stack = (int(re.findall(rf"{word}:(\d+)", used)[-1]) for word in ("REG", "STACK"))
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*(?!NOP)[A-Z]", _dump(cubin, "--dump-sass"))
+    return MachineCode(
+        assembly=built.asm["ptx"], registers=registers, spilled=stack, instructions=len(instructions), launch=launch,
+        parameters=names,
+    )  # fmt: skip
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack per thread."""
+def _dump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = (int(re.findall(rf"{word}:(\d+)", said)[-1]) for word in ("REG", "STACK"))
-    return registers, stack
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _last_line(message: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cuda_rehearsals import fake_gpu, fp8_layer, moved_to_gpu, on_gpu
@@ -15,7 +16,7 @@ from lpconv.kernels import FP8_RECIPES, quantise
 from lpconv.kernels.operands import OperandCast, encode_operand
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
 from lpconv.mcf.transforms import EXACT_OPTIONS
-from lpconv.optim.kernel import STEPS, _check_inputs, _compile
+from lpconv.optim.kernel import _CHECKED, STEPS, _check_inputs, _compile, _in_rows
 from lpconv.optim.storage import VARIANTS
 from lpconv.scaled import scaled
 
@@ -42,8 +43,10 @@ def paths() -> Iterator[Path]:
     """All paths, by kind: optimizer steps, casts, layers, models."""
     for name in STEPS:
         for variant in [v.name for v in VARIANTS.values() if (v.rule or "adamw") == name] or ["plus"]:
-            yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=4096)
-    yield Path(name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=4096)
+            yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=_CHECKED["cuda"])
+    yield Path(
+        name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=_CHECKED["cuda"]
+    )
     for kernel in (quantise._NEAREST, quantise._WIDE, quantise._STOCHASTIC):
         name = kernel.function.__name__.strip("_")
         yield Path(name=f"round {name} bf16", run=partial(_round, kernel), elements=131_200)
@@ -66,6 +69,8 @@ def on_fake_gpu(x: Tensor) -> Tensor:
     """A fake CUDA tensor like `x`, which `real_value` finds again."""
     fake = on_gpu(*x.shape, dtype=x.dtype)
     fake.real_value = x  # type: ignore[attr-defined]
+    if x.dim() == 2:  # rows of an optimizer step, whose length is constant
+        torch._dynamo.mark_static(fake, 1)
     return fake
 
 
@@ -74,7 +79,10 @@ def _step(name: str, variant: str, *, by_bits: bool = False) -> None:
     storages = storages[: 1 + (1 if name in ("sgd", "lion") else 2)]
     kind = STEPS[name]
     step = kind.build(storages, nearest_by_bits if by_bits else nearest_by_cast)
-    parts, gradient, coefficients, random = _check_inputs(kind, storages, torch.device("cpu"))
+    with patch.dict(_CHECKED, cpu=_CHECKED["cuda"]):
+        parts, gradient, coefficients, random = _check_inputs(kind, storages, torch.device("cpu"))
+    parts, gradient = tuple(tuple(map(_in_rows, p)) for p in parts), _in_rows(gradient)
+    random = None if random is None else _in_rows(random)
     with fake_gpu():
         fakes = tuple(tuple(map(on_fake_gpu, p)) for p in parts), on_fake_gpu(gradient)
         rest = tuple(map(on_fake_gpu, coefficients)), None if random is None else on_fake_gpu(random)

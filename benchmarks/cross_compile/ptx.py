@@ -212,6 +212,8 @@ class _Threads:
         for i in range(4):
             which = (c >> np.uint32(4 * i)) & np.uint32(7)
             byte = (both >> (which.astype(np.uint64) * np.uint64(8))) & np.uint64(255)
+            only_sign = (c >> np.uint32(4 * i)) & np.uint32(8) != 0
+            byte = np.where(only_sign, (byte >> np.uint64(7)) * np.uint64(255), byte)
             result |= byte.astype(np.uint32) << np.uint32(8 * i)
         return result
 

@@ -10,8 +10,6 @@ network. No bench begins when `--budget` seconds are spent, and what was left ou
 import copy
 import dataclasses
 import itertools
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -164,13 +162,12 @@ class Suite:
             "device": torch.cuda.get_device_name() if self.device == "cuda" else self.device,
             "versions": common.versions("torch", "transformers", "triton", "torchao"),
             "seconds": round(self.seconds),
-            "git": revision(),
             "checks": [dataclasses.asdict(c) for c in self.checks],
             "kernels": self.kernels,
             "runs": {job: to_json(r) for job, r in self.runs.items()},
         }
         common.save(document, self.output.with_suffix(".json"))
-        lines = ["# GPU suite", "", f"{document['device']}, {document['seconds']} s, revision {document['git']}"]
+        lines = ["# GPU suite", "", f"{document['device']}, {document['seconds']} s"]
         lines += ["", "| check | | |", "|---|---|---|"]
         lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in self.checks]
         lines += ["", *([] if self.kernels is None else gpu_kernels.table(self.kernels))]
@@ -189,7 +186,7 @@ def run_job(job: Job, *, dry: bool) -> BenchResult:
         effort=Effort(
             min_iterations=4 if dry else 24, min_seconds=0 if dry else 1.5, rounds=2 if dry else 8, launches=1
         ),
-        command=" ".join(["python", *sys.argv]),
+        command="python -m benchmarks.speed.gpu",
     )  # fmt: skip
     try:
         return bench(options, progress=_Lines())
@@ -331,18 +328,6 @@ def _rows_of(run: BenchResult) -> list[str]:
     head = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
     rows = ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in run.rows]
     return [*head, *rows, "", *(f"- {reason}" for reason in reasons(run.rows)), ""]
-
-
-def revision() -> str:
-    """The commit of this checkout; "unknown" outside one."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=os.path.dirname(__file__),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def document(device: str, limits: dict[str, float], rows: list[Row]) -> dict[str
     """The result as it is recorded."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     machine = {**common.machine("torchao", "triton"), "gpu": name, "cuda": torch.version.cuda}
-    return {"command": common.command(), **machine, "limits": limits, "rows": [asdict(r) for r in rows]}
+    return {**machine, "limits": limits, "rows": [asdict(r) for r in rows]}
 
 
 def measure(
@@ -231,9 +231,9 @@ def on_device(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
     pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             swept.zero_()
-            torch.cuda._sleep(_BUSY_CYCLES)
+            torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
             before.record()
             run()
             after.record()

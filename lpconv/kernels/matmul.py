@@ -3,7 +3,7 @@
 - CUDA, fp8: tensor cores through `aten._scaled_mm_v2`, after its layout rules are met: the left operand row-major, the
   right one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum). Compiled or not.
 - CPU, fp8: decode to bfloat16, which represents every code, and multiply there. Products are exact and sums are
-  float32, as on tensor cores; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
+  float32; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
 - CPU, float16: multiply in float32 and round once. torch's float16 product is ten or more times slower there.
 
 Scales follow `value = scale · component`: the result is (a · scale_a) @ (b · scale_b).
@@ -56,9 +56,10 @@ def matmul(
 
     Both may be batches (B, M, K) and (B, K, N), which fp8 tensor cores do not take. Scales are float32, one number or
     one per row of a (M, 1) and per column of b (1, N). `bias` is (N,). `out_dtype` is bfloat16 (the default for fp8),
-    float16 or float32. Sums are float32; a bfloat16 result on the CPU is rounded before scales that are not powers of
-    two are applied, and before the bias is added, which fp8 tensor cores do in float32 if both are bfloat16. Has no
-    gradient: see `kernels.linear`. Raises UsageError for unsuitable operands.
+    float16 or float32. Sums are float32; tensor cores keep about 14 bits of those of fp8. A bfloat16 result on the CPU
+    is rounded before scales that are not powers of two are applied, and before the bias is added, which fp8 tensor
+    cores do in float32 if both are bfloat16. Has no gradient: see `kernels.linear`. Raises UsageError for unsuitable
+    operands.
     """
     _check(a, b, scale_a, scale_b, bias)
     out_dtype = out_dtype or (torch.bfloat16 if a.dtype in _FP8 else a.dtype)

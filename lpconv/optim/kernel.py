@@ -22,7 +22,9 @@ from lpconv.optim.rules import RULES, Coefficients, UpdateRule
 from lpconv.optim.storage import WITH_OFFSET, Parts, Step, Storage, load, new_parts, store, stored_value
 
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
-_CHECKED = 4096
+# Elements of the check. A GPU's block size follows from it.
+_CHECKED = {"cpu": 2**12, "cuda": 2**17}
+_COLUMNS = 64  # a GPU loads several numbers at once only if the compiler knows that their count is a multiple of 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,9 @@ class Kernel:
     def run(self, parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:
         """Update the parts in place. All tensors are 1-D, contiguous and equally long; coefficients are 0-dim fp32."""
         if self.mode != "eager":
+            if gradient.device.type != "cpu" and len(gradient) % _COLUMNS == 0:
+                parts, gradient = tuple(tuple(map(_in_rows, p)) for p in parts), _in_rows(gradient)
+                random = random if random is None else _in_rows(random)
             self.step(parts, gradient, coefficients, random)
             return
         for start in range(0, len(gradient), _EAGER_BLOCK):
@@ -42,6 +47,14 @@ class Kernel:
             part_blocks = tuple(tuple(t[block] for t in tensors) for tensors in parts)
             noise = random[block] if random is not None and random.dim() else random
             self.step(part_blocks, gradient[block], coefficients, noise)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    if not x.dim():
+        return x
+    rows = x.view(-1, _COLUMNS)
+    torch._dynamo.mark_static(rows, 1)
+    return rows
 
 
 def apply_rule(
@@ -129,7 +142,7 @@ def _agrees(kind: StepKind, storages: tuple[Storage, ...], step: Step, device: t
     parts, gradient, coefficients, random = _check_inputs(kind, storages, device)
     other = tuple(tuple(t.clone() for t in tensors) for tensors in parts)
     for _ in range(2):  # low parts are read from the second step on
-        step(parts, gradient, coefficients, random)
+        Kernel(mode="cast", step=step).run(parts, gradient, coefficients, random)
         eager(other, gradient, coefficients, random)
     returned = [torch.zeros((), device=device)] * len(parts)
     if kind.gain is not None:
@@ -151,13 +164,13 @@ def _near(a: Tensor, b: Tensor, difference: Tensor, rtol: float) -> bool:
 def _check_inputs(
     kind: StepKind, storages: tuple[Storage, ...], device: torch.device
 ) -> tuple[Parts, Tensor, tuple[Tensor, ...], Tensor | None]:
-    generator = torch.Generator().manual_seed(0)
+    generator, count = torch.Generator().manual_seed(0), _CHECKED.get(device.type, 2**12)
 
     def uniform() -> Tensor:  # far from 0, so that relative differences are meaningful
-        return (torch.rand(_CHECKED, generator=generator) + 0.5).to(device)
+        return (torch.rand(count, generator=generator) + 0.5).to(device)
 
     parts = tuple(new_parts(s, (uniform() * (1 if s.dtype.is_floating_point else 64)).to(s.dtype)) for s in storages)
-    random = torch.randint(0, 2**16, (_CHECKED,), dtype=torch.int32, generator=generator).to(device)
+    random = torch.randint(0, 2**16, (count,), dtype=torch.int32, generator=generator).to(device)
     offset = torch.tensor(0.25, device=device) if any(s in WITH_OFFSET for s in storages) else None
     group: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
     group |= {"momentum": 0.9, "dampening": 0.0, "nesterov": False}

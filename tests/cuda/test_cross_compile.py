@@ -35,6 +35,12 @@ def _run(body: str, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def test_a_byte_is_moved_with_its_sign() -> None:
+    x = torch.tensor([0x7F80, 0x80FF, 0], dtype=torch.int32).view(torch.float32)
+    moved = _run("  prmt.b32 %r9, %r2, 0, 0x9991U;", x).view(torch.int32)  # byte 1, and three times its sign
+    assert moved.tolist() == [0x7F, -128, 0]
+
+
 def test_a_fused_product_is_rounded_once() -> None:
     x = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 1
 
