@@ -226,7 +226,13 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         scaled.model_converter = converter
         return scaled
 
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        # transformers 5.17 would cast codes to the model's dtype, which rounds a second time.
+        plan, stored = model._get_dtype_plan, {f"*{leaf}": None for leaf in self.quantization_config.leaves}
+        model._get_dtype_plan = lambda dtype: {**stored, **plan(dtype)}
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        del model._get_dtype_plan
         # The decoding is undone in `get_state_dict_and_metadata`, not by transformers' reversal of conversions.
         model._weight_conversions = [
             getattr(c, "model_converter", None) or c for c in model._weight_conversions if id(c) not in self._added

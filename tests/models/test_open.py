@@ -100,6 +100,16 @@ def test_another_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> Non
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_another_dtype_is_rounded_to_once(tmp_path: Path) -> None:
+    """Codes of more bits than the dtype, and scales that are no powers of two."""
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="fp16", scale="exact", verify="none"))
+    wide, narrow = (
+        state(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert all(torch.equal(narrow[k], a.bfloat16()) for k, a in wide.items())
+
+
 def test_a_base_class_opens_a_checkpoint_with_a_head(outputs: dict[tuple[str, str], Path]) -> None:
     base = AutoModel.from_pretrained(outputs["unit", "fp32"])
     source = AutoModel.from_pretrained(demo_checkpoint())
