@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,6 @@ _AUTO_LOGITS_BYTES = 2 * 10**9
 SPARE = 2  # blocks waiting for the writer while all workers are busy
 _MAX_WORKERS = 8
 _MIB = 2**20
-_TORCH_BYTES = 200 * _MIB
 _CLIENT_BYTES = 24 * _MIB  # obstore's code and connections
 _OVERHEAD_BYTES = 8 * _MIB  # growth of Python itself
 _TENSOR_BYTES = 8 * 2**10  # per tensor: header entry, record, row of a report
@@ -38,8 +38,12 @@ _TABLES_BYTES = (2 + 2 + 4) * 64 * 2**18
 _FITTING_BYTES = 192  # per element of a worker's temporary tensors when points are fitted to a budget
 # Per element of the largest block during decoding, and of blocks that are compared in fp64 with their reference.
 _DECODING_BYTES, _CHECKING_BYTES = 32, 96
-_TRANSFORMERS_BYTES = 160 * _MIB  # transformers and one architecture, and blocks kept by the heap
-_BUILDING_BYTES = 120 * _MIB  # transformers and a model without weights, for comparing names and shapes
+# A torch that is built for CUDA takes more, without a GPU too.
+_TORCH_PLACES = getattr(find_spec("torch"), "submodule_search_locations", ())
+_HAS_CUDA = any(Path(place, "lib", "libtorch_cuda.so").exists() for place in _TORCH_PLACES)
+_TORCH_BYTES = (480 if _HAS_CUDA else 200) * _MIB
+_TRANSFORMERS_BYTES = (240 if _HAS_CUDA else 160) * _MIB  # with one architecture, and blocks kept by the heap
+_BUILDING_BYTES = (200 if _HAS_CUDA else 120) * _MIB  # and a model without weights, for comparing names and shapes
 _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
 _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one being arranged
