@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from lpconv.models.coded import CodedTensor
 from lpconv.results import MemoryParts, MemoryRecord
+from lpconv.train.memory import profiled_memory
 
 _FORWARD = "lpconv:forward"
 
@@ -67,7 +68,7 @@ def profile_step(
     `weights` and `optimizer` are bytes allocated before the step. `gradients` returns the gradients after `finish`,
     which must not free them.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:  # also records a GPU's allocator
+    with profiled_memory() as profiled:
         with record_function(_FORWARD):
             result = forward()
         finish(result)

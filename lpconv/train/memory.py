@@ -119,9 +119,7 @@ class StepMemory:
                 torch.cuda.reset_peak_memory_stats()
             else:
                 self._kept_bytes = kept_bytes((*self.model.parameters(), *self.model.buffers()), optimizer)
-                self._profile = self._stack.enter_context(
-                    profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-                )
+                self._profile = self._stack.enter_context(profiled_memory())
         elif step == _FIRST + 1 and self._peak_bytes:
             self._tracker = MemTracker()
             self._tracker.track_external(self.model, optimizer)
@@ -160,6 +158,15 @@ class StepMemory:
 
 def _instrument() -> str:
     return "torch.cuda.max_memory_allocated" if torch.cuda.is_available() else "torch.profiler"
+
+
+@contextmanager
+def profiled_memory() -> Iterator[profile]:
+    """Record what CPU and GPU allocate and free in the block."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears")  # torch 2.11 says so of a single cycle
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            yield profiled
 
 
 def largest_sum(profiled: Any) -> int:
