@@ -68,6 +68,9 @@ def test_an_unknown_instruction_is_refused_by_name() -> None:
         _run("popc.b32 %r9, %r2;", torch.ones(4))
 
 
+_NEEDS_FAKE_GPU = pytest.mark.skipif(
+    bool(torch.version.cuda and not torch.cuda.is_available()), reason="fake GPUs need a build without CUDA, or a GPU"
+)
 _NEEDS_TRITON = pytest.mark.skipif(
     find_spec("triton") is None or shutil.which("g++") is None, reason="compiling for GPUs needs Triton and g++"
 )
@@ -89,6 +92,7 @@ print(json.dumps([unequal(exact), unequal({}, fuses_products=False), unequal(exa
 """
 
 
+@_NEEDS_FAKE_GPU
 @_NEEDS_TRITON
 def test_a_lost_rounding_and_a_fused_product_are_found(tmp_path: Path) -> None:
     root = cuda_page.ROOT
@@ -106,6 +110,7 @@ def test_a_lost_rounding_and_a_fused_product_are_found(tmp_path: Path) -> None:
     assert fused_products > 0
 
 
+@_NEEDS_FAKE_GPU
 @_NEEDS_TRITON
 def test_kernels_are_those_recorded(tmp_path: Path) -> None:
     """A release of torch that breaks or finds a fusion fails here; `--only` and `--out` record what it does."""
