@@ -97,6 +97,7 @@ class TestPickles:
         assert says in error.message
         assert error.message.isprintable()
 
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
     @pytest.mark.parametrize(
         "x",
         [torch.eye(3).to_sparse(), torch.zeros(2, 2, device="meta"), torch.zeros(2, 2, dtype=torch.complex128)],

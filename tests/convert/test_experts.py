@@ -34,6 +34,8 @@ out, *paths = sys.argv[1:]
 found = {}
 for path in paths:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    if transformers.__version__.startswith("5.17."):  # names the scales that later ones ignore
+        info["unexpected_keys"] = {k for k in info["unexpected_keys"] if not k.endswith(".weight_global_scale")}
     assert not any(info.values()), info
     with torch.no_grad():
         said = model(input_ids=torch.arange(3, 35).view(2, 16)).logits

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from export_models import tiny
+from packaging.version import Version
 from transformers import AutoTokenizer
 
 import lpconv.hf
@@ -54,6 +55,8 @@ class Exported:
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Exported, Any]:
+    if request.param[0] == "t5" and Version(torch.__version__) < Version("2.12"):
+        pytest.skip("torch 2.11 cannot translate T5's attention")
     return Exported(request.param, tmp_path_factory.mktemp(request.param[0])), CASES[request.param]
 
 

@@ -322,6 +322,8 @@ def test_files_are_those_that_peft_writes(tmp_path: Path, model: str) -> None:
 def test_peft_computes_our_logits(outputs: dict[str, Path], form: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     pytest.importorskip("compressed_tensors")
+    if form == "NVFP4" and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 decodes NVFP4 to bf16, whatever dtype is asked for")
     out = tmp_path / "out"
     finetune(str(outputs[form]), out, _options(twin="none"))
     # compressed-tensors decodes at the first forward pass, in the dtype of the scales, or while it opens a model: it
