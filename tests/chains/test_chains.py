@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 from chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
 
 PAGE = read_page((Path(__file__).parents[2] / "docs" / "chains.md").read_text(encoding="utf-8"))
@@ -44,6 +45,9 @@ def test_a_command_after_another(
 ) -> None:
     path = make(source, folder)
     set_up(monkeypatch, folder)
+    is_tokenized = source == "GGUF of others" and command in ("finetune collage-bf16", "advise")
+    if is_tokenized and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 cannot read a GGUF file's tokenizer without merges")
     assert verdict(command, path, tmp_path / "out") == PAGE[source, command]
 
 
