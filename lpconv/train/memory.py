@@ -161,7 +161,7 @@ def _instrument() -> str:
 
 
 @contextmanager
-def profiled_memory() -> Iterator[profile]:
+def profiled_memory() -> Iterator[Any]:
     """Record what CPU and GPU allocate and free in the block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears")  # torch 2.11 says so of a single cycle
