@@ -27,11 +27,12 @@ def prompts_of(model: Path | str, prompts: Sequence[str] = PROMPTS) -> list[list
     return [list(tokenizer(p).input_ids) for p in prompts]
 
 
-def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS) -> list[list[int]]:
-    """The likeliest continuation of each prompt in lpconv, without tokens that would end it."""
+def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS, never: Sequence[int] = ()) -> list[list[int]]:
+    """The likeliest continuation of each prompt in lpconv, without tokens that would end it, or those in `never`."""
     import torch
 
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    options["suppress_tokens"] = list(never) or None
     with torch.no_grad():
         return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]
 

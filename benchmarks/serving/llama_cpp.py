@@ -1,43 +1,63 @@
 """Does llama.cpp compute with the weights that lpconv wrote with `--layout gguf`, and read text as the same tokens?
 
 Installs the prebuilt llama.cpp of the npm package node-llama-cpp, converts the model to each scheme, and compares the
-tokens of the prompts, the first greedy tokens, and the log-probabilities of the 20 likeliest next tokens with
-`lpconv.load` in fp32. llama.cpp rounds the inputs of products with blocks of codes to 8-bit integers in blocks of 32;
-`with_rounded_inputs` is the difference if lpconv's inputs are rounded so, too. Then the same, with fp16 weights, for a
-small random model of every other family of decoders.
+tokens of the prompts, greedy tokens, and the log-probability of every token of lpconv's text with `lpconv.load` in
+fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values in fp32, and
+in a second run in fp16, its default. It rounds the inputs of products with blocks of codes to 8-bit integers in blocks
+of 32; `with_rounded_inputs` is the difference if lpconv's inputs are rounded so, too. Then the same, with fp16 weights,
+for a small random model of every other family of decoders. Rows are added to a result that exists.
 """
 
 import json
-import math
 import shutil
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, machine, parser, save, work_folder
-from benchmarks.serving.answers import PROMPTS, converted, equal_first, greedy, prompts_of
+from benchmarks.common import command, load, machine, parser, save, work_folder
+from benchmarks.serving.answers import (
+    NUM_TOKENS,
+    PROMPTS,
+    converted,
+    difference,
+    equal_first,
+    greedy,
+    logs_of,
+    prompts_of,
+)
 
-NUM_TOKENS = 8
+CACHES = ("F32", "F16")
 PACKAGE = "node-llama-cpp@3.22.1"
 SCHEMES = ("GGUF_F16", "GGUF_Q8_0", "GGUF_Q4_0", "GGUF_MXFP4")
 CHILD = """
 import {getLlama, LlamaLogLevel} from "node-llama-cpp";
-const [path, prompts, count] = process.argv.slice(2);
+const [path, given] = process.argv.slice(2);
+const {prompts, texts, count, never, cache} = JSON.parse(given);
 const llama = await getLlama({gpu: false, build: "never", logLevel: LlamaLogLevel.warn, maxThreads: 2});
 const model = await llama.loadModel({modelPath: path});
-const sequence = (await model.createContext({contextSize: 256})).getSequence();
+const types = {experimentalKvCacheKeyType: cache, experimentalKvCacheValueType: cache};
+const sequence = (await model.createContext({contextSize: 256, ...types})).getSequence();
+for (const token of model.iterateAllTokens())
+  if (model.isEogToken(token) && !never.includes(token)) throw new Error(`token ${token} ends a text`);
+const asked = token => [token, {generateNext: {logits: true}}];
 const found = [];
-for (const {text, ids} of JSON.parse(prompts)) {
-  const tokens = [];
+for (const {text, ids} of prompts) {
+  const tokens = [], whole = texts[found.length];
   await sequence.clearHistory();
-  for await (const token of sequence.evaluate(ids, {temperature: 0})) {
-    tokens.push(token);
-    if (tokens.length == Number(count)) break;
+  let input = [...ids.slice(0, -1), asked(ids.at(-1))];
+  while (tokens.length < count) {
+    const {logits} = (await sequence.controlledEvaluate(input)).at(-1).next;  // the likeliest comes first
+    tokens.push([...logits.keys()].find(token => !never.includes(token)));
+    input = [asked(tokens.at(-1))];
   }
   await sequence.clearHistory();
-  const asked = [...ids.slice(0, -1), [ids.at(-1), {generateNext: {probabilities: true}}]];
-  const next = (await sequence.controlledEvaluate(asked)).at(-1).next;
-  found.push({ids: model.tokenize(text), tokens, likeliest: [...next.probabilities].slice(0, 20)});
+  const logs = (await sequence.controlledEvaluate(whole.slice(0, -1).map(asked))).map(({next}, i) => {
+    const values = [...next.logits.values()], largest = values[0];
+    const total = values.reduce((sum, x) => sum + Math.exp(x - largest), 0);
+    return next.logits.get(whole[i + 1]) - largest - Math.log(total);
+  });
+  found.push({ids: model.tokenize(text), tokens, logs});
 }
 console.log(JSON.stringify({release: llama.llamaCppRelease.release, found}));
 process.exit(0);
@@ -54,47 +74,51 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-def measure(node: Path, model: str, scheme: str, folder: Path) -> dict[str, Any]:
-    """Convert to one scheme and compare both runtimes."""
+def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Convert to one scheme and compare both runtimes, with each type of llama.cpp's cache."""
     import torch
 
     import lpconv
 
     output, prompts = converted(model, ("--scheme", scheme), folder / f"{Path(model).name}-{scheme}"), prompts_of(model)
-    asked = json.dumps([{"text": text, "ids": ids} for text, ids in zip(PROMPTS, prompts, strict=True)])
-    words = ["node", "child.mjs", str(output / "model.gguf"), asked, str(NUM_TOKENS)]
-    run = subprocess.run(words, cwd=node, check=True, capture_output=True, text=True)
-    theirs = json.loads(run.stdout.splitlines()[-1])
-    ours = lpconv.load(output, dtype=torch.float32)
-    difference = largest_difference(ours, prompts, theirs["found"])
-    tokens = [f["tokens"] for f in theirs["found"]]
-    row = {
-        "model": Path(model).name,
-        "scheme": scheme,
-        "same_prompt_tokens": all(ids == f["ids"] for ids, f in zip(prompts, theirs["found"], strict=True)),
-        "tokens": NUM_TOKENS * len(prompts),
-        "equal_first_tokens": equal_first(greedy(ours, prompts, NUM_TOKENS), tokens),
-        "largest_log_probability_difference": difference,
-        "release": theirs["release"],
-    }
+    ours, never = lpconv.load(output, dtype=torch.float32), special_tokens(model)
+    tokens = greedy(ours, prompts, NUM_TOKENS, never)
+    texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
+    logs, rounded = logs_of(ours, texts), None
     if scheme != "GGUF_F16":
         for name, module in ours.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.register_forward_pre_hook(lambda _, inputs: (in_blocks(inputs[0]),))
-        row["with_rounded_inputs"] = largest_difference(ours, prompts, theirs["found"])
-    return row
+        rounded = logs_of(ours, texts)
+    asked = [{"text": text, "ids": ids} for text, ids in zip(PROMPTS, prompts, strict=True)]
+    for cache in caches:
+        given = {"prompts": asked, "texts": texts, "count": NUM_TOKENS, "never": never, "cache": cache}
+        words = ["node", "child.mjs", str(output / "model.gguf"), json.dumps(given)]
+        facts = {"model": Path(model).name, "scheme": scheme, "cache": cache}
+        run = subprocess.run(words, cwd=node, capture_output=True, text=True)
+        if run.returncode:
+            yield {**facts, "failed": (run.stderr or run.stdout).strip().splitlines()[-1]}
+            continue
+        theirs = json.loads(run.stdout.splitlines()[-1])
+        row = {
+            **facts,
+            "release": theirs["release"],
+            "same_prompt_tokens": all(ids == f["ids"] for ids, f in zip(prompts, theirs["found"], strict=True)),
+            "tokens": NUM_TOKENS * len(prompts),
+            "equal_first_tokens": equal_first(tokens, [f["tokens"] for f in theirs["found"]]),
+            "difference": difference(logs, [f["logs"] for f in theirs["found"]]),
+        }
+        if rounded is not None:
+            row["with_rounded_inputs"] = difference(rounded, [f["logs"] for f in theirs["found"]])
+        yield row
 
 
-def largest_difference(model: Any, prompts: list[list[int]], found: list[dict[str, Any]]) -> float:
-    """The largest difference of log-probabilities of the tokens that llama.cpp finds likeliest."""
-    import torch
+def special_tokens(model: str) -> list[int]:
+    """All special tokens of the tokenizer, those that end a text among them."""
+    from transformers import AutoTokenizer
 
-    differences = []
-    for ids, theirs in zip(prompts, found, strict=True):
-        with torch.inference_mode():
-            logs = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-        differences += [abs(float(logs[i]) - math.log(p)) for i, p in theirs["likeliest"] if p > 1e-6]
-    return round(max(differences), 4)
+    added = AutoTokenizer.from_pretrained(model).added_tokens_decoder
+    return [i for i, token in added.items() if token.special]
 
 
 def in_blocks(x: Any) -> Any:
@@ -135,18 +159,19 @@ def main() -> None:
     made = parser(__doc__, work="where the package and the converted models are kept")
     made.add_argument("model", help="a model with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--schemes", nargs="+", default=SCHEMES)
+    made.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES)
     options = made.parse_args()
+    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
     with work_folder(options.work) as folder:
         node = environment(folder / "node")
-        rows = []
         others = family_models(folder, Path(options.model))
         for model, scheme in [*((options.model, s) for s in options.schemes), *((str(m), "GGUF_F16") for m in others)]:
-            rows.append(measure(node, model, scheme, folder))
-            print(rows[-1], flush=True)
-            save(
-                {"command": command().replace(options.model, "MODEL"), "machine": machine("gguf"), "rows": rows},
-                options.out,
-            )
+            for row in measure(node, model, scheme, folder, options.caches):
+                facts = {key: row[key] for key in ("model", "scheme", "cache")}
+                rows = [*(r for r in rows if {k: r.get(k) for k in facts} != facts), row]
+                print(json.dumps(row), flush=True)
+                said = command().replace(options.model, "MODEL")
+                save({"command": said, "machine": machine("gguf"), "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

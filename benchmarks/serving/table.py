@@ -48,21 +48,22 @@ def _mlx() -> Iterator[Row]:
 
 def _llama_cpp() -> Iterator[Row]:
     for r in recorded("llama-cpp")["rows"]:
-        tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
-        gap = f"at most {_figure(r['largest_log_probability_difference'])}"
-        yield f"gguf, {r['scheme']}", r["model"], f"llama.cpp {r['release']}", "yes", tokens, gap
+        layout, cache = f"gguf, {r['scheme']}", {"F32": "fp32", "F16": "fp16"}[r["cache"]]
+        if "failed" in r:
+            yield layout, r["model"], f"llama.cpp, cache in {cache}", "no", "", f"`{r['failed']}`"
+            continue
+        runtime, tokens = f"llama.cpp {r['release']}, cache in {cache}", f"{r['equal_first_tokens']} of {r['tokens']}"
+        yield layout, r["model"], runtime, "yes", tokens, _gap(r["difference"])
 
 
 def _onnx() -> Iterator[Row]:
-    found = recorded("onnx-cache")
-    for r in found["rows"]:
+    for r in recorded("onnx-cache")["rows"]:
         layout, runtime = f"ONNX with a cache, {r['form']}", f"{r['runtime']} {r.get('version', '')}".strip()
         if "failed" in r:
-            yield layout, found["model"], runtime, "no", "", f"`{r['failed']}`"
+            yield layout, r["model"], runtime, "no", "", f"`{r['failed']}`"
             continue
-        gap = r.get("max_log_probability_difference")
         tokens = f"{r['equal_tokens']} of {r['of']}"
-        yield layout, found["model"], runtime, "yes", tokens, "" if gap is None else f"at most {_figure(gap)}"
+        yield layout, r["model"], runtime, "yes", tokens, _gap(r["difference"]) if "difference" in r else ""
 
 
 def _bits() -> Iterator[Row]:
