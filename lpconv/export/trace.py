@@ -28,6 +28,14 @@ _COPIES_IN_MEMORY = 3
 _HINT = "please report it with the model's config.json; `lpconv convert` works without an export"
 _OP = re.compile(r"target=torch\.ops\.([\w.]+)")
 _PREFIX = "model."
+# Rules of onnxscript for operations without effect, and for two in a row that are one.
+_RULES = (
+    "add_0", "sub_0", "mul_by_1", "div_by_1", "dropout_zero", "dropout_inference", "collapse_slice", "collapse_slice2",
+    "squeeze_reshape_1d", "cast_cast", "no_op_cast", "no_op_expand", "no_op_transpose", "reshape_reshape",
+    "transpose_transpose", "unsqueeze_unsqueeze", "no_op_dynamic_scatter_nd", "no_op_static_scatter_nd",
+    "cast_constant_of_shape", "cast_constant_of_shape_without_value", "materialize_reshape_shape",
+    "one_reshape_matmul_reshape", "two_reshapes_matmul_reshape",
+)  # fmt: skip
 
 
 TracedCase = tuple[dict[str, Tensor], tuple[Tensor, ...]]
@@ -226,9 +234,31 @@ def _clean(graph: ir.Model) -> None:
 
 
 def _fold_constants(graph: ir.Model, parameters: set[str]) -> None:
-    from onnxscript.optimizer import optimize_ir  # needs the onnx extra
+    """Fold constants, and remove operations that change nothing.
+
+    These are the steps of `onnxscript.optimizer.optimize_ir`, without rules for convolutions and for slices that split
+    a tensor. The latter goes through the whole graph at each of its nodes, which takes minutes with 30 layers.
+    """
+    # All of it needs the onnx extra.
+    from onnx_ir.passes import common
+    from onnxscript.optimizer import fold_constants_ir
+    from onnxscript.rewriter import RewritePass
+    from onnxscript.rewriter.rules import common as rules
 
     def should_fold(node: ir.Node) -> bool | None:
         return False if any(v is not None and v.name in parameters for v in node.inputs) else None
 
-    optimize_ir(graph, should_fold=should_fold)
+    without_effect = RewritePass([getattr(rules, f"{name}_rule") for name in _RULES])
+    common.InlinePass()(graph)
+    for _ in range(2):
+        fold_constants_ir(graph, onnx_shape_inference=True, should_fold=should_fold)
+        without_effect(graph)
+        common.RemoveUnusedNodesPass()(graph)
+        common.RemoveUnusedFunctionsPass()(graph)
+        common.RemoveUnusedOpsetsPass()(graph)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(graph)
+    common.LiftSubgraphInitializersToMainGraphPass()(graph)
+    common.DeduplicateInitializersPass()(graph)
+    common.CommonSubexpressionEliminationPass()(graph)
+    common.OutputFixPass()(graph)
+    common.NameFixPass()(graph)
