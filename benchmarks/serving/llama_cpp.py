@@ -2,10 +2,11 @@
 
 Installs the prebuilt llama.cpp of the npm package node-llama-cpp, converts the model to each scheme, and compares the
 tokens of the prompts, greedy tokens, and the log-probability of every token of lpconv's text with `lpconv.load` in
-fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values in fp32, and
-in a second run in fp16, its default. It rounds the inputs of products with blocks of codes to 8-bit integers in blocks
-of 32; `with_rounded_inputs` is the difference if lpconv's inputs are rounded so, too. Then the same, with fp16 weights,
-for a small random model of every other family of decoders. Rows are added to a result that exists.
+fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values in fp32
+without flash attention, which would read them in fp16, and then in fp16 with it, its default. It rounds the inputs of
+products with blocks of codes to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference if lpconv's
+inputs are rounded so, too. Then the same, with fp16 weights, for a small random model of every other family of
+decoders. Rows are added to a result that exists.
 """
 
 import json
@@ -37,7 +38,8 @@ const {prompts, texts, count, never, cache} = JSON.parse(given);
 const llama = await getLlama({gpu: false, build: "never", logLevel: LlamaLogLevel.warn, maxThreads: 2});
 const model = await llama.loadModel({modelPath: path});
 const types = {experimentalKvCacheKeyType: cache, experimentalKvCacheValueType: cache};
-const sequence = (await model.createContext({contextSize: 256, ...types})).getSequence();
+const attention = {...types, flashAttention: cache == "F32" ? false : "auto"};
+const sequence = (await model.createContext({contextSize: 256, ...attention})).getSequence();
 for (const token of model.iterateAllTokens())
   if (model.isEogToken(token) && !never.includes(token)) throw new Error(`token ${token} ends a text`);
 const asked = token => [token, {generateNext: {logits: true}}];
