@@ -4,9 +4,10 @@ Installs the prebuilt llama.cpp of the npm package node-llama-cpp, converts the 
 tokens of the prompts, greedy tokens, and the log-probability of every token of lpconv's text with `lpconv.load` in
 fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values in fp32
 without flash attention, which would read them in fp16, and then in fp16 with it, its default. It rounds the inputs of
-products with blocks of codes to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference if lpconv's
-inputs are rounded so, too. Then the same, with fp16 weights, for a small random model of every other family of
-decoders. Rows are added to a result that exists.
+products with blocks of codes to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference, with keys and
+values in fp32, if lpconv's inputs are rounded so, too, and those of other products to the dtype of their weights. Then
+the same, with fp16 weights, for a small random model of every other family of decoders. Rows are added to a result that
+exists.
 """
 
 import json
@@ -86,12 +87,9 @@ def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[
     ours, never = lpconv.load(output, dtype=torch.float32), special_tokens(model)
     tokens = greedy(ours, prompts, NUM_TOKENS, never)
     texts = [p + t for p, t in zip(prompts, tokens, strict=True)]
-    logs, rounded = logs_of(ours, texts), None
-    if scheme != "GGUF_F16":
-        for name, module in ours.named_modules():
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.register_forward_pre_hook(lambda _, inputs: (in_blocks(inputs[0]),))
-        rounded = logs_of(ours, texts)
+    logs = logs_of(ours, texts)
+    round_inputs(ours, output / "model.gguf")
+    rounded = logs_of(ours, texts)
     asked = [{"text": text, "ids": ids} for text, ids in zip(PROMPTS, prompts, strict=True)]
     for cache in caches:
         given = {"prompts": asked, "texts": texts, "count": NUM_TOKENS, "never": never, "cache": cache}
@@ -110,7 +108,7 @@ def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[
             "equal_first_tokens": equal_first(tokens, [f["tokens"] for f in theirs["found"]]),
             "difference": difference(logs, [f["logs"] for f in theirs["found"]]),
         }
-        if rounded is not None:
+        if cache == "F32":
             row["with_rounded_inputs"] = difference(rounded, [f["logs"] for f in theirs["found"]])
         yield row
 
@@ -121,6 +119,24 @@ def special_tokens(model: str) -> list[int]:
 
     added = AutoTokenizer.from_pretrained(model).added_tokens_decoder
     return [i for i, token in added.items() if token.special]
+
+
+def round_inputs(model: Any, file: Path) -> None:
+    """Round the inputs of all products to blocks of 8-bit integers, or to the dtype of their weights in a file."""
+    import gguf
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(file).tensors}
+    head = types.get("output.weight", types["token_embd.weight"])
+    layers = types.get("blk.0.attn_output.weight")
+    dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)):
+            dtype = dtypes.get(head if name == "lm_head" else layers)
+            module.register_forward_pre_hook(
+                lambda _, x, d=dtype: (in_blocks(x[0]) if d is None else x[0].to(d).float(),)
+            )
 
 
 def in_blocks(x: Any) -> Any:
@@ -170,10 +186,10 @@ def main() -> None:
         for model, scheme in [*((options.model, s) for s in options.schemes), *((str(m), "GGUF_F16") for m in others)]:
             for row in measure(node, model, scheme, folder, options.caches):
                 facts = {key: row[key] for key in ("model", "scheme", "cache")}
+                row["command"] = command().replace(options.model, "MODEL")
                 rows = [*(r for r in rows if {k: r.get(k) for k in facts} != facts), row]
                 print(json.dumps(row), flush=True)
-                said = command().replace(options.model, "MODEL")
-                save({"command": said, "machine": machine("gguf"), "rows": rows}, options.out)
+                save({"machine": machine("gguf"), "rows": rows}, options.out)
 
 
 if __name__ == "__main__":
