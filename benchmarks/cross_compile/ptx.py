@@ -170,6 +170,12 @@ class _Threads:
             low, high = ([self.get(o, "b32") >> np.uint32(s) for o in operands] for s in (0, 16))
             parts = [_to_bf16(_FLOAT[name](*(_widened(x) for x in half))) for half in (low, high)]
             return parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << np.uint32(16))
+        if kind in ("s16x2", "u16x2"):
+            low, high = ([self.get(o, "b32") >> np.uint32(s) for o in operands] for s in (0, 16))
+            parts = [_INTEGER[name](*(x.astype(f"{kind[0].replace('s', 'i')}2") for x in half)) for half in (low, high)]
+            return parts[0].view(np.uint16).astype(np.uint32) | (
+                parts[1].view(np.uint16).astype(np.uint32) << np.uint32(16)
+            )
         if name in ("mul", "mad") and op[1] in ("wide", "lo"):
             wide = {"s32": "i8", "u32": "u8"}[kind] if op[1] == "wide" else self.get(operands[0], kind).dtype
             product = self.get(operands[0], kind).astype(wide) * self.get(operands[1], kind).astype(wide)

@@ -41,6 +41,12 @@ def test_a_byte_is_moved_with_its_sign() -> None:
     assert moved.tolist() == [0x7F, -128, 0]
 
 
+def test_halves_are_added_each_by_itself() -> None:
+    x = torch.tensor([0x7FFF8001, 0x0001FFFF], dtype=torch.int32).view(torch.float32)
+    moved = _run("  add.s16x2 %r9, %r2, %r2;", x).view(torch.int32)
+    assert moved.tolist() == [0xFFFE0002 - 2**32, 0x0002FFFE]
+
+
 def test_a_fused_product_is_rounded_once() -> None:
     x = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 1
 
