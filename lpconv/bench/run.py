@@ -69,7 +69,8 @@ def bench(
         checkpoint = open_readable(options.model)
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
-        positions = (checkpoint.config.get("text_config") or checkpoint.config).get("max_position_embeddings")
+        config = checkpoint.config.get("text_config") or checkpoint.config
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
     # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:

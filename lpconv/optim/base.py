@@ -2,7 +2,7 @@
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, overload
 
@@ -62,14 +62,14 @@ class LowPrecisionOptimizer(Optimizer):
         self.settings = settings
         self.records: list[UpdateRecord] = []
         self.num_skipped = 0
-        self._coefficients_now: dict[tuple[int, str, int, torch.device], tuple[Tensor, ...]] = {}
+        self._scalars_now: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
         self._shared: dict[Tensor, SharedState] = {}
         self._scratch: Scratch = {}
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("settings", "records", "num_skipped")  # for deepcopy: PyTorch saves groups and state only
-        empty: dict[str, Any] = {"_coefficients_now": {}, "_shared": {}, "_scratch": {}}
+        empty: dict[str, Any] = {"_scalars_now": {}, "_shared": {}, "_scratch": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in own} | empty
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class LowPrecisionOptimizer(Optimizer):
             self._skip_or_raise()
             return loss
         self.records = []
-        self._coefficients_now.clear()
+        self._scalars_now.clear()
         small: dict[tuple[object, ...], list[_Job]] = defaultdict(list)
         for job in jobs:
             if self._is_small(job):
@@ -239,13 +239,18 @@ class LowPrecisionOptimizer(Optimizer):
         kernel.run(parts, gradient, self._coefficients(job, name, step), self._random(job, step))
 
     def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
-        """The scalars of the step as 0-dim tensors, to which compiled code is not specialised; cached per step()."""
-        device = job.gradient.device
-        key = (id(job.group), name, step, device)
-        if key not in self._coefficients_now:
-            values = STEPS[name].coefficients(job.group, step)
-            self._coefficients_now[key] = torch.tensor(values, dtype=torch.float32, device=device).unbind()
-        return self._coefficients_now[key]
+        """The scalars of the step, to which compiled code is not specialised."""
+        key, group = (id(job.group), name, step), job.group
+        return self._sent(key, job.gradient.device, lambda: STEPS[name].coefficients(group, step))
+
+    def _sent(
+        self, key: tuple[object, ...], device: torch.device, values: Callable[[], Sequence[float]]
+    ) -> tuple[Tensor, ...]:
+        """0-dim tensors on the device, sent once per step(), because a GPU waits for each copy."""
+        key = (*key, device)
+        if key not in self._scalars_now:
+            self._scalars_now[key] = torch.tensor(values(), dtype=torch.float32, device=device).unbind()
+        return self._scalars_now[key]
 
     def _random(self, job: _Job, step: int) -> Tensor | None:
         """Noise for stochastic rounding, determined by seed, parameter and step, so a resumed run draws the same.
@@ -254,7 +259,7 @@ class LowPrecisionOptimizer(Optimizer):
         """
         shape, device = (job.gradient.numel(),), job.gradient.device
         if any(s in WITH_OFFSET for s in self.storages(job.p)):
-            return torch.tensor(step * _GOLDEN % 1 - 0.5, dtype=torch.float32, device=device)
+            return self._sent(("offset", step), device, lambda: [step * _GOLDEN % 1 - 0.5])[0]
         if Storage.STOCHASTIC not in self.storages(job.p):
             return None
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.settings.seed}/{job.name}/{step}".encode()))
