@@ -52,6 +52,7 @@ UNTRIED = {
     "kernels/histogram.py:": "the shape of counts depends on data",
     "models/coded.py:": "asks whether autocast is on; resident codes have only run on a CPU",
     "optim/base.py:": "a table of limits; `tests/optim/test_shared_state.py`, on the device meta",
+    "optim/kernel.py: ": "a table of sizes, which `benchmarks.cross_compile` takes",
     "optim/base.py: LowPrecisionOptimizer": "counts steps, which fake tensors cannot do; its kernels are rehearsed by "
     "optimizer_steps",
     "report/doctor.py:": "the name of a processor; `tests/doctor/test_doctor.py`",

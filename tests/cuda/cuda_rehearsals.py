@@ -265,7 +265,9 @@ def optimizer_steps() -> None:
         storages = (variant.weight, *variant.moments)
         name = variant.rule or "adamw"
         parts, gradient, coefficients, random = _check_inputs(STEPS[name], storages, torch.device("cuda"))
-        get_kernel(name, storages, "cuda", compiled=False).run(parts, gradient, coefficients, random)
+        kernel = get_kernel(name, storages, "cuda", compiled=False)
+        for mode in ("eager", "cast"):  # by blocks, and in rows as a compiled step takes them
+            dataclasses.replace(kernel, mode=mode).run(parts, gradient, coefficients, random)
 
 
 def attention() -> None:
