@@ -166,16 +166,10 @@ class _Threads:
         name, kind = op[0], op[-1]
         if name == "cvt":
             return self._convert(op, operands)
-        if kind == "bf16x2":
-            low, high = ([self.get(o, "b32") >> np.uint32(s) for o in operands] for s in (0, 16))
-            parts = [_to_bf16(_FLOAT[name](*(_widened(x) for x in half))) for half in (low, high)]
-            return parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << np.uint32(16))
-        if kind in ("s16x2", "u16x2"):
-            low, high = ([self.get(o, "b32") >> np.uint32(s) for o in operands] for s in (0, 16))
-            parts = [_INTEGER[name](*(x.astype(f"{kind[0].replace('s', 'i')}2") for x in half)) for half in (low, high)]
-            return parts[0].view(np.uint16).astype(np.uint32) | (
-                parts[1].view(np.uint16).astype(np.uint32) << np.uint32(16)
-            )
+        if kind in ("bf16x2", "s16x2", "u16x2"):
+            halves = ([self.get(o, "b32") >> np.uint32(s) for o in operands] for s in (0, 16))
+            low, high = (_of_halves(name, kind, half).view(np.uint16).astype(np.uint32) for half in halves)
+            return low | (high << np.uint32(16))
         if name in ("mul", "mad") and op[1] in ("wide", "lo"):
             wide = {"s32": "i8", "u32": "u8"}[kind] if op[1] == "wide" else self.get(operands[0], kind).dtype
             product = self.get(operands[0], kind).astype(wide) * self.get(operands[1], kind).astype(wide)
@@ -302,6 +296,13 @@ class _Threads:
 
 def _sized(kind: str, mode: str) -> str:
     return f"{kind[0]}64" if mode == "wide" else kind
+
+
+def _of_halves(name: str, kind: str, values: list[Lanes]) -> Lanes:
+    """The operation on one half of each register, given in the lower bits."""
+    if kind == "bf16x2":
+        return _to_bf16(_FLOAT[name](*(_widened(x) for x in values)))
+    return _INTEGER[name](*(x.astype({"s16x2": np.int16, "u16x2": np.uint16}[kind]) for x in values))
 
 
 def _widened(bits: Lanes) -> Lanes:

@@ -10,6 +10,7 @@ from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
+from lpconv.data import num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import may_have_gpu
@@ -69,8 +70,7 @@ def bench(
         checkpoint = open_readable(options.model)
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
-        config = checkpoint.config.get("text_config") or checkpoint.config
-        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        positions = num_positions(checkpoint.config.get("text_config") or checkpoint.config)
     # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:

@@ -14,7 +14,8 @@ from lpconv.errors import InputError
 from lpconv.lookup import find
 
 __all__ = [
-    "FILE_KINDS", "SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "file_kind", "read_text", "text_at",
+    "FILE_KINDS", "SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "file_kind", "num_positions", "read_text",
+    "text_at",
 ]  # fmt: skip
 
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
@@ -95,8 +96,13 @@ def _usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
     `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens, from the transformers
     config.
     """
+    return wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
+
+
+def num_positions(config: Mapping[str, Any]) -> int | None:
+    """The model's maximum number of positions in config.json, if it is there under one of the usual names."""
     limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return wanted or min(SEQ_LEN, next((n for n in limits if isinstance(n, int)), SEQ_LEN))
+    return next((n for n in limits if isinstance(n, int)), None)
 
 
 def demo_text(split: str) -> Path:

@@ -143,9 +143,7 @@ class StepMemory:
         self._stack = None
         if self._tracker is not None:
             parts = _parts(self._tracker)
-            if (
-                torch.cuda.is_available()
-            ):  # cuBLAS alone takes 32 MiB of workspace on Hopper for each thread that multiplies
+            if torch.cuda.is_available():  # cuBLAS takes 32 MiB on Hopper for each thread that multiplies
                 parts["workspaces and other"] = max(0, self._peak_bytes - sum(parts.values()))
             self.record = PeakMemory(parts=parts, measured_bytes=self._peak_bytes, instrument=_instrument())
             self._tracker = None

@@ -122,6 +122,10 @@ def rehearse(folder: Path) -> tuple[dict[str, str | None], dict[tuple[str, int],
     return result["errors"], reached
 
 
+# A build for CUDA looks for the devices that fake tensors name.
+CAN_FAKE_GPU = not torch.version.cuda or torch.cuda.is_available()
+
+
 def build_guard(library: Path) -> Path:
     """`library`, compiled from `guard.cpp` against this torch; about three seconds."""
     headers, libraries = Path(torch.__file__).parent / "include", Path(torch.__file__).parent / "lib"

@@ -3,6 +3,7 @@
 python tests/cuda/gpu_code_page.py > docs/gpu-code.md
 """
 
+import math
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -17,6 +18,7 @@ sys.path.append(str(ROOT))
 
 from benchmarks.common import recorded  # noqa: E402
 from benchmarks.speed import gpu_kernels  # noqa: E402
+from benchmarks.speed.optimizer import TENSOR_SIZES  # noqa: E402
 from lpconv.optim import LowPrecisionAdamW, base  # noqa: E402
 from lpconv.report.bench import COLUMNS  # noqa: E402
 from lpconv.results import BenchResult, from_json  # noqa: E402
@@ -230,7 +232,7 @@ def _measured(gpu: dict[str, Any], compiled: list[dict[str, Any]]) -> str:
         int8=f"{times[large, 'collage-int8-moment'] / times[large, 'torch-fp32-master']:.2f}",
         steps=f"{min(shares):.2f} to {max(shares):.2f}",
         now=f"{now['instructions']:.0f}",
-        many="2,685",
+        many=f"{math.ceil(gpu_kernels.FULL.parameters // 10 / TENSOR_SIZES['many']):,}",
         plus_many=times[many, "collage-plus"],
         torch_many=times[many, "torch-fp32-fused"],
     )

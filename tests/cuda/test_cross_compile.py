@@ -74,9 +74,7 @@ def test_an_unknown_instruction_is_refused_by_name() -> None:
         _run("popc.b32 %r9, %r2;", torch.ones(4))
 
 
-_NEEDS_FAKE_GPU = pytest.mark.skipif(
-    bool(torch.version.cuda and not torch.cuda.is_available()), reason="fake GPUs need a build without CUDA, or a GPU"
-)
+_NEEDS_FAKE_GPU = pytest.mark.skipif(not cuda_page.CAN_FAKE_GPU, reason="fake GPUs need a build without CUDA, or a GPU")
 _NEEDS_TRITON = pytest.mark.skipif(
     find_spec("triton") is None or shutil.which("g++") is None, reason="compiling for GPUs needs Triton and g++"
 )

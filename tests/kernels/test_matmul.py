@@ -36,7 +36,7 @@ def test_fp8_products(
     m, k, n = shape
     a, b = codes((m, k), names[0], 1, device), codes((n, k), names[1], 2, device).t()
     exact = a.cpu().double() @ b.cpu().double()
-    if device == "cuda":  # Hopper's tensor cores keep about 14 bits of a sum
+    if device == "cuda" and why_not_scaled_mm(a, b) is None:  # tensor cores keep about 14 bits of a sum on Hopper
         bound = max(bound, 2**-12)
     for right in (b, b.contiguous()):
         y = matmul(a, right, out_dtype=out)

@@ -2,14 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.profiler import ProfilerActivity, profile
 
 from lpconv.scaled.gather import copy_to_reduce
 from lpconv.scaled.pair import Scaled, value
-from lpconv.train.memory import largest_sum
+from lpconv.train.memory import largest_sum, profiled_memory
 
 assert _fsdp_collectives  # it makes the op
 CHUNK_CAT = torch.ops.fsdp.chunk_cat.default
@@ -33,10 +31,9 @@ def test_values_are_copied_in_bit_for_bit() -> None:
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11, once in a process
 def test_gradients_are_not_widened_beside_the_buffer() -> None:
     gradients = [Scaled(torch.randn(256, 256).bfloat16(), 0.5) for _ in range(4)]
     buffer = torch.empty(4, 256 * 256)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profiled_memory() as seen:
         copy_to_reduce(CHUNK_CAT, [gradients, 0, 4], {"out": buffer})
     assert largest_sum(seen) < buffer.nbytes // 2
