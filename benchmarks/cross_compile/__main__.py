@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from benchmarks import common
 from benchmarks.cross_compile.inductor import TARGETS
 
 _ROOT = Path(__file__).parents[2]
+_COMPARED = "sm_90"  # the target whose PTX also runs on the CPU
 _CHECKED = ("step", "round", "cast", "decode")  # paths without products
 
 
 def main() -> int:
-    """Write the results of all targets, each from a process of its own; rows that a file has already are replaced."""
+    """Write the results of all targets, as many at a time as there are cores; rows of an existing file are replaced."""
     parser = common.parser(__doc__)
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--only", default="", help="only paths whose names match this regular expression")
@@ -45,15 +47,18 @@ def main() -> int:
     start = time.perf_counter()
     kept = common.load(options.out)["rows"] if options.out and options.out.exists() else []
     rows = {(r["target"], r["path"]): r for r in kept}
-    with tempfile.TemporaryDirectory() as folder:
-        for target in options.targets:
-            rows |= {(r["target"], r["path"]): r for r in run_worker(target, options.only, Path(folder))}
+    targets = sorted(options.targets, key=lambda t: t != _COMPARED)  # the longest first
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
+        folders = [Path(tempfile.mkdtemp(dir=folder)) for _ in targets]
+        for found in pool.map(run_worker, targets, [options.only] * len(targets), folders):
+            rows |= {(r["target"], r["path"]): r for r in found}
     seconds = round(time.perf_counter() - start)
     document = {
         "command": common.command().replace(".__main__", ""),
         **common.machine("triton"),
         "seconds": seconds,
-        "rows": list(rows.values()),
+        "rows": [row for target in TARGETS for row in rows.values() if row["target"] == target],
     }
     common.save(document, options.out)
     return 0
@@ -123,14 +128,16 @@ def _row(path: Any, target: Any) -> dict[str, Any]:
     if path.elements:
         row |= {"elements": path.elements, "least_bytes": sum(g.least_bytes for g in graphs)}
     try:
-        codes = [compile_kernel(c.kernel, c.source, target) for g in graphs for c in g.calls]
+        compiled = [(c.kernel, compile_kernel(c.kernel, c.source, target)) for g in graphs for c in g.calls]
     except NotSupported as error:
         return row | {"not_supported": str(error)}
-    row["registers"] = max((c.registers for c in codes), default=0)
-    row["spilled"] = sum(c.spilled for c in codes)
+    row["registers"] = max((code.registers for _, code in compiled), default=0)
+    row["spilled"] = sum(code.spilled for _, code in compiled)
+    if row["spilled"]:
+        row["spills_in"] = [name for name, code in compiled if code.spilled]
     if path.name.startswith("step"):
-        row["instructions"] = codes[0].instructions_per_element
-    if target.name == "sm_90" and path.name.split()[0] in _CHECKED:
+        row["instructions"] = compiled[0][1].instructions_per_element
+    if target.name == _COMPARED and path.name.split()[0] in _CHECKED:
         found = [compare(g, inputs_of(g), target) for g in graphs]
         row["unequal"] = sum(d.unequal for d in found)
         row["compared"] = sum(d.elements for d in found)

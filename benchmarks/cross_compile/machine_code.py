@@ -1,5 +1,6 @@
 """Machine code of a Triton kernel for a GPU that is not there, and what it needs: registers, spills, conversions."""
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -14,22 +15,21 @@ from benchmarks.cross_compile.inductor import Target
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MachineCode:
-    """A compiled kernel. `spilled` counts bytes per thread that do not fit the registers; `assembly` is PTX or GCN.
-
-    `instructions` counts those of the machine code, without no-ops; 0 for GCN.
-    """
+    """A compiled kernel. `spilled` counts bytes per thread that do not fit the registers; `assembly` is PTX or GCN."""
 
     assembly: str
     registers: int
     spilled: int
-    instructions: int
+    cubin: bytes  # empty for GCN
     launch: dict[str, int]  # block sizes and warps
     parameters: tuple[tuple[str, str], ...]  # name and type of those that reach the GPU
 
     @property
     def instructions_per_element(self) -> float:
-        """Instructions that a kernel without loops has for each element of its block."""
-        return self.instructions * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]
+        """Instructions, without no-ops, that a kernel without loops has for each element of its block; 0 for GCN."""
+        text = _dump(self.cubin, "--dump-sass") if self.cubin else ""  # slow, so only on demand
+        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*(?!NOP)[A-Z]", text)
+        return len(instructions) * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]
 
     def count(self, pattern: str) -> int:
         """How many instructions match a regular expression."""
@@ -61,11 +61,16 @@ def compile_kernel(name: str, source: str, target: Target, *, fuses_products: bo
 
     `fuses_products` overrides whether a product and a sum may become one fused multiply-add, rounded once.
     """
+    return _compiled(source.replace(name, "kernel"), target, fuses_products)
+
+
+@functools.cache  # paths share kernels
+def _compiled(source: str, target: Target, fuses_products: bool | None) -> MachineCode:
     import triton
     from triton.backends.compiler import GPUTarget
 
     with tempfile.TemporaryDirectory() as folder:
-        kernel = load(name, source, Path(folder))
+        kernel = load("kernel", source, Path(folder))
         meta, config = kernel.triton_meta, kernel.configs[0]
         signature = dict(meta["signature"]) | dict.fromkeys(config.kwargs, "constexpr")
         constants = dict(meta.get("constants", {})) | config.kwargs
@@ -93,14 +98,13 @@ def compile_kernel(name: str, source: str, target: Target, *, fuses_products: bo
         spills = sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text))
         (registers,) = re.findall(r"\.vgpr_count: +(\d+)", text)
         return MachineCode(
-            assembly=text, registers=int(registers), spilled=4 * spills, instructions=0, launch=launch, parameters=names
+            assembly=text, registers=int(registers), spilled=4 * spills, cubin=b"", launch=launch, parameters=names
         )
     cubin = built.asm["cubin"]
     used = _dump(cubin, "--dump-resource-usage")
     registers, stack = (int(re.findall(rf"{word}:(\d+)", used)[-1]) for word in ("REG", "STACK"))
-    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*(?!NOP)[A-Z]", _dump(cubin, "--dump-sass"))
     return MachineCode(
-        assembly=built.asm["ptx"], registers=registers, spilled=stack, instructions=len(instructions), launch=launch,
+        assembly=built.asm["ptx"], registers=registers, spilled=stack, cubin=cubin, launch=launch,
         parameters=names,
     )  # fmt: skip
 

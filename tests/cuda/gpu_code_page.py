@@ -41,7 +41,7 @@ python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_
 - **bytes**: what the code reads and writes per element, beside the least that it must: every input and every
   result once. A loop that reads a row twice counts twice, although the second time the row is in the cache.
 - **registers**: the most that a thread of any kernel takes, on each target in the order above. Kernels that
-  spill registers to memory are marked; these are in {spills}.
+  spill registers to memory are marked. {spills}
 - **bits**: the PTX for sm_90 was run on the CPU by an interpreter
   ([ptx.py](../benchmarks/cross_compile/ptx.py)), instruction by instruction with each rounding, and its results
   were compared with eager mode, bit for bit. So a rounding to bf16 or fp8 that the compiler drops is found, and
@@ -191,7 +191,7 @@ def page() -> str:
         targets=", ".join(targets),
         row_codes=round(1e6 * max(r["unequal"] / r["compared"] for r in cast)),
         static_clamps=max(r["clamps"] for r in static) or "no",
-        spills=", ".join(sorted({r["path"] for r in rows if r.get("spilled")})) or "no path",
+        spills=_spills(rows),
         unsupported=_refusals(refused),
     )
     lines = [head, "| path | kernels | bytes per element, least | bits that differ | registers, by target |"]
@@ -201,6 +201,16 @@ def page() -> str:
     if old := sorted({r["target"] for r in rows if "fp8" in r["path"] and "purposes" not in r}):
         lines += ["", f"*Not compiled again since the kernels above changed*: models for {', '.join(old)}."]
     return "\n".join([*lines, "", _training(rows), _launches(rows), _bounds(rows)])
+
+
+def _spills(rows: list[dict[str, Any]]) -> str:
+    """Which kernels spill."""
+    names = {name for r in rows for name in r.get("spills_in", ())}
+    if not names:
+        return "None does."
+    if all({"cos", "sin"} <= set(name.split("_")) for name in names):
+        return "Only kernels that compute the rotary embeddings\n  of transformers' code do: 8 bytes per thread."
+    return f"These are {', '.join(sorted(names))}."
 
 
 def _measured(gpu: dict[str, Any], compiled: list[dict[str, Any]]) -> str:
