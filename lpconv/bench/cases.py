@@ -138,6 +138,12 @@ def baseline_of(case: Case, name: str, *, compiled: str) -> Case:
     return dataclasses.replace(case, format=format_name, method=PLAIN, optimizer=optimizer, compiled=how)
 
 
+def check_seq(seq: int, most: int | None) -> None:
+    """Raise UsageError if a sequence is longer than the model's `most` positions; None means no known limit."""
+    if most is not None and seq > most:
+        raise UsageError(f"--seq {seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}")
+
+
 def parallel_of(processes: int, name: str | None, *, modes: Sequence[str], compiled: str) -> str | None:
     """How that many processes work together: as `name` says, else by DDP; None for one.
 

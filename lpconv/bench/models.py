@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.bench.cases import CODES, Case
+from lpconv.bench.cases import CODES, Case, check_seq
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import ResourceError, UsageError
 from lpconv.layers import blocks_of, head, linears
@@ -27,11 +27,7 @@ def find_model(case: Case) -> Blueprint:
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
     model = blueprint(case.model if is_preset else Checkpoint.open(case.model))
     _limit_layers(model.config, case.layers)
-    most = max_length(model.config)
-    if most is not None and case.seq > most:
-        raise UsageError(
-            f"--seq {case.seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}"
-        )
+    check_seq(case.seq, max_length(model.config))
     model.config.use_cache = False  # only whole sequences are measured, not decoding token by token
     model.config._attn_implementation = "sdpa"
     return model

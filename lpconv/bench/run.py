@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.bench.cases import PLAIN, Case, baseline_of, expand, parallel_of
+from lpconv.bench.cases import PLAIN, Case, baseline_of, check_seq, expand, parallel_of
 from lpconv.bench.nvml import GpuMonitor, find_monitor
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import BenchRun
@@ -71,6 +71,8 @@ def bench(
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
         positions = num_positions(checkpoint.config.get("text_config") or checkpoint.config)
+        for seq in options.seqs:
+            check_seq(seq, positions)
     # Finds unknown names before any process starts.
     _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
     with Child() as child:

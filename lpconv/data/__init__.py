@@ -22,6 +22,8 @@ _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
 _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
 SEQ_LEN = 128  # default, if the model has that many positions
+# In these models positions start after the padding id, so two positions are unused.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 
 FILE_KINDS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
@@ -100,9 +102,10 @@ def _usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
 
 
 def num_positions(config: Mapping[str, Any]) -> int | None:
-    """The model's maximum number of positions in config.json, if it is there under one of the usual names."""
+    """Number of tokens that the model has positions for, or None if config.json has no limit under a usual name."""
+    unused = 2 if config.get("model_type") in _OFFSET_POSITIONS else 0
     limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return next((n for n in limits if isinstance(n, int)), None)
+    return next((n - unused for n in limits if isinstance(n, int)), None)
 
 
 def demo_text(split: str) -> Path:

@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.data import SEQ_LEN
+from lpconv.data import SEQ_LEN, num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
 _SAMPLES = 8000  # audio samples: half a second at the usual 16 kHz
-# In these models positions start after the padding id, so two positions are unused.
-_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "mpnet")
 # Distinct lengths, and none that a model's own axes are likely to have: torch.export would take equal strides
 # for the same axis, and the graph would work for this length only or not at all.
 _TRACED = {"sequence": 13, "decoder_sequence": 11}
@@ -40,7 +38,7 @@ def vocabulary_size(config: Any) -> int:
 def max_length(config: Any) -> int | None:
     """Number of tokens that the model has positions for, or None if its config names no limit."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions and positions - (2 if config.model_type in _OFFSET_POSITIONS else 0)
+    return num_positions({"max_position_embeddings": positions, "model_type": config.model_type})
 
 
 def sequence_length(config: Any, wanted: int | None) -> int:

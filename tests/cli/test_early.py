@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench --batch x": (2, "--batch x: "),
     "bench --compare none.json": (3, "none.json"),
     "bench demo --save /proc/x": (7, "`/proc`"),
+    "bench demo --seq 128,9999": (2, " 256 "),
     "bench cut": (3, "cut/model.safetensors"),
     "probe cut": (3, "cut/model.safetensors"),
     "advise cut": (3, "cut/model.safetensors"),
