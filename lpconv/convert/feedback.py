@@ -29,7 +29,6 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded
-from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.stored import Side
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk
@@ -38,7 +37,7 @@ from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES
-from lpconv.plan.options import FEEDBACK_BITS, GPTAQ
+from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import Workers
 from lpconv.progress import Progress
@@ -150,9 +149,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     finally:
         workers.close()
     if not any(layer.records for layer in layers):
-        raise UnsupportedError(
-            "no weight of a linear layer gets codes of at most 8 bits (`--dry-run` shows why)", hint=_HINT
-        )
+        raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers
 
 
@@ -195,7 +192,7 @@ class _Rounding:
         self, job: Job, workers: Workers, weights: _Weights, walk: LayerWalk, source: LayerWalk | None
     ) -> None:
         self._workers, self._weights, self._walk, self._source = workers, weights, walk, source
-        self._planned = {t.name: t for t in job.plan.tensors if _can_be_rounded(t)}
+        self._planned = {t.name: t for t in job.plan.tensors if t.can_be_rounded}
 
     def take(self, files: Iterator[dict[str, Tensor]]) -> None:
         """Load the rounded weights of a layer from the files of an earlier run."""
@@ -238,14 +235,3 @@ class _Rounding:
         for matrix, rounding in matrices:
             rounding.round(matrix, inverse, moment, step_CC)
             self._weights.rounded[matrix.name] = rounding.form, rounding.parts
-
-
-def _can_be_rounded(t: PlannedTensor) -> bool:
-    """Whether a tensor gets codes of at most 8 bits and may be the weight of a linear layer."""
-    return (
-        t.action == "convert"
-        and isinstance(t.form, ScaledCodes)
-        and t.form.format.storage_bits <= FEEDBACK_BITS
-        and len(t.info.shape) in (2, 3)  # or one matrix for each expert
-        and t.form.shape == t.info.shape  # not transposed, as in GGUF
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.data import check_text, text_at
-from lpconv.errors import ResourceError
+from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
 from lpconv.forms.decoded import is_coded, open_values
@@ -22,7 +22,7 @@ from lpconv.models.whole import check_complete
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.gguf import make_gguf_plan
 from lpconv.plan.memory import Memory, plan_memory
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.storage.arranged import ArrangedSource
@@ -107,6 +107,11 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
                 options,
                 ties=find_ties(source, plain.config),
                 linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
+            )
+        if options.rounding != NEAREST and not any(t.can_be_rounded for t in plan.tensors):
+            raise UnsupportedError(
+                "no weight of a linear layer would get codes of at most 8 bits",
+                hint="use --rounding nearest, whose --dry-run shows why",
             )
         output_config(plain, plan)  # raises its errors now
         memory = plan_memory(plan, plain, gates, output=output, uploads=url is not None)

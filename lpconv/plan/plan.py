@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.inspect.defects import fused_groups
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions
 from lpconv.plan.patterns import check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
@@ -58,6 +59,17 @@ class PlannedTensor:
     @property
     def action(self) -> str:
         return "tie" if self.tied_to else "keep" if self.format is None else "convert"
+
+    @property
+    def can_be_rounded(self) -> bool:
+        """Whether it gets codes of at most 8 bits and may be the weight of a linear layer, as error feedback needs."""
+        return (
+            self.action == "convert"
+            and isinstance(self.form, ScaledCodes)
+            and self.form.format.storage_bits <= FEEDBACK_BITS
+            and len(self.info.shape) in (2, 3)  # or one matrix for each expert
+            and self.form.shape == self.info.shape  # not transposed, as in GGUF
+        )
 
     @property
     def bytes_out(self) -> int:

@@ -68,6 +68,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "verify models/llama --against demo --data short.txt --seq-len 64": (3, " 64 "),
     "convert demo --scheme W4A16 --rounding gptq --calibrate short.txt": (3, " 128 "),
     "convert demo --scheme W4A16 --rounding gptq --calibrate none.txt": (3, "`none.txt`"),
+    "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm*": (4, " 8 bits"),
+    "convert demo --format e4m3fn --rounding gptq --calibrate demo --include *norm* --dry-run": (4, " 8 bits"),
     "verify models/llama --against demo --tasks none.yaml": (3, "`none.yaml`"),
     "verify models/llama --tasks arc_easy": (2, "--tasks"),
     "verify models/llama --against demo --gate task:x:acc_drop<=0": (2, "answers"),

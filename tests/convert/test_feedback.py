@@ -488,6 +488,13 @@ def test_what_does_not_go_together_is_refused(plain: Path, tmp_path: Path, asked
     assert list(tmp_path.iterdir()) == []
 
 
+def test_codes_of_tensors_that_are_no_linear_weights_are_refused(plain: Path, tmp_path: Path) -> None:
+    rules = parse_rule("*embed_tokens*=e4m3fn"), parse_rule("*=keep")
+    with pytest.raises(UnsupportedError, match="linear layer"):
+        rounded(plain, tmp_path / "output", format="e4m3fn", rules=rules)
+    assert not published(tmp_path / "output")
+
+
 @pytest.mark.parametrize(("kind", "named"), [("albert", "Albert"), ("t5", "encoder-decoder")])
 def test_models_that_do_not_run_layer_by_layer_are_refused_by_name(kind: str, named: str, tmp_path: Path) -> None:
     source = albert() if kind == "albert" else tiny(kind, tmp_path / "source")
