@@ -5,7 +5,10 @@ their origin; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
 """
 
 import contextlib
-from collections.abc import Mapping
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,13 @@ from lpconv.errors import InputError
 from lpconv.lookup import find
 
 __all__ = [
-    "FILE_KINDS", "SEQ_LEN", "check_text", "demo_checkpoint", "demo_text", "file_kind", "num_positions", "read_text",
-    "text_at",
+    "FILE_KINDS", "QUICK_BYTES", "SEQ_LEN", "TEXT_COLUMNS", "check_text", "columns_of", "demo_checkpoint", "demo_text",
+    "file_kind", "num_positions", "read_text", "text_at", "text_column",
 ]  # fmt: skip
 
+TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
+QUICK_BYTES = 64 * 2**20  # takes about a second to read
+_VISIBLE = re.compile(r"\S")
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
 _SPECIAL_TOKENS = 8  # most special tokens that a tokenizer adds to a sequence
 _MOST_BYTES = 16  # most bytes per token; longer texts are certainly long enough
@@ -73,9 +79,12 @@ def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: i
 
     A sequence has `wanted` tokens, or by default the usual number for `config`. The tokens of a short text are counted
     with tokenizer.json; without that file each byte counts as a token, the upper bound. A file of rows only has to be
-    there.
+    there, with a text column if that can be told without `datasets`.
     """
     if file_kind(path) != "text" and path.is_file() and path.stat().st_size:
+        columns = columns_of(path)
+        if columns is not None:
+            text_column(path, columns)
         return
     text, seq_len = read_text(path, _LOOKED_AT), _usual_seq_len(config, wanted)
     num, unit = len(text.encode()), "bytes"
@@ -99,6 +108,51 @@ def _usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
     config.
     """
     return wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
+
+
+def columns_of(path: Path) -> Sequence[str] | None:
+    """Column names from the head of a file, or of all JSON lines, because rows may lack some.
+
+    None if only `datasets` can determine them, whose import takes seconds. Raises InputError for lines that are not
+    JSON.
+    """
+    suffix = path.suffix.lower()
+    with contextlib.suppress(OSError, ValueError, TypeError, csv.Error):
+        if file_kind(path) == "text":
+            return ("text",)
+        if suffix in (".csv", ".tsv"):
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",")
+                return next((row for row in rows if row), None)
+        if suffix == ".jsonl" and path.stat().st_size < QUICK_BYTES:
+            return tuple(dict.fromkeys(key for row in _json_rows(path) for key in dict(row)))
+    return None
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """The rows of a file of JSON objects, or of arrays of them; like `datasets`, it ignores where lines end."""
+    text = path.read_text(encoding="utf-8-sig")
+    end = 0
+    while (found := _VISIBLE.search(text, end)) is not None:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except json.JSONDecodeError as e:
+            raise InputError(
+                f"`{path}` cannot be read as json: {e.msg} in line {e.lineno}",
+                hint="check that its suffix matches its contents",
+            ) from e
+        yield from value if isinstance(value, list) else [value]
+
+
+def text_column(path: Path, columns: Sequence[str]) -> str:
+    """The column with a usual name for texts. Raises InputError if there is none."""
+    column = next((c for c in TEXT_COLUMNS if c in columns), None)
+    if column is None:
+        raise InputError(
+            f"`{path}` has no text column called {' or '.join(TEXT_COLUMNS)}",
+            hint=f"its columns are {', '.join(columns)}",
+        )
+    return column
 
 
 def num_positions(config: Mapping[str, Any]) -> int | None:

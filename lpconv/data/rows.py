@@ -5,10 +5,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import file_kind, read_text
+from lpconv.data import file_kind, read_text, text_column
 from lpconv.errors import InputError
-
-TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
 
 
 @functools.cache
@@ -45,13 +43,13 @@ def text_of(path: Path, limit: int) -> str:
     if file_kind(path) == "text":
         return read_text(path, limit)
     rows = read_file(path)
-    column = next((c for c in TEXT_COLUMNS if c in rows.column_names), None)
-    texts, left = list[str](), limit if column else 0
-    for text in rows[column] if column else ():
+    column = text_column(path, rows.column_names)
+    texts, left = list[str](), limit
+    for text in rows[column]:
         if isinstance(text, str) and text.strip() and left > 0:
             texts.append(text)
             left -= len(text) + 2
     if not texts:
-        what = f"text in its column `{column}`" if column else f"text column called {' or '.join(TEXT_COLUMNS)}"
-        raise InputError(f"`{path}` has no {what}", hint=f"its columns are {', '.join(rows.column_names)}")
+        hint = f"its columns are {', '.join(rows.column_names)}"
+        raise InputError(f"`{path}` has no text in its column `{column}`", hint=hint)
     return "\n\n".join(texts)[:limit]

@@ -3,8 +3,6 @@
 `datasets` takes seconds to import and is imported only to read rows: checking files and their columns does not need it.
 """
 
-import csv
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import FILE_KINDS, demo_text, file_kind, read_text
-from lpconv.data.rows import TEXT_COLUMNS, datasets_library, read_file
+from lpconv.data import FILE_KINDS, QUICK_BYTES, TEXT_COLUMNS, columns_of, demo_text, file_kind, read_text
+from lpconv.data.rows import datasets_library, read_file
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.storage.hub import why_unreachable
@@ -22,7 +20,6 @@ from lpconv.train.options import FinetuneOptions
 
 _LABELS = ("label", "labels", "target", "output", "summary")
 _OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
-_QUICK_BYTES = 64 * 2**20  # takes about a second to read
 
 
 def _is_file_name(name: str) -> bool:
@@ -56,9 +53,9 @@ def check_data(options: FinetuneOptions) -> None:
         if path.stat().st_size == 0:
             raise InputError(f"`{name}` is empty", hint="pass a file with text in it")
         if is_text(name):
-            read_text(path, _QUICK_BYTES)
-        columns = _columns(path) if name == options.data else None
-        if columns is not None:
+            read_text(path, QUICK_BYTES)
+        columns = columns_of(path)
+        if columns is not None and name == options.data:
             _choose_columns(columns, options)
 
 
@@ -109,29 +106,6 @@ def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], na
     near = nearest(wanted, columns)
     hint = f"did you mean `{near}`?" if near else "its columns are " + ", ".join(columns)
     raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
-
-
-def _columns(path: Path) -> Sequence[str] | None:
-    """Column names from the head of a file; None if only `datasets` can determine them."""
-    suffix = path.suffix.lower()
-    try:
-        if file_kind(path) == "text":
-            return ("text",)
-        if suffix in (".csv", ".tsv"):
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = csv.reader(file, delimiter="\t" if suffix == ".tsv" else ",")
-                return next((row for row in rows if row), None)
-        if suffix == ".jsonl" and path.stat().st_size < _QUICK_BYTES:
-            return _keys(path)
-    except (OSError, ValueError, TypeError, csv.Error):
-        pass
-    return None
-
-
-def _keys(path: Path) -> Sequence[str]:
-    """The keys of all rows, as `datasets` unites them: rows may lack some."""
-    with path.open(encoding="utf-8") as file:
-        return tuple({key: None for line in file if line.strip() for key in dict(json.loads(line))})
 
 
 _HELD_OUT = 10  # one row in so many is held out by default

@@ -97,6 +97,15 @@ def test_bad_files_are_refused(make: Any, tmp_path: Path) -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize(
+    "text", ['{"text":\n"x"}{"text": "y"}\n\n', '[{"text": "x"},\n{"text": "y"}]', '\ufeff{"text": "x", "n": NaN}\n']
+)
+def test_json_that_datasets_reads_passes_the_check(text: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    check_data(options(tmp_path / "rows.jsonl"))
+    assert "text" in read_rows(options(tmp_path / "rows.jsonl")).train.column_names
+
+
 def test_a_data_set_of_the_hub_offline_is_refused() -> None:
     with pytest.raises(InputError, match="`nobody/no-such-data`") as caught:
         read_rows(options("nobody/no-such-data"))
