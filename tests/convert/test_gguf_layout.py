@@ -3,6 +3,7 @@
 `benchmarks/serving/llama_cpp.py` runs llama.cpp itself.
 """
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -18,13 +19,13 @@ import torch
 import transformers
 from convert_models import minilm, tiny
 from gguf_files import demo_with_merges
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.errors import UnsupportedError, UsageError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, VerifyOptions
@@ -73,6 +74,20 @@ def by_gguf(output: Path) -> dict[str, Tensor]:
     tensors = gguf.GGUFReader(output / "model.gguf").tensors
     shapes = {t.name: [int(n) for n in reversed(t.shape)] for t in tensors}
     return {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)).float().view(shapes[t.name]) for t in tensors}
+
+
+def test_overflow_in_fp16_is_a_warning_that_a_gate_refuses(sources: dict[str, Path], tmp_path: Path) -> None:
+    """As in Collage; running the models refuses it too."""
+    name, source = "model.layers.0.mlp.up_proj.weight", tmp_path / "source"
+    shutil.copytree(sources["llama"], source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[name][3, 5] = 70_000.0
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    options = ConvertOptions(layout="gguf", format="fp16", verify="weights")
+    assert any(name in w and "Inf" in w for w in convert(str(source), tmp_path / "output", options).warnings)
+    for stricter in ({"gates": ("sqnr>=20",)}, {"verify": "logits"}):
+        with pytest.raises(VerificationError):
+            convert(str(source), tmp_path / "refused", dataclasses.replace(options, **stricter))
 
 
 @pytest.mark.parametrize("kind", TYPES)
