@@ -9,7 +9,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from lpconv.errors import VerificationError
+from lpconv.errors import InputError, VerificationError
 from lpconv.export.options import PAST
 from lpconv.export.trace import TracedCase
 from lpconv.machine import out_of_memory
@@ -24,6 +24,15 @@ def check_graph(path: Path) -> None:
         raise VerificationError(
             f"the exported graph is not valid: {_first_line(e)}", hint="please report it with the model's config.json"
         ) from e
+
+
+def check_comparable(cases: Sequence[TracedCase]) -> None:
+    """Raise InputError if the model's own outputs are NaN, which equals no output of the file."""
+    if any(output.isnan().any() for _, outputs in cases for output in outputs):
+        raise InputError(
+            "the model's outputs are NaN, so those of the exported file cannot be compared with them",
+            hint="check with `lpconv inspect --stats` whether the weights are finite, or pass --no-validate",
+        )
 
 
 def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: float) -> OnnxCheck:

@@ -14,7 +14,7 @@ from lpconv.export.cache import open_with_cache
 from lpconv.export.options import MAX_INLINE_BYTES, ExportOptions
 from lpconv.export.rewrite import StoredWeight, rewrite, stored_weights
 from lpconv.export.trace import TracedCase, open_traceable, trace
-from lpconv.export.validate import check_graph, compare_with_torch
+from lpconv.export.validate import check_comparable, check_graph, compare_with_torch
 from lpconv.models.whole import check_complete
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config
 from lpconv.plan.provenance import public_source, versions
@@ -57,6 +57,8 @@ def _write_model(
     provenance = read_marker(checkpoint.directory)
     progress.start("opening the model", 0)
     opened = open_with_cache(checkpoint) if options.cache else open_traceable(checkpoint)
+    if options.validate:
+        check_comparable(opened.cases)
     progress.start("tracing the graph", 0)
     graph = trace(opened, opset=opset)
     progress.start("storing the weights", 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from export_models import tiny
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
 from typer.testing import CliRunner
@@ -140,6 +141,17 @@ def test_what_does_not_export_is_named_with_its_module(inner: nn.Module, words: 
     assert all(w in caught.value.message for w in words), caught.value.message
     assert caught.value.hint
     assert caught.value.details["module"] == "layers.1"
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_of_nan_leave_nothing_to_compare(name: str, llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors[name][1, 2] = torch.nan
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    code, text = refused(llama, "-o", tmp_path / "out")
+    assert code == 3
+    assert "NaN" in text
+    assert list(tmp_path.iterdir()) == [llama]
 
 
 def test_a_file_that_is_no_graph_fails_its_check(tmp_path: Path) -> None:
