@@ -128,17 +128,22 @@ class Arithmetic:
 
     @property
     def name(self) -> str:
-        """A short name of the combination, for titles."""
+        """A short name that no other combination has, for titles."""
         if self.on_codes:
             return "recover" if self == RECOVERY else f"recover {self.precision}"
         if self.lora:
             return f"lora-{self.lora} {self.precision}"
         named = next((n for n, r in RECIPES.items() if r.arithmetic == self), None)
-        parts = (self.precision, self.method, self.optimizer, self.loss_scale)
-        usual = dataclasses.replace(self, operand_scale=Arithmetic.operand_scale)
-        if named is None and usual != self:
-            return f"{usual.name} {self.operand_scale}"
-        return named or " ".join(p for p in parts if p != "none")
+        if named is not None:
+            return named
+        is_fp4 = self.precision == "fp4"  # its usual operand scale is another one
+        for field in ("operand_rounding", "loss_scale_floor", *(() if is_fp4 else ("operand_scale",))):
+            usual = dataclasses.replace(self, **{field: getattr(Arithmetic, field)})
+            if usual != self:
+                prefix = "floor " if field == "loss_scale_floor" else ""
+                return f"{usual.name} {prefix}{getattr(self, field)}"
+        parts = (self.precision, self.method, self.optimizer, self.loss_scale, self.operand_scale if is_fp4 else "none")
+        return " ".join(p for p in parts if p != "none")
 
 
 @dataclass(frozen=True, kw_only=True)

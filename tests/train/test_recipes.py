@@ -1,12 +1,17 @@
 """Recipes and the combinations that cannot be."""
 
+import collections
+import contextlib
+import itertools
+from typing import Any
+
 import pytest
 
 from lpconv.errors import UsageError
 from lpconv.loss_scale import LOSS_SCALES as RULES
 from lpconv.optim.storage import VARIANTS
 from lpconv.train.loss_scales import LOSS_SCALES
-from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, arithmetic, saved_as
+from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS, arithmetic, saved_as
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -14,6 +19,44 @@ def test_every_recipe_is_possible_and_keeps_its_name(name: str) -> None:
     found = arithmetic(recipe=name)
     assert found == RECIPES[name].arithmetic
     assert found.name == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"precision": "fp4"}, "nvfp4"),
+        ({"precision": "fp4", "operand_scale": "row"}, "fp4 adamw row"),
+        ({"precision": "fp4", "optimizer": "eco"}, "fp4 eco nvfp4"),
+        ({"recipe": "unit-nvfp4", "operand_scale": "row"}, "fp4 unit adamw row"),
+        ({"recipe": "unit-fp8", "operand_scale": "max"}, "unit-fp8 max"),
+        ({"precision": "fp8"}, "fp8 adamw dynamic"),
+        ({"precision": "fp8", "rounding": "stochastic"}, "fp8 adamw dynamic stochastic"),
+        ({"precision": "fp16", "loss_scale_floor": "8"}, "amp-fp16 floor 8"),
+        ({"recipe": "mpt-fp8", "loss_scale_floor": "8"}, "fp8 fp16-weights dynamic floor 8 stochastic"),
+        ({"recover": True, "precision": "fp32"}, "recover fp32"),
+    ],
+)
+def test_names_of_combinations(asked: dict[str, Any], name: str) -> None:
+    assert arithmetic(**asked).name == name
+
+
+def test_different_arithmetics_have_different_names() -> None:
+    options: dict[str, tuple[str | None, ...]] = {
+        "precision": PRECISIONS,
+        "method": tuple(TRAINING_METHODS),
+        "optimizer": ("adamw", "bf16", "bf16-sr", "fp16-weights", "fp16-state", "collage-plus"),
+        "rounding": (None, "nearest", "stochastic"),
+        "loss_scale": (None, "none", "dynamic", "1024"),
+        "loss_scale_floor": (None, "8"),
+        "operand_scale": (None, "row", "mx", "nvfp4", "static", "row,grad_weight=carrier"),
+    }
+    made = {a.arithmetic for a in RECIPES.values()}
+    for values in itertools.product(*options.values()):
+        with contextlib.suppress(UsageError):
+            made.add(arithmetic(**dict(zip(options, values, strict=True))))
+    names = collections.Counter(a.name for a in made)
+    assert len(made) > 200
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("name", TRAINING_OPTIMIZERS)
