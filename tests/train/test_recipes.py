@@ -24,20 +24,20 @@ def test_every_recipe_is_possible_and_keeps_its_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({"precision": "fp4"}, "nvfp4"),
-        ({"precision": "fp4", "operand_scale": "row"}, "fp4 adamw row"),
-        ({"precision": "fp4", "optimizer": "eco"}, "fp4 eco nvfp4"),
-        ({"recipe": "unit-nvfp4", "operand_scale": "row"}, "fp4 unit adamw row"),
-        ({"recipe": "unit-fp8", "operand_scale": "max"}, "unit-fp8 max"),
-        ({"precision": "fp8"}, "fp8 adamw dynamic"),
-        ({"precision": "fp8", "rounding": "stochastic"}, "fp8 adamw dynamic stochastic"),
-        ({"precision": "fp16", "loss_scale_floor": "8"}, "amp-fp16 floor 8"),
-        ({"recipe": "mpt-fp8", "loss_scale_floor": "8"}, "fp8 fp16-weights dynamic floor 8 stochastic"),
-        ({"recover": True, "precision": "fp32"}, "recover fp32"),
+        ({"precision": "fp4"}, "`nvfp4`"),
+        ({"precision": "fp4", "operand_scale": "row"}, "`fp4 adamw row`"),
+        ({"precision": "fp4", "optimizer": "eco"}, "`fp4 eco nvfp4`"),
+        ({"recipe": "unit-nvfp4", "operand_scale": "row"}, "`fp4 unit adamw row`"),
+        ({"recipe": "unit-fp8", "operand_scale": "max"}, "`unit-fp8 max`"),
+        ({"precision": "fp8"}, "`fp8 adamw dynamic`"),
+        ({"precision": "fp8", "rounding": "stochastic"}, "`fp8 adamw dynamic stochastic`"),
+        ({"precision": "fp16", "loss_scale_floor": "8"}, "`amp-fp16 floor 8`"),
+        ({"recipe": "mpt-fp8", "loss_scale_floor": "8"}, "`fp8 fp16-weights dynamic floor 8 stochastic`"),
+        ({"recover": True, "precision": "fp32"}, "`recover fp32`"),
     ],
 )
 def test_names_of_combinations(asked: dict[str, Any], name: str) -> None:
-    assert arithmetic(**asked).name == name
+    assert f"`{arithmetic(**asked).name}`" == name
 
 
 def test_different_arithmetics_have_different_names() -> None:
