@@ -14,6 +14,7 @@ from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
+from lpconv.report.tensors import nothing_converted
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.version import __version__
@@ -56,11 +57,8 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     if job.missing:
         lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
         warnings.append(f"{lacks}, and so does the output")
-    written = {t.format.name for t in plan.tensors if t.format}
-    if not written:
-        warnings.append("no tensor is converted: the output is a copy")
-    elif plan.options.format not in written:
-        warnings.append(f"no tensor was converted to {plan.options.format}")
+    if nothing := nothing_converted({t.format.name for t in plan.tensors if t.format}, plan.format_name):
+        warnings.append(nothing)
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
         warnings.append(f"{wide} F64 tensors are first rounded to fp32; errors are measured from the rounded values")

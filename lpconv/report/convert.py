@@ -20,11 +20,7 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_chart, sqnr_chart
-from lpconv.report.tensors import (
-    converted_tensors,
-    output_errors,
-    worst_tensors,
-)
+from lpconv.report.tensors import converted_tensors, nothing_converted, output_errors, worst_tensors
 from lpconv.report.verify import outcome_of, verification_section
 from lpconv.results import ConvertResult, FileRecord, PartResult, PlanResult, TensorRecord
 
@@ -74,7 +70,7 @@ def plan_document(plan: PlanResult) -> Document:
     }
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
-    nothing = next((w for w in plan.warnings if w.startswith("no tensor ")), None)
+    nothing = nothing_converted({t.format for t in converted_tensors(plan.tensors)}, plan.format)
     return Document(
         kind="plan",
         verdict=Verdict(outcome="not run", text=nothing) if nothing else None,

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
 from lpconv.results import ComparedTensor, ConvertResult, RoundingRecord, TensorRecord
@@ -22,6 +22,13 @@ def num_elements(tensor: TensorRecord) -> int:
 def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ...]:
     """The tensors that were converted."""
     return tuple(t for t in tensors if t.action == "convert")
+
+
+def nothing_converted(formats: Collection[str], wanted: str) -> str | None:
+    """What to say if no tensor is converted, or none to the format `wanted`; `formats` are those of converted ones."""
+    if not formats:
+        return "no tensor is converted: the output is a copy"
+    return None if wanted in formats else f"no tensor was converted to {wanted}"
 
 
 def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRecord, ...]:
