@@ -78,8 +78,9 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
         is_tuned = is_trained(ours.checkpoint.directory) or is_trained(theirs.checkpoint.directory)
         records = []
         for name in both:
-            sums = _compare(a, b, name)
-            records.append(_comparison_record(ours.forms[name], theirs.forms[name], sums, is_tuned=is_tuned))
+            forms, sums = (ours.forms[name], theirs.forms[name]), _compare(a, b, name)
+            problem = _problem(*forms, sums) if sums.lost or not is_tuned else None
+            records.append(_comparison_record(*forms, sums, problem))
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
@@ -148,18 +149,16 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums, *, is_tuned: bool) -> ComparedTensor:
-    bits = min(_bits_of(ours), _bits_of(theirs))
-    noise = sqnr_db(sums.signal, sums.noise)
+def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums, problem: str | None) -> ComparedTensor:
     return ComparedTensor(
         name=ours.name,
         stored_as=ours.words,
         reference=theirs.words,
-        sqnr_db=noise,
+        sqnr_db=sqnr_db(sums.signal, sums.noise),
         max_rel_error=sums.relative,
         num_groups=sums.groups,
         num_off=sums.off,
-        problem=_problem(sums, noise, bits, has_codes=_has_codes(ours) or _has_codes(theirs), is_tuned=is_tuned),
+        problem=problem,
     )
 
 
@@ -174,13 +173,13 @@ def _has_codes(form: Stored) -> bool:
     return not isinstance(form, (Kept, Pair))
 
 
-def _problem(sums: _WeightSums, noise: float, bits: int, *, has_codes: bool, is_tuned: bool) -> str | None:
-    least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
-    problems = []
+def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     if sums.lost:
         return f"{sums.lost} elements are NaN or Inf, unlike the reference"
-    if is_tuned:
-        return None
+    bits, noise = min(_bits_of(ours), _bits_of(theirs)), sqnr_db(sums.signal, sums.noise)
+    has_codes = _has_codes(ours) or _has_codes(theirs)
+    least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
+    problems = []
     if noise < least:
         why = "wrong packing, zero points or scales" if has_codes else "both are unquantised, but their values differ"
         problems.append(f"{noise:.1f} dB, but {bits} bits should give at least {least:g}: {why}")
