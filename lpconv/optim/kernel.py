@@ -24,7 +24,7 @@ from lpconv.optim.storage import WITH_OFFSET, Parts, Step, Storage, load, new_pa
 _EAGER_BLOCK = 2**17  # elements: the dozen fp32 temporaries of a block fit the cache of a server core
 # Elements of the check. A GPU's block size follows from it.
 _CHECKED = {"cpu": 2**12, "cuda": 2**17}
-_COLUMNS = 64  # a GPU loads several numbers at once only if the compiler knows that their count is a multiple of 16
+COLUMNS = 64  # a GPU loads several numbers at once only if the compiler knows that their count is a multiple of 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Kernel:
     def run(self, parts: Parts, gradient: Tensor, coefficients: tuple[Tensor, ...], random: Tensor | None) -> None:
         """Update the parts in place. All tensors are 1-D, contiguous and equally long; coefficients are 0-dim fp32."""
         if self.mode != "eager":
-            if gradient.device.type != "cpu" and len(gradient) % _COLUMNS == 0:
+            if gradient.device.type != "cpu" and len(gradient) % COLUMNS == 0:
                 parts, gradient = tuple(tuple(map(_in_rows, p)) for p in parts), _in_rows(gradient)
                 random = random if random is None else _in_rows(random)
             self.step(parts, gradient, coefficients, random)
@@ -52,7 +52,7 @@ class Kernel:
 def _in_rows(x: Tensor) -> Tensor:
     if not x.dim():
         return x
-    rows = x.view(-1, _COLUMNS)
+    rows = x.view(-1, COLUMNS)
     torch._dynamo.mark_static(rows, 1)
     return rows
 

@@ -8,7 +8,7 @@ not change: a view is a tensor.
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.optim.kernel import COLUMNS
 from lpconv.optim.rules import RULES
 from lpconv.optim.storage import Parts, Storage, new_parts
 from lpconv.shards import local
@@ -97,10 +98,11 @@ class SharedState:
         scratch: Scratch,
     ) -> None:
         self.params, self._states = params, states
-        buffers = {name: _share(name, states) for name in states[0]}
+        size, p = sum(p.numel() for p in params), params[0]
+        size += -size % COLUMNS  # the last elements are spare
+        buffers = {name: _share(name, states, len(states) if name == "step" else size) for name in states[0]}
         self._entries = [tuple(state.values()) for state in states]
         self._steps = buffers["step"]
-        size, p = sum(p.numel() for p in params), params[0]
         self.gradient = _scratch(scratch, "gradient", size, gradient_dtype, p.device)
         weight = _scratch(scratch, "weight", size, p.dtype, p.device)
         self.parts: Parts = parts_of(weight, buffers, rule, storages)
@@ -130,17 +132,18 @@ class SharedState:
         torch._foreach_copy_(list(self.params), self._weights)
 
 
-def _share(name: str, states: Sequence[dict[str, Any]]) -> Tensor:
-    flat = torch.cat([state[name].reshape(-1) for state in states])
+def _share(name: str, states: Sequence[dict[str, Any]], size: int) -> Tensor:
+    pieces = [state[name].reshape(-1) for state in states]
+    flat = torch.cat([*pieces, pieces[0].new_zeros(size - sum(map(len, pieces)))])
     for state, piece in zip(states, _pieces(flat, [state[name] for state in states]), strict=True):
         state[name] = piece
     return flat
 
 
-def _pieces(flat: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """Consecutive views of `flat` with the shapes of `like`."""
-    like = list(like)
-    return [piece.view(t.shape) for piece, t in zip(torch.split(flat, [t.numel() for t in like]), like, strict=True)]
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive views of the start of `flat` with the shapes of `like`."""
+    sizes = [t.numel() for t in like]
+    return [piece.view(t.shape) for piece, t in zip(torch.split(flat[: sum(sizes)], sizes), like, strict=True)]
 
 
 def _scratch(scratch: Scratch, role: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -57,6 +57,16 @@ def test_absent_gradients_leave_a_parameter_out(variant: str, monkeypatch: pytes
     assert_same(shared, a, alone, b)
 
 
+def test_shared_buffers_fill_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads several numbers at once only from whole rows."""
+    params, seen = some_params(), list[int]()
+    optimizer = make(params)
+    monkeypatch.setattr(optimizer, "_run_kernel", lambda job, step, parts, gradient: seen.append(len(gradient)))
+    step(optimizer, params, 0)
+    assert seen == [512]  # 494 in all
+    assert {p.numel(): optimizer.state[p]["exp_avg"].shape for p in params} == {p.numel(): p.shape for p in params}
+
+
 def test_one_kernel_call_serves_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     params = some_params()
     optimizer = make(params)
