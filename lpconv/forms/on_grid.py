@@ -145,8 +145,10 @@ class OnGrid:
         """Try a guess for the tiles that are `left`; return the improved scales and the tiles that are still left."""
         trial = torch.where(left & (guess > 0), guess.float(), scales)
         for scale in self._scales_in_interval(*self._tiles(over, self._ends, trial)):
-            scales = torch.where(left & (scale > 0), scale.float(), scales)
-            left = self._tiles(over, self._mismatch, scales)[0] > 0
+            is_better = left & (scale > 0)
+            if is_better.any():
+                scales = torch.where(is_better, scale.float(), scales)
+                left = self._tiles(over, self._mismatch, scales)[0] > 0
         return scales, left
 
     def _tiles(self, over: Over, facts: Facts, scales: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ class OnGrid:
 
         parts = torch.cat(list(over(look)), 1)
         height = self.tile[0] or parts.shape[1]
-        return torch.stack([p.amax(1) for p in torch.split(parts, height, 1)], 1)
+        return parts if height == 1 else torch.stack([p.amax(1) for p in torch.split(parts, height, 1)], 1)
 
     def _codes(self, x: Tensor, scales: Tensor) -> Tensor:
         return nearest_code_((x.float() / scales).contiguous(), self.format)
