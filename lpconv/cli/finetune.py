@@ -28,7 +28,7 @@ def _list_recipes(wanted: bool) -> None:
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
     """Print the memory that a step needs on each rank."""
-    from lpconv.report.memory import memory_document
+    from lpconv.report.finetune import memory_document
     from lpconv.train.run import plan
 
     print_result(plan(model, options), memory_document, json=json)
