@@ -48,11 +48,6 @@ class GradientAverage:
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    @property
-    def num_begun(self) -> int:
-        """Number of buckets sent since the last `finish`."""
-        return self._begun
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Send buckets as they become complete during the block; other backward passes are not affected."""
@@ -65,7 +60,7 @@ class GradientAverage:
     @torch.no_grad()
     def finish(self, parameters: Iterable[Any]) -> None:
         """Average the remaining gradients, and wait until every gradient is a mean."""
-        for bucket in self._buckets[self._begun :]:
+        for bucket in self._buckets[self.num_begun :]:
             self._send(bucket)
         self._silent = {id(p) for bucket in self._buckets for p in bucket} - self._found
         self._send([p for p in parameters if id(p) not in self._sent])
@@ -75,7 +70,7 @@ class GradientAverage:
         self._reset()
 
     def _reset(self) -> None:
-        self._begun = 0
+        self.num_begun = 0  # buckets sent since the last `finish`
         self._found, self._sent = set[int](), set[int]()
         self._agreeing: _PendingSum | None = None
         self._adding = deque[_PendingSum]()
@@ -86,9 +81,9 @@ class GradientAverage:
         if not self._is_running:
             return
         self._found.add(id(parameter))
-        while self._begun < len(self._buckets) and self._is_there(self._buckets[self._begun]):
-            self._send([p for p in self._buckets[self._begun] if id(p) in self._found])
-            self._begun += 1
+        while self.num_begun < len(self._buckets) and self._is_there(self._buckets[self.num_begun]):
+            self._send([p for p in self._buckets[self.num_begun] if id(p) in self._found])
+            self.num_begun += 1
 
     def _is_there(self, bucket: Sequence[Any]) -> bool:
         return all(id(p) in self._found or id(p) in self._silent for p in bucket)
