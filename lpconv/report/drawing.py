@@ -149,9 +149,11 @@ class HeatDrawing:
         self.heat = heat
         self.layers = list(dict.fromkeys(loss.layer for loss in heat.losses))
         self.label_x = min(max(len(layer) for layer in self.layers) * 7.1, _MAX_LABEL)
-        self.head = 24 + 6.7 * max(map(len, heat.columns))
-        self.width, self.height = _WIDTH, self.head + len(self.layers) * _CELL_HEIGHT + 4
+        longest = max(map(len, heat.columns))
         self._column = (_WIDTH - self.label_x - 8) / (len(heat.blocks) * (len(heat.columns) + _BLOCK_GAP))
+        self.is_upright = longest * _CHARACTER > self._column  # long labels of columns run upwards
+        self.head = 24 + (6.7 * longest if self.is_upright else 13)
+        self.width, self.height = _WIDTH, self.head + len(self.layers) * _CELL_HEIGHT + 4
         self.cell_width, self.cell_height = round(self._column - 1, 1), _CELL_HEIGHT - 1
 
     def x(self, block: str, column: str) -> float:
@@ -172,7 +174,7 @@ class HeatDrawing:
     def columns(self) -> list[Tick]:
         """Labels of all columns."""
         return [
-            Tick(at=round(self.x(block, column) + self._column / 2 + 4, 1), label=column)
+            Tick(at=round(self.x(block, column) + self._column / 2 + 4 * self.is_upright, 1), label=column)
             for block in self.heat.blocks
             for column in self.heat.columns
         ]

@@ -82,3 +82,15 @@ def test_cells_of_a_heat_map_do_not_overlap_and_stay_inside() -> None:
     assert len(places) == len(losses)
     assert max(x for x, _ in places) + drawing.cell_width <= drawing.width
     assert drawing.rows()[0].label.startswith("…")
+
+
+def test_short_labels_of_columns_are_not_turned() -> None:
+    def drawing(*columns: str) -> HeatDrawing:
+        losses = tuple(
+            Loss(layer="a", block="fp16", column=column, underflow=0.1, overflow=0.0, title="") for column in columns
+        )
+        return HeatDrawing(HeatMap(title="", description="", blocks=("fp16",), columns=columns, losses=losses))
+
+    short, long = drawing("1", "6"), drawing(*(f"output gradient {i}" for i in range(9)))
+    assert (short.is_upright, long.is_upright) == (False, True)
+    assert short.head < long.head
