@@ -104,7 +104,7 @@ def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
         memory = size_text(run.memory.measured_bytes)
         tiles.append(Tile(label="Memory of a step", figure=memory, detail="at its peak"))
     ends = [v for v in (run.losses.values[0], run.losses.values[-1]) if math.isfinite(v)]
-    skipped = f"{plural(run.num_skipped, 'step')} left out"
+    skipped = f"{plural(run.num_skipped, 'step')} skipped"
     return (*tiles, Tile(label="Training loss", figure=" → ".join(f"{v:.4g}" for v in ends), detail=skipped))
 
 
@@ -112,7 +112,7 @@ def _layer_table(result: FinetuneResult) -> Table:
     """Each layer's change of the loss, the part due to rounding, and the share of moved weights that lowered it."""
     allocation = main_run(result).loss_allocation
     rows = tuple(
-        (a.layer, f"{a.change:+.2e}", f"{a.rounding:+.2e}", MISSING if a.helped is None else share_text(a.helped, 1))
+        (a.layer, f"{a.change:+.3g}", f"{a.rounding:+.3g}", MISSING if a.helped is None else share_text(a.helped, 1))
         for a in (allocation.layers if allocation is not None else ())
     )
     columns = ("Layer", "Loss change", "By rounding", "Weights that helped")

@@ -86,7 +86,7 @@ def _update_chart(run: RunRecord) -> Chart | None:
     series = (
         ("reached all stored state", tuple(u.edq for u in run.updates)),
         ("reached the 16-bit weights", tuple(u.edq_weights for u in run.updates)),
-        ("of the changes lost", tuple(u.lost for u in run.updates)),
+        ("changes lost", tuple(u.lost for u in run.updates)),
     )
     lines = [
         Line(series=Series(name=label, steps=steps, values=values), colour=i, label=label)

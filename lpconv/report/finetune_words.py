@@ -36,7 +36,7 @@ _WORST = 5
 
 def title(result: FinetuneResult) -> str:
     """Name of the model and of its training."""
-    return f"{result.name} fine-tuned: {result.recipe}" + (f" beside {result.twin}" if result.twin else "")
+    return f"{result.name} fine-tuned: {result.recipe}" + (f" next to {result.twin}" if result.twin else "")
 
 
 def main_run(result: FinetuneResult) -> RunRecord:
@@ -72,7 +72,12 @@ def figure_text(metric: str, value: float | None) -> str:
 
 
 def _difference_text(metric: str, value: float) -> str:
-    return f"{100 * value:+.2f} points" if metric in _SHARES else f"{value:+.2g}"
+    return f"{100 * value:+.2f} points" if metric in _SHARES else _two_digits(value, "+")
+
+
+def _two_digits(value: float, sign: str = "") -> str:
+    """A number with two significant digits, trailing zeros included: 0.010."""
+    return f"{value:{sign}#.2g}".removesuffix(".")
 
 
 def noise_text(gap: GapRecord) -> str:
@@ -80,7 +85,7 @@ def noise_text(gap: GapRecord) -> str:
     text = _difference_text(gap.metric, gap.gap)
     if gap.half_width is None:
         return text
-    width = f"{100 * gap.half_width:.2f}" if gap.metric in _SHARES else f"{gap.half_width:.2g}"
+    width = f"{100 * gap.half_width:.2f}" if gap.metric in _SHARES else _two_digits(gap.half_width)
     return f"{text} ± {width}"
 
 
@@ -88,7 +93,7 @@ def _error_text(metric: str, error: float | None) -> str:
     """A standard error as text; in percentage points for accuracy."""
     if error is None:
         return MISSING
-    return f"{100 * error:.2g} points" if metric == "eval_accuracy" else f"{error:.2g}"
+    return f"{100 * error:.2g} points" if metric == "eval_accuracy" else _two_digits(error)
 
 
 def gap_table(result: FinetuneResult) -> Table:
@@ -214,9 +219,9 @@ def _recovery_verdict(result: FinetuneResult) -> str:
         for h in result.held_out
     )
     published = (
-        f"{metric_name(s.name, result)} {figure_text(s.name, s.values[-1])}"
+        f"{metric_name(metric, result)} {figure_text(metric, s.values[-1])}"
         for s in run.evaluations
-        if s.name.endswith("_published")
+        if (metric := s.name.removesuffix("_published")) != s.name
     )
     return (
         f"{plural(len(run.losses.steps), 'step')} towards `{result.source}` changed {' and '.join(changes)} on "
@@ -260,7 +265,7 @@ def _allocation_text(a: LossAllocation) -> str:
     share = MISSING if a.rounding_share is None else f"{round(100 * a.rounding_share, 1) + 0.0:.1f} %"  # avoids -0.0
     return (
         f"steps {a.first_step} to {a.last_step} changed the loss on the first held-out batches ({a.num_batches}) "
-        f"by {a.loss_after - a.loss_before:+.2e} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
+        f"by {a.loss_after - a.loss_before:+.3g} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
         f"the layers' changes differ from the true one by {share_text(a.closure_error, 1)} (closure error)"
     )
 

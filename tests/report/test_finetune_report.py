@@ -84,7 +84,7 @@ def test_curves_losses_and_layers_are_described() -> None:
     document = finetune_document(result())
     assert {"Held-out loss", "Training loss", "The gap", "Loss scale, log2"} <= document.charts.keys()
     assert any("updates" in title for title in document.charts)
-    assert document.tiles[0].figure == "+0.25 ± 0.1"
+    assert document.tiles[0].figure == "+0.25 ± 0.10"
     assert ": a.c, backward, step 2" in str(document.section("During training"))
     (heat,) = document.all_of(HeatMap)
     assert (heat.blocks, heat.columns) == (("weight", ROLE_WORDS["grad_output"]), ("1",))
@@ -153,6 +153,8 @@ def test_a_recovery_is_titled_by_its_divergence() -> None:
         held_out=(held_out("run", "eval_loss", 0.5, 0.25),),
     )  # fmt: skip
     assert finetune_document(recovered).tiles[0].label.startswith("KL ")
+    again = replace(run("run"), evaluations=(Series(name="eval_loss_published", steps=(2,), values=(0.2,)),))
+    assert verdict(replace(recovered, runs=(again,))).endswith("The published model in fp32: KL to the source 0.20000.")
 
 
 def test_the_card_says_how_to_open_what_was_saved() -> None:
@@ -216,9 +218,9 @@ def test_the_gaps_in_fp32_have_rows_and_sentences() -> None:
     assert verdict(every).startswith(verdict(result()))
     in_fp32, of_published = verdict(every).removeprefix(verdict(result())).strip().split(". ")
     assert "fp32" in in_fp32
-    assert "+0.01" in in_fp32
+    assert "+0.010" in in_fp32
     assert "unit e4m3fn" in of_published
-    assert "+0.03" in of_published
+    assert "+0.030" in of_published
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_fine_tunings_are_compared() -> None:
     (figures,) = (t for t in document.all_of(Table))
     rows = {first: rest for first, *rest in texts_of(figures)}
     assert rows["recipe"] == ["unit-fp8", "bf16"]
-    assert rows["held-out loss, gap"] == ["+0.25 ± 0.1"] * 2
+    assert rows["held-out loss, gap"] == ["+0.25 ± 0.10"] * 2
     gap = document.charts["What precision cost: gap of held-out loss"]
     assert [name for name, _ in gap.rows] == ["a", "b"]
     assert [m.title for m in document.charts["Training loss"].legend] == ["a", "b"]

@@ -73,7 +73,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 def test_fine_tunings_are_drawn_together(folder: Path) -> None:
     page = folder / "page.html"
     text = report(folder / "tuned-a", folder / "tuned-b", "--html", page)
-    assert re.search(r"loss, gap +\+0\.05 ± 0\.1 +\+0\.05 ± 0\.1", text)
+    assert re.search(r"loss, gap +\+0\.050 ± 0\.10 +\+0\.050 ± 0\.10", text)
     assert re.search(r"recipe +unit-fp8-collage +collage-bf16", text)
     html = page.read_text()
     for title in ("What precision cost: gap of held-out loss", "Held-out accuracy", "Training loss"):
