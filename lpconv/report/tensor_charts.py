@@ -32,7 +32,7 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
     Before is the RMS of the source; after is the RMS of the codes, rms / scale. None if nothing was measured, or if
     tensors have many scales, so that no single number describes their codes. `title` replaces the default title.
     """
-    if has_finer_scales(result):
+    if has_finer_scales(result) or any(t.points for t in result.tensors):
         return None
     tensors = [t for t in in_layer_order(converted_tensors(result.tensors)) if _as_stored(t, t.rms)]
     if not tensors:
@@ -53,11 +53,8 @@ def rms_chart(result: ConvertResult, title: str = "") -> Chart | None:
 
 
 def _as_stored(t: TensorRecord, magnitude: float | None) -> float | None:
-    """A magnitude of the source on the scale of the codes; None unless it is positive and finite.
-
-    Also None for tensors of points, because each of their rows has its own scales.
-    """
-    if magnitude is None or t.scale == 0 or t.points:
+    """A magnitude of the source on the scale of the codes; None unless it is positive and finite."""
+    if magnitude is None or t.scale == 0:
         return None
     code = magnitude / t.scale if t.scale else magnitude
     return code if 0 < magnitude < math.inf and 0 < code < math.inf else None
@@ -192,10 +189,10 @@ def flat_sqnr_text(tensors: Sequence[TensorRecord]) -> str:
     for name, members in groupby(measured, lambda t: t.format):
         decibels = [t.sqnr_db or 0.0 for t in members]
         least, most = min(decibels), max(decibels)
-        if not most - least <= 1:  # the difference of two infinities is NaN
+        if least != most and not most - least <= 1:  # the difference of two infinities is NaN
             return ""
-        to = "" if least == most else f" to {sqnr_text(most)}"
-        ranges.append(f"{sqnr_text(least)}{to} dB in {plural(len(decibels), 'tensor')} of {name}")
+        start = "" if least == most else f"{sqnr_text(least)} to "
+        ranges.append(f"{start}{sqnr_text(most, ' dB')} in {plural(len(decibels), 'tensor')} of {name}")
     return f"Signal-to-noise ratios are close together: {name_list(ranges)}." if ranges else ""
 
 
@@ -214,7 +211,7 @@ def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, float]:
     """
     finite = [d for d in decibels if math.isfinite(d)]
     if not finite:
-        return stepped_axis(0.5, 1.5, 1, lambda _: "exact", "SQNR, dB"), 1
+        return stepped_axis(0.5, 1.5, 1, lambda _: "exact", ""), 1  # a title would hide the only label
     span = max(finite) - min(finite)
     margin = max((10 - span) / 2, span / 20)
     step = next((s for s in (2, 5, 10, 20, 50) if (span + 2 * margin) / s <= 8), 100)

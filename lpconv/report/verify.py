@@ -223,10 +223,11 @@ def _tensors_text(check: WeightsCheck) -> str:
     if check.min_sqnr_db == math.inf:
         return f"{plural(check.num_tensors, 'tensor')}, all equal"
     place = f" ({check.worst})" if check.worst else ""
-    zeroed = " (values that became 0)" if check.max_rel_error == 1 else ""
+    error = check.max_rel_error
+    why = " (values that became 0)" if error == 1 else " (values near 0)" if error is not None and error > 1 else ""
     return (
         f"{plural(check.num_tensors, 'tensor')}, lowest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
-        f"largest relative error {error_text(check.max_rel_error)}{zeroed}"
+        f"largest relative error {error_text(error)}{why}"
     )
 
 

@@ -127,8 +127,11 @@ def test_exact_and_flat_ratios_are_words() -> None:
     exact = tuple(replace(t, sqnr_db=math.inf, max_rel_error=0.0) for t in bert_result("fp32").tensors)
     document = described(tensors=exact)
     assert "exactly" in document.summary
-    chart = document.charts["Signal-to-noise ratio of every converted tensor"]
-    assert [t.label for t in chart.y.ticks] == ["exact"]
+    (equal,) = document.section("Signal-to-noise ratios").blocks
+    assert re.search(r"exact in 40 tensors .*fp32", str(equal))
+    chart = sqnr_chart([("a", exact)])
+    assert chart is not None
+    assert ([t.label for t in chart.y.ticks], chart.y.label) == (["exact"], ""), "a title would hide the label"
     assert {row[6] for row in texts_of(table_of(document.section("By layer")))} == {"exact"}
     flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
     assert not any("Signal-to-noise" in title for title in flat.charts)
@@ -163,6 +166,8 @@ def test_values_without_a_scale_or_with_many_are_not_drawn_by_one() -> None:
     assert "before" not in unscaled.title
     assert "before" not in [mark.kind for mark in unscaled.marks]
     assert rms_chart(bert_result(options={"granularity": "row"})) is None
+    first, *rest = coded()
+    assert rms_chart(bert_result(tensors=(replace(first, points=2), *rest))) is None
     unknown = rms_chart(bert_result(tensors=tuple(replace(t, format="odd") for t in coded())))
     assert unknown is not None
     assert not unknown.boxes
