@@ -69,14 +69,20 @@ _Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
 
 
 def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
-    """(label, "fastest" or "slower here", ratio) of the variant with the best ratio to its baseline, or None."""
+    """(label, result in words, ratio) of the variant with the best ratio to its baseline, or None.
+
+    A variant is only called fastest if its whole interval is above 1.
+    """
     ratios = ((n, r.ratio) for n, r in named if r.ratio and not r.is_baseline and r.status == "ok")
-    best = max(ratios, key=lambda found: found[1].value, default=None)
-    return None if best is None else (best[0], "fastest" if best[1].value > 1 else "slower here", best[1])
+    best = max(ratios, key=lambda found: (found[1].low > 1, found[1].value), default=None)
+    if best is None:
+        return None
+    words = "fastest" if best[1].low > 1 else "slower here" if best[1].high < 1 else "not measurably faster"
+    return best[0], words, best[1]
 
 
 def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
-    """Verdict "failed" if a gate fails, "passed" if a row is faster than its baseline, else "not run"."""
+    """Verdict "failed" if a gate fails, "passed" if a row is measurably faster than its baseline, else "not run"."""
     text = "No row was compared with a baseline"
     outcome: Outcome = "not run"
     if best := _best_speed(named):
