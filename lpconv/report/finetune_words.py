@@ -224,7 +224,7 @@ def _recovery_verdict(result: FinetuneResult) -> str:
         if (metric := s.name.removesuffix("_published")) != s.name
     )
     return (
-        f"{plural(len(run.losses.steps), 'step')} towards `{result.source}` changed {' and '.join(changes)} on "
+        f"{plural(len(run.losses.steps), 'step')} towards {result.source} changed {' and '.join(changes)} on "
         f"held-out examples. The published model in fp32: {' and '.join(published)}."
     )
 
