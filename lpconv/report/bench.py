@@ -26,6 +26,7 @@ from lpconv.report.numbers import (
     name_list,
     number_text,
     plural,
+    rate_text,
     ratio_text,
     share_text,
     size_text,
@@ -133,8 +134,14 @@ def _facts(result: BenchResult) -> dict[str, str]:
 def _peaks_text(peaks: PeakRecord) -> str:
     """Text of the measured peaks: FLOP/s of products and bytes/s of copies."""
     rates = {"bf16": peaks.bf16_flops, "fp32": peaks.fp32_flops, "fp8": peaks.fp8_flops}
-    flops = [f"{name} {number_text(rate / 1e12)} TFLOP/s" for name, rate in rates.items() if rate is not None]
-    return ", ".join([*flops, f"copies {peaks.bytes_per_s / 1e9:.1f} GB/s"])
+    flops = [f"{name} {_flops_text(rate)}" for name, rate in rates.items() if rate is not None]
+    return ", ".join([*flops, f"copies {rate_text(peaks.bytes_per_s, 1)}"])
+
+
+def _flops_text(rate: float) -> str:
+    """FLOP/s with three significant digits: 508 MFLOP/s, 1.2 TFLOP/s."""
+    unit, scale = next((u for u in (("T", 1e12), ("G", 1e9)) if rate >= u[1]), ("M", 1e6))
+    return f"{number_text(rate / scale)} {unit}FLOP/s"
 
 
 def labels(rows: Sequence[BenchRow]) -> list[str]:

@@ -59,7 +59,7 @@ def change_text(before: int, after: int) -> str:
     return f"{smaller}x smaller" if before > after else f"{larger}x larger"
 
 
-def rate_text(size_bytes: int, seconds: float | None) -> str:
+def rate_text(size_bytes: float, seconds: float | None) -> str:
     """Bytes per second: 37.9 MB/s, 1.34 GB/s."""
     return f"{size_text(size_bytes / seconds)}/s" if seconds else MISSING
 

@@ -68,6 +68,12 @@ def test_the_verdict_says_whether_anything_was_faster(
     assert word.capitalize() in document.tiles[0].label
 
 
+def test_peaks_have_units_that_fit() -> None:
+    peaks = {"bf16_flops": 5.08e8, "fp32_flops": 4.79e10, "fp8_flops": 1.2e12, "bytes_per_s": 1.14e10}
+    text = bench_document(judged(*ROWS, peaks=peaks)).facts["Measured peaks"]
+    assert text == "bf16 508 MFLOP/s, fp32 47.9 GFLOP/s, fp8 1.2 TFLOP/s, copies 11.4 GB/s"
+
+
 def test_a_gate_that_failed_is_the_verdict() -> None:
     gates = [to_json(GateRecord(expression="speedup>=2", value=1.3, passed=False))]
     document = bench_document(judged(*ROWS, gates=gates))
