@@ -1,5 +1,6 @@
 """Gates: conditions that a result must meet, such as ``sqnr>=25``, and the metrics that they can use."""
 
+import math
 import operator
 import re
 import statistics
@@ -55,8 +56,10 @@ class GateTable(Generic[R]):
             find("metric", match[1], self.metrics)
         try:
             bound = float(match[3])
-        except ValueError as e:
-            raise UsageError(f"gate `{text}`: `{match[3]}` is not a number", hint=hint) from e
+        except ValueError:
+            bound = math.nan
+        if math.isnan(bound):
+            raise UsageError(f"gate `{text}`: `{match[3]}` is not a number", hint=hint)
         return Gate(expression=text.strip(), metric=match[1], operator=match[2], bound=bound)
 
     def check(self, gates: Sequence[Gate], result: R) -> tuple[GateRecord, ...]:
@@ -81,6 +84,8 @@ _LOGITS_METRICS = {
     "logits_rel_error": _logits_metric(lambda g: g.rel_error),
     "top1": _logits_metric(lambda g: g.top1_agreement),
     "kl": _logits_metric(lambda g: g.mean_kl),
+}
+_TEXT_METRICS = {
     "reverse_kl": _logits_metric(lambda g: g.reverse_kl),
     "perplexity": _logits_metric(lambda g: g.perplexity),
 }
@@ -106,13 +111,20 @@ def _task_metric(result: VerifyResult, name: str) -> float | None:
 
 
 VERIFY_GATES = GateTable[VerifyResult](
-    metrics=CONVERT_GATES.metrics, example=CONVERT_GATES.example, families={"task": _task_metric}
+    metrics={**CONVERT_GATES.metrics, **_TEXT_METRICS}, example=CONVERT_GATES.example, families={"task": _task_metric}
 )
 
 
 def needs_logits(gates: Sequence[Gate]) -> bool:
     """Whether any gate of a conversion needs the logits, and so a run of both models."""
     return any(g.metric in _LOGITS_METRICS for g in gates)
+
+
+def check_measured(gates: Sequence[Gate], *, has_outputs: bool) -> None:
+    """Raise UsageError if a gate of a verification without a text needs one, or outputs that are not compared."""
+    for g in gates:
+        if g.metric in _TEXT_METRICS or (g.metric in _LOGITS_METRICS and not has_outputs):
+            raise UsageError(f"gate `{g.expression}` needs a text that both models read", hint="add --data FILE")
 
 
 def is_of_task(gate: str) -> bool:

@@ -46,7 +46,13 @@ def test_a_gate_on_a_task(expression: str, value: float | None) -> None:
     assert (record.value, record.passed) == (value, value is not None)
 
 
-@pytest.mark.parametrize("expression", ["task:arc_easy:acc_drop<=0.1", "sqnr:x>=1"])
-def test_a_conversion_knows_no_tasks(expression: str) -> None:
+@pytest.mark.parametrize("bound", ["nan", "many"])
+def test_a_bound_is_a_number(bound: str) -> None:
+    with pytest.raises(UsageError, match="is not a number"):
+        CONVERT_GATES.parse(f"kl<={bound}")
+
+
+@pytest.mark.parametrize("expression", ["task:arc_easy:acc_drop<=0.1", "sqnr:x>=1", "perplexity<=9", "reverse_kl<=1"])
+def test_a_conversion_knows_no_tasks_and_no_text(expression: str) -> None:
     with pytest.raises(UsageError, match=r"unknown .*`"):
         CONVERT_GATES.parse(expression)

@@ -17,7 +17,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
-from lpconv.gates import CONVERT_GATES
+from lpconv.gates import VERIFY_GATES, Gate
 from lpconv.plan.tensor_records import sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
@@ -63,14 +63,13 @@ class _WeightSums(Summed):
         return self.lean**2 / (self.num * self.noise) if self.noise else 0.0
 
 
-def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progress: Progress) -> VerifyResult:
+def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], progress: Progress) -> VerifyResult:
     """Compare the weights of one checkpoint with those of `reference`.
 
     The comparison passes if every tensor exists with the same shape, no element became NaN or Inf, no group has a wrong
     factor, the noise is within what the bits of the layout explain, and the `gates` pass. Training explains any noise
     and factor. Raises the errors of opening a checkpoint.
     """
-    parsed = [CONVERT_GATES.parse(g) for g in gates]
     with StoredTensors.open(model) as ours, StoredTensors.open(reference) as theirs:
         a, b = DecodedSource(ours), DecodedSource(theirs)
         both = [n for n, form in ours.forms.items() if n in theirs.forms and theirs.forms[n].shape == form.shape]
@@ -101,7 +100,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[str], progr
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
         tensors=tuple(records),
     )
-    met = CONVERT_GATES.check(parsed, result)
+    met = VERIFY_GATES.check(gates, result)
     return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
 
 

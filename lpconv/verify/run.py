@@ -10,7 +10,7 @@ from pathlib import Path
 from lpconv.data import check_text
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
-from lpconv.gates import CONVERT_GATES, VERIFY_GATES, Gate, is_of_task, needs_logits
+from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, VerifyResult
@@ -59,13 +59,15 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
             f"the weights of `{directory}` were trained after conversion, so no source has the same weights",
             hint="measure the difference from another checkpoint with --level values --against MODEL",
         )
-    if level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory))):
+    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
+    by_value = level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory)))
+    check_measured(parsed, has_outputs=not by_value)
+    if by_value:
         assert against is not None
         ours, reference = open_readable(directory), _open_reference(against)
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
-        return _with_files(compare(ours, reference, gates=options.gates, progress=progress), ours, reference)
-    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
+        return _with_files(compare(ours, reference, gates=parsed, progress=progress), ours, reference)
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
@@ -112,7 +114,7 @@ def _with_text(
     from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
-    parsed = [CONVERT_GATES.parse(g) for g in options.gates]
+    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
     logits = compare_on_text(
         directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )

@@ -111,7 +111,7 @@ class TestRequest:
 
 
 class TestGates:
-    @pytest.mark.parametrize("gate", ["sqnr>=500", "sqnr<1", "max_rel_error==0", "sqnr>=nan"])
+    @pytest.mark.parametrize("gate", ["sqnr>=500", "sqnr<1", "max_rel_error==0"])
     def test_a_gate_that_fails_keeps_the_output_aside(self, run: Run, output: Path, gate: str) -> None:
         error = refusal(run, output, gates=("sqnr>=1", gate), verify="none")
         assert isinstance(error, VerificationError)

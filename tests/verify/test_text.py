@@ -135,6 +135,19 @@ def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
     assert "directory" in said.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "gate"),
+    [((), "perplexity<=10"), (("--level", "logits"), "reverse_kl<=1"), (("--level", "values"), "kl<=1")],
+)
+def test_a_gate_that_nothing_measures_is_refused_first(tmp_path: Path, arguments: tuple[str, ...], gate: str) -> None:
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
+    common = ["verify", str(tmp_path / "out"), "--against", "demo", *arguments]
+    said = CliRunner().invoke(app, [*common, "--gate", gate])
+    assert said.exit_code == 2
+    assert f"`{gate}` needs a text" in said.stderr
+    assert "--data" in said.stderr
+
+
 def bare(folder: Path) -> Path:
     reference = source(folder, "bert")
     transformers.BertModel.from_pretrained(reference).save_pretrained(reference)
