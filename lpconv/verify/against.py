@@ -58,7 +58,14 @@ def prepare_verification(
         options = fill_options(options)
     except UsageError as e:
         raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
-    return prepare(open_readable(against or recorded.name, revision=options.revision), directory, options)
+    try:
+        source = open_readable(against or recorded.name, revision=options.revision)
+    except InputError as e:
+        if against is not None:
+            raise
+        hint = "pass its place to --against"
+        raise InputError(f"the source that {MARKER} names cannot be opened: {e.message}", hint=hint) from e
+    return prepare(source, directory, options)
 
 
 def check_source(

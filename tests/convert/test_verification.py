@@ -65,6 +65,15 @@ def test_a_root_of_nan_beside_a_sound_source(run: Run, source: Path, output: Pat
     assert found.weights.min_sqnr_db == -math.inf
 
 
+def test_a_source_that_moved(run: Run, source: Path, output: Path) -> None:
+    run(method="unit", format="fp16")
+    source.rename(source.with_name("elsewhere"))
+    said = lpconv("verify", output, "--level", "weights")
+    assert said.exit_code == 3
+    assert "lpconv.json names" in said.stderr
+    assert "--against" in said.stderr
+
+
 def test_a_tensor_that_the_source_does_not_have(run: Run, source: Path, output: Path) -> None:
     run(method="unit", format="fp16")
     rewritten(output, lambda tensors: tensors.update({"more.weight": torch.ones(2)}))
