@@ -17,7 +17,6 @@ from lpconv.storage.residual import find_residual
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.weights import check_weights, whole_tensors
 
-_WITHOUT = "run again with --verify weights, and with --resume to keep the files already written"
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
 
 
@@ -116,5 +115,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     except Exception as e:  # transformers raises arbitrary exceptions for unknown checkpoints
         text = f"the model could not be run: {first_line(e)}"
         if not automatic:
-            raise out_of_memory(e) or UnsupportedError(text, hint=_WITHOUT) from e
+            gates = ", without gates on outputs" if needs_logits(job.gates) else ""
+            hint = f"run again with --verify weights{gates}, and with --resume to keep the files already written"
+            raise out_of_memory(e) or UnsupportedError(text, hint=hint) from e
         return LogitsCheck(skipped=text)
