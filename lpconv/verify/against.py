@@ -63,8 +63,8 @@ def prepare_verification(
     except InputError as e:
         if against is not None:
             raise
-        hint = "pass its place to --against"
-        raise InputError(f"the source that {MARKER} names cannot be opened: {e.message}", hint=hint) from e
+        hint = "pass the source to --against"
+        raise InputError(f"the source of `{directory}` is not here: {e.message}", hint=hint) from e
     return prepare(source, directory, options)
 
 
