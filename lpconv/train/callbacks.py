@@ -74,12 +74,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.trainer, self.memory, self.metrics = trainer, trainer.memory, metrics
         self.watch, self.loss_watch, self.progress = watch, loss_watch, progress
         self.allotted: dict[str, Any] = {}
-        self.started_s = 0.0
+        self.started_s = self.learning_rate = 0.0
         self.is_measured = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()
         self.started_s = time.perf_counter()
+        self.learning_rate = _learning_rate(self.trainer)  # at the end of a step it is that of the next one
         step = state.global_step + 1
         self.is_measured = self.memory is not None and self.memory.begin(step, self.trainer.own_optimizer)
         self.watch.begin(step)
@@ -106,7 +107,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             "step": state.global_step,
             "loss": last["loss"],
             "grad_norm": last["grad_norm"],
-            "lr": _learning_rate(trainer),
+            "lr": self.learning_rate,
             "loss_scale": last["loss_scale"],
             "skipped": bool(last["skipped"]),
             "time_s": time_s,
