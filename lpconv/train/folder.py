@@ -73,9 +73,20 @@ def held_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: 
         if force and not resume:
             _clear(output)
         write_small(output / MARKER, ordered_json_text(asked))
-        yield
+        try:
+            yield
+        finally:
+            _remove_unused(output)
     finally:
         os.close(folder)
+
+
+def _remove_unused(output: Path) -> None:
+    """Delete the folder of a run that ended before its first step, for example because of a wrong option."""
+    if os.listdir(output) == [MARKER]:
+        with writing(output):
+            (output / MARKER).unlink()
+            output.rmdir()
 
 
 def _clear(output: Path) -> None:
