@@ -77,7 +77,7 @@ def _difference_text(metric: str, value: float) -> str:
 
 def _two_digits(value: float, sign: str = "") -> str:
     """A number with two significant digits, trailing zeros included: 0.010."""
-    return f"{value:{sign}#.2g}".removesuffix(".")
+    return f"{value:{sign}#.2g}".removesuffix(".") if value else f"{value:{sign}g}"
 
 
 def noise_text(gap: GapRecord) -> str:
