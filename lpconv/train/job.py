@@ -124,6 +124,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     rows = read_rows(options)
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
+    _check_gates(options, task)
     if task.name == "classification" and rows.label is None:
         raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
     config = transformers_config(checkpoint, hint="lpconv trains the models that the installed transformers opens")
@@ -156,9 +157,13 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
 
 
 def _check_weights(checkpoint: Checkpoint, options: FinetuneOptions) -> None:
-    """Raise ResourceError, from headers alone, if weights, gradients and optimizer state do not fit in memory."""
-    sizes = [*map(math.prod, stored_shapes(checkpoint).values())]
-    if options.arithmetic.lora:
+    """Check, from headers alone, the rank of adapters, and that weights, gradients and optimizer fit in memory."""
+    shapes = [*stored_shapes(checkpoint).values()]
+    sizes = [*map(math.prod, shapes)]
+    if rank := options.arithmetic.lora:
+        widest = max((min(shape) for shape in shapes if len(shape) == 2), default=rank)
+        if rank > widest:
+            raise UsageError(f"--lora {rank} exceeds {widest}, the highest rank of a weight", hint="usual are 8 to 64")
         stored = sum(x.num_bytes for x in checkpoint.tensors.values())
         check_room({"weights": 4 * sum(sizes) if options.twin_arithmetic else stored}, options.max_memory)
         return
@@ -178,6 +183,15 @@ def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) ->
             f"`{drawn}` has no head for task {task.name}, and method native cannot add one",
             hint="leave --task out, or choose a recipe such as unit-fp8",
         )
+
+
+def _check_gates(options: FinetuneOptions, task: Task) -> None:
+    """Raise UsageError for gates on the accuracy of a task that has none."""
+    for gate in options.gates:
+        if "accuracy" in gate and task.name != "classification" and not options.arithmetic.on_codes:
+            raise UsageError(
+                f"gate `{gate}` needs task classification, and this is task {task.name}", hint="use loss or loss_gap"
+            )
 
 
 def num_ranks(options: FinetuneOptions) -> int:

@@ -71,6 +71,8 @@ def test_the_command_leaves_a_report_rows_and_a_model(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(11))
     assert tuple(row["loss"] for row in rows[1:]) == result.runs[0].losses.values
+    linear = [5e-5 * (10 - step) / 9 for step in range(1, 10)]
+    assert [row["lr"] for row in rows[1:]] == pytest.approx([0, *linear]), "the rate of each step, after one of warm-up"
     held_out = next(h for h in result.held_out if h.role == "run")
     assert held_out.before == pytest.approx(rows[0]["eval_loss"])
     assert held_out.after == pytest.approx(rows[-1]["eval_loss"])
@@ -167,6 +169,12 @@ def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="`amp-bf16`"):
         arithmetic(recipe="amp-bf16", operand_scale="row")
     assert arithmetic(operand_scale="row") == arithmetics[1]
+
+
+def test_a_run_that_ends_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="matches no module"):
+        finetune("demo", tmp_path / "run", options("unit-fp8", critical=("nothing*",)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_only_scaled_fp8_has_critical_modules(tmp_path: Path) -> None:
@@ -334,6 +342,7 @@ def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path)
         ({"gates": ("loss_gap<=1",)}, "twin"),
         ({"gates": ("loss_gap_low<=0",), "twin": "fp32"}, "interval"),
         ({"gates": ("sqnr>=3",)}, "`sqnr`"),
+        ({"gates": ("accuracy>=0.5",)}, "classification"),
         ({"log_to": ("tensorbord",)}, "`tensorbord`"),
         ({"log_to": ("comet_ml",)}, "comet_ml"),
     ],
