@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
@@ -19,7 +18,7 @@ from lpconv.init.options import InitOptions
 from lpconv.init.sizes import resize_config
 from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size
-from lpconv.models.opening import Blueprint, model_errors
+from lpconv.models.opening import Blueprint, config_of, model_errors
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
@@ -83,7 +82,7 @@ def _blueprint(arch: Architecture, options: InitOptions) -> Blueprint:
         if not settings.get("architectures"):
             raise UnsupportedError("config.json names no architecture", hint="add the class name under `architectures`")
         settings = {k: v for k, v in settings.items() if k not in _NOT_KEPT}
-        config = transformers.AutoConfig.for_model(**settings)
+        config = config_of(settings)
         config.dtype = torch.float32
         return Blueprint(model_class=resolve_auto_class(architecture(settings), config), config=config, checkpoint=None)
 

@@ -171,6 +171,21 @@ def blueprint(preset_or_checkpoint: str | Checkpoint) -> Blueprint:
     return Blueprint(model_class=model_class, config=config, checkpoint=preset_or_checkpoint)
 
 
+def config_of(settings: Mapping[str, Any]) -> Any:
+    """The transformers config of the settings in a config.json, which stores infinity as {"__float__": "Infinity"}."""
+    return transformers.AutoConfig.for_model(**{name: _with_infinities(value) for name, value in settings.items()})
+
+
+def _with_infinities(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_with_infinities, value)]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_infinities(part) for name, part in value.items()}
+
+
 def transformers_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     """The transformers config. Raises UnsupportedError for models of another release or with their own code."""
     with quiet_transformers(), model_errors("transformers cannot open this model", hint=hint):

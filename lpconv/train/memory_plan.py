@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from lpconv.errors import UnsupportedError
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
-from lpconv.models.opening import model_errors
+from lpconv.models.opening import config_of, model_errors
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import find_task, resolve_auto_class
@@ -63,7 +62,7 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     if task.name not in ("mlm", "clm"):
         raise UnsupportedError(f"the memory of task {task.name} cannot be estimated without its data", hint=_HINT)
     with quiet_transformers(), model_errors("no model can be built from config.json", hint=_HINT), torch.device("meta"):
-        config = transformers.AutoConfig.for_model(**settings)
+        config = config_of(settings)
         empty = resolve_auto_class(task.auto, config)(config)
     shape = (1, sequence_length(config, options.seq_len))
     asked = options.arithmetic
