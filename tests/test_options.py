@@ -10,6 +10,7 @@ import typer
 from annotated_types import Ge, Lt
 from typer.testing import CliRunner
 
+from lpconv.advise.options import AdviseOptions
 from lpconv.batch.reading import read_setting, schema_of
 from lpconv.bench.options import BenchOptions
 from lpconv.cli.command import with_options
@@ -18,6 +19,7 @@ from lpconv.options import (
     Group,
     Option,
     check,
+    check_value,
     command_words,
     fields_of_run,
     fields_that_may_change,
@@ -27,6 +29,7 @@ from lpconv.options import (
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
+from lpconv.train.options import FinetuneOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,15 @@ def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
     done = CliRunner().invoke(app([]), ["a-name", "--size", "3,x"])
     assert isinstance(done.exception, UsageError)
     assert "number" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    "record", [AdviseOptions, BenchOptions, ConvertOptions, FinetuneOptions, ProbeOptions], ids=lambda r: r.__name__
+)
+def test_the_example_of_a_hint_is_within_its_bounds(record: type[Any]) -> None:
+    for option in options_of(record).values():
+        if option.bounds and option.hint.startswith("for example "):
+            check_value(option, option.read(option.hint.removeprefix("for example ")))
 
 
 @pytest.mark.parametrize("record", [ConvertOptions, BenchOptions, ProbeOptions], ids=lambda r: r.__name__)

@@ -87,6 +87,7 @@ class AdviseOptions:
         Option(
             "Average bits per weight; each layer then gets its own format",
             default="one format for all",
+            example="4.5",
         ),
     ] = None
     batch_size: Annotated[int, Ge(1), Option("Number of sequences per step")] = 8
