@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lpconv.progress import Silent
-from lpconv.report.numbers import size_text
+from lpconv.report.numbers import plural, size_text
 
 if TYPE_CHECKING:
     import rich.progress
@@ -82,7 +82,7 @@ class _Messages(Silent):
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         if unit == "steps":
-            self.message(f"{phase}: {total} steps" + (f", resuming after {done}" if done else ""))
+            self.message(f"{phase}: {plural(total, 'step')}" + (f", resuming after {done}" if done else ""))
 
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)
