@@ -121,12 +121,14 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
         show(render(result))
 
 
-def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> NoReturn:
-    """Print a table and exit, for options that only list something."""
+def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], context: typer.Context) -> NoReturn:
+    """Print a table, or its rows as JSON, and exit, for options that only list something."""
     from lpconv.report.document import Table
-    from lpconv.report.terminal import show
 
-    show(Table(columns=columns, rows=tuple(rows)))
+    table = Table(columns=columns, rows=tuple(rows))
+    names = [c.removeprefix("<").lower().replace(" ", "_") for c in columns]
+    document = {"rows": [dict(zip(names, row, strict=True)) for row in table.rows]}
+    print_result(document, lambda _: table, json=bool(context.params.get("json")))
     raise typer.Exit
 
 
@@ -138,7 +140,8 @@ Model = Annotated[
         metavar="MODEL",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of a table.")]
+# Eager, so that options that list something know it wherever they stand.
+Json = Annotated[bool, typer.Option("--json", is_eager=True, help="Print the result as JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or messages, only errors.")]
 
 

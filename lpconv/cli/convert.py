@@ -20,10 +20,10 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.plan.schemes import SCHEMES
 
 
-def _list_schemes(wanted: bool) -> None:
+def _list_schemes(context: typer.Context, wanted: bool) -> None:
     if wanted:
         rows = ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items())
-        print_table(("Scheme", "Bits", "<Opened by", "<When to use it"), rows)
+        print_table(("Scheme", "Bits", "<Opened by", "<When to use it"), rows, context)
 
 
 @with_options
@@ -36,7 +36,6 @@ def convert(
         typer.Option(
             "--list-schemes",
             callback=_list_schemes,
-            is_eager=True,
             help="List the schemes and exit.",
         ),
     ] = False,

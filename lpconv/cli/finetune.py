@@ -19,11 +19,11 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
 
-def _list_recipes(wanted: bool) -> None:
+def _list_recipes(context: typer.Context, wanted: bool) -> None:
     if wanted:
         arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
         rows = ((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics)
-        print_table(("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for"), rows)
+        print_table(("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for"), rows, context)
 
 
 def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
@@ -43,7 +43,6 @@ def finetune(
         typer.Option(
             "--list-recipes",
             callback=_list_recipes,
-            is_eager=True,
             help="List the recipes and exit.",
         ),
     ] = False,

@@ -1,5 +1,6 @@
 """`--scheme`: a name stands for the options that it lists, and its figures are those of what is written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,9 @@ def test_the_command_line_converts_by_scheme_and_lists_schemes(tmp_path: Path, m
     listed = CliRunner().invoke(app, ["convert", "--list-schemes"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
     assert all(name in listed.stdout for name in SCHEMES)
+
+
+@pytest.mark.parametrize("arguments", [("--list-schemes", "--json"), ("--json", "--list-schemes")])
+def test_the_list_of_schemes_can_be_json(arguments: tuple[str, ...]) -> None:
+    listed = CliRunner().invoke(app, ["convert", *arguments])
+    assert [row["scheme"] for row in json.loads(listed.stdout)["rows"]] == [*SCHEMES]
