@@ -173,8 +173,8 @@ def test_a_text_that_is_no_number_is_refused_with_a_hint() -> None:
 )
 def test_the_example_of_a_hint_is_within_its_bounds(record: type[Any]) -> None:
     for option in options_of(record).values():
-        if option.bounds and option.hint.startswith("for example "):
-            check_value(option, option.read(option.hint.removeprefix("for example ")))
+        if option.bounds:
+            check_value(option, option.read(option.hint.split()[-1]))
 
 
 @pytest.mark.parametrize("record", [ConvertOptions, BenchOptions, ProbeOptions], ids=lambda r: r.__name__)

@@ -154,7 +154,7 @@ def test_a_recovery_is_titled_by_its_divergence() -> None:
     )  # fmt: skip
     assert finetune_document(recovered).tiles[0].label.startswith("KL ")
     again = replace(run("run"), evaluations=(Series(name="eval_loss_published", steps=(2,), values=(0.2,)),))
-    assert verdict(replace(recovered, runs=(again,))).endswith("The published model in fp32: KL to the source 0.20000.")
+    assert verdict(replace(recovered, runs=(again,))).count("published") == 1
 
 
 def test_the_card_says_how_to_open_what_was_saved() -> None:

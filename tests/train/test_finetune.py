@@ -172,7 +172,7 @@ def test_a_kind_of_scale_reaches_the_products(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_before_its_first_step_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="matches no module"):
+    with pytest.raises(UsageError, match="nothing\\*"):
         finetune("demo", tmp_path / "run", options("unit-fp8", critical=("nothing*",)))
     assert not (tmp_path / "run").exists()
 

@@ -144,7 +144,7 @@ def test_a_gate_that_nothing_measures_is_refused_first(tmp_path: Path, arguments
     common = ["verify", str(tmp_path / "out"), "--against", "demo", *arguments]
     said = CliRunner().invoke(app, [*common, "--gate", gate])
     assert said.exit_code == 2
-    assert f"`{gate}` needs a text" in said.stderr
+    assert gate in said.stderr
     assert "--data" in said.stderr
 
 
