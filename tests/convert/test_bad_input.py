@@ -98,6 +98,7 @@ class TestPickles:
         assert error.message.isprintable()
 
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
+    @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15
     @pytest.mark.parametrize(
         "x",
         [torch.eye(3).to_sparse(), torch.zeros(2, 2, device="meta"), torch.zeros(2, 2, dtype=torch.complex128)],

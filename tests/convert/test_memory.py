@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from checkpoints import cli_environment, published, run_cli
 from convert_models import minilm
 
@@ -15,6 +16,7 @@ from lpconv.errors import ResourceError
 from lpconv.plan.options import ConvertOptions
 
 MB = 10**6
+_MOST = 1.5 if torch.version.cuda else 1.2  # builds for CUDA differ by 170 MB
 
 
 def here() -> int:
@@ -50,7 +52,7 @@ def test_fewer_workers_take_less(tmp_path: Path) -> None:
 def test_the_plan_is_what_other_methods_take(tmp_path: Path, method: str) -> None:
     arguments = ("convert", "demo", "-o", tmp_path / "out", "--method", method, "--verify", "weights", "--json", "-q")
     dry, done = (json.loads(run_cli(*arguments, *more).stdout) for more in (("--dry-run",), ()))
-    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= 1.2 * done["peak_rss_bytes"]
+    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= _MOST * done["peak_rss_bytes"]
 
 
 @pytest.mark.parametrize(("model", "level"), [("demo", "weights"), ("demo", "logits"), ("minilm", "logits")])
@@ -59,7 +61,7 @@ def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str) ->
     arguments = ("convert", name, "-o", tmp_path / "out", "--verify", level, "--workers", "2", "--json", "-q")
     dry, done = (json.loads(run_cli(*arguments, *more).stdout) for more in (("--dry-run",), ()))
     assert done["verify"]["level"] == level
-    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= 1.2 * done["peak_rss_bytes"]
+    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= _MOST * done["peak_rss_bytes"]
 
 
 @pytest.mark.parametrize("kib", [100_000, 600_000, 700_000])
