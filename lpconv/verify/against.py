@@ -134,7 +134,8 @@ def _check_weights(
     ties = {t.name: t.tied_to for t in job.plan.tensors}
     untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
     problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
-    problems = (*result.problems, *weights_problems(weights), *(feedback.wrong if feedback else ()), *problems)
+    wrong = (*weights_problems(weights, records.values()), *(feedback.wrong if feedback else ()))
+    problems = (*result.problems, *wrong, *problems)
     tensors = _compare_records(planned, records, set(weights.mismatched))
     return dataclasses.replace(
         result,

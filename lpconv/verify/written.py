@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, problem_text
@@ -12,6 +12,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
+from lpconv.report.numbers import plural
 from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 from lpconv.storage.residual import find_residual
 from lpconv.verify.reader import OutputReader
@@ -34,7 +35,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
             weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
     except InputError as e:  # also for the source, which then cannot be compared
         return VerifyResult(level="weights", passed=False, problems=(problem_text(e),))
-    problems = weights_problems(weights)
+    problems = weights_problems(weights, tensors)
     logits = None
     if level in ("logits", "auto") or needs_logits(job.gates):
         progress.start("running both models", 0)
@@ -68,9 +69,15 @@ def check_stored(
             workers.close()
 
 
-def weights_problems(weights: WeightsCheck) -> tuple[str, ...]:
-    """Descriptions of wrong weights."""
-    return tuple(f"tensor `{n}` differs from the source" for n in weights.mismatched)
+def weights_problems(weights: WeightsCheck, tensors: Iterable[TensorRecord]) -> tuple[str, ...]:
+    """Descriptions of wrong weights, of which `tensors` have the records."""
+    overflowed = {t.name: t for t in tensors if t.num_saturated}
+    return tuple(
+        f"`{n}`: {plural(t.num_saturated, 'number')} beyond the range of {t.format} became Inf (bf16 has the range)"
+        if (t := overflowed.get(n))
+        else f"tensor `{n}` differs from the source"
+        for n in weights.mismatched
+    )
 
 
 def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tuple[str, ...]:

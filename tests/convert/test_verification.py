@@ -1,5 +1,6 @@
 """Attacks on the verdict: what was damaged before a check, or between writing and checking, does not pass."""
 
+import dataclasses
 import errno
 import json
 import math
@@ -81,18 +82,25 @@ def test_a_tensor_that_the_source_does_not_have(run: Run, source: Path, output: 
     assert [p for p in found.problems if "more.weight" in p]
 
 
-def test_infinite_only_where_the_source_rounds_to_it(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source", {"layer.weight": torch.tensor([[1.0, 7e4, 65504.0, 65519.0]])})
-    output = tmp_path / "output"
+def test_a_number_that_becomes_infinite_is_refused(tmp_path: Path) -> None:
     options = ConvertOptions(method="collage", format="fp16", verify="weights", workers=1)
-    assert convert(str(source), output, options).verify.passed
-    assert verified(output, source).passed
+    for largest, rounded in ((65519.0, 65504.0), (65520.0, math.inf)):
+        source = write_checkpoint(tmp_path / f"{largest}", {"layer.weight": torch.tensor([[1.0, largest]])})
+        output = tmp_path / f"output-{largest}"
+        if math.isfinite(rounded):
+            assert convert(str(source), output, options).verify.passed
+            rewritten(output, lambda tensors: tensors["layer.weight"][0, 1].fill_(math.inf))
+        else:
+            with pytest.raises(VerificationError, match=r"`layer.weight`: 1 number .* fp16 became Inf"):
+                convert(str(source), output, options)
+            convert(str(source), output, dataclasses.replace(options, verify="none"))
+        assert not verified(output, source).passed
 
-    def overflow(tensors: dict[str, Tensor]) -> None:
-        tensors["layer.weight"][0, 3] = math.inf
 
-    rewritten(output, overflow)
-    assert not verified(output, source).passed
+def test_what_is_infinite_in_the_source_may_be_so(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {"layer.weight": torch.tensor([[1.0, math.inf, -math.inf, 2.0]])})
+    options = ConvertOptions(method="collage", format="fp16", verify="weights", workers=1)
+    assert convert(str(source), tmp_path / "output", options).verify.passed
 
 
 def test_damage_between_writing_and_checking(run: Run, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
