@@ -1,5 +1,6 @@
 """Records of verifications (of a conversion or by `lpconv verify`), and of gates."""
 
+import math
 from dataclasses import dataclass
 
 from lpconv.results.advise import GapEstimate
@@ -79,6 +80,11 @@ class LogitsCheck:
     model_class: str | None = None
     inputs: str | None = None
     skipped: str | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the outputs are finite wherever the source's are, or were not compared."""
+        return self.max_abs_diff is None or math.isfinite(self.max_abs_diff)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Verify the files of a conversion before they are published, and again in `lpconv verify`."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
     """Descriptions of problems with the models' outputs."""
     if logits.skipped or logits.max_abs_diff is None:
         return ()
-    if not math.isfinite(logits.max_abs_diff):
+    if not logits.is_finite:
         return ("outputs are NaN or infinite, unlike the source's",)
     if logits.bit_equal is False and all(t.max_rel_error == 0 for t in tensors if t.action == "convert"):
         return (f"the weights are exact, but outputs differ by {logits.max_abs_diff:g}",)

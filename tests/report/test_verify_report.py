@@ -56,6 +56,15 @@ def test_every_step_of_a_failure_says_what_failed() -> None:
     assert found["gate sqnr>=25"][1].endswith(" 3")
 
 
+@pytest.mark.parametrize("difference", [math.nan, math.inf])
+def test_outputs_that_are_not_finite_are_no_pass(difference: float) -> None:
+    check = LogitsCheck(max_abs_diff=difference, rel_error=difference, bit_equal=False)
+    outcome, text = steps(described(level="logits", passed=False, logits=check))["outputs"]
+    assert outcome == "failed"
+    assert "NaN" in text
+    assert "within" not in text
+
+
 def test_no_verification_is_not_a_pass() -> None:
     document = described(level="none", passed=True)
     assert document.verdict is not None
