@@ -315,7 +315,7 @@ def main() -> None:
     for task in dict.fromkeys(c.task for c in results.runs):
         tables.append(training_table(task, [c for c in results.runs if c.task == task]))
     (args.out / "table.md").write_text("\n".join(tables))
-    if results.runs:
+    if any(len(c.steps) > 1 for c in results.runs):  # one point is no line
         figure(results.runs, args.out / "figure.png")
     print("\n".join(tables))
 
