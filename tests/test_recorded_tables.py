@@ -1,7 +1,7 @@
 """The tables of calibrated rounding and of four bits in the READMEs of benchmarks/ are those of the recorded runs."""
 
 from benchmarks.common import ROOT, recorded
-from benchmarks.quality import peers
+from benchmarks.quality import calibration_tokens, peers
 from benchmarks.quality.peers import OURS, THEIRS
 from benchmarks.reproduce import four_bits, unit_attention
 
@@ -11,6 +11,8 @@ def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
     attention = unit_attention.table([unit_attention.Run(**r) for r in recorded("unit-attention")["runs"]])
     for folder, table in (("quality", peers.table(recorded("peers"))), ("reproduce", four), ("reproduce", attention)):
         assert table in (ROOT / "benchmarks" / folder / "README.md").read_text(encoding="utf-8")
+    tokens = calibration_tokens.table(recorded("calibration-tokens")["rows"])
+    assert tokens in (ROOT / "docs" / "methods" / "gptq.md").read_text(encoding="utf-8")
 
 
 def test_rows_of_a_model_and_layout_take_as_many_bytes() -> None:
