@@ -131,11 +131,11 @@ def columns_of(path: Path) -> Sequence[str] | None:
 
 def _json_rows(path: Path) -> Iterator[Any]:
     """The rows of a file of JSON objects, or of arrays of them; like `datasets`, it ignores where lines end."""
-    text = path.read_text(encoding="utf-8-sig")
+    text, decode = path.read_text(encoding="utf-8-sig"), json.JSONDecoder().raw_decode
     end = 0
     while (found := _VISIBLE.search(text, end)) is not None:
         try:
-            value, end = json.JSONDecoder().raw_decode(text, found.start())
+            value, end = decode(text, found.start())
         except json.JSONDecodeError as e:
             raise InputError(
                 f"`{path}` cannot be read as json: {e.msg} in line {e.lineno}",

@@ -14,7 +14,7 @@ from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
-from lpconv.report.tensors import nothing_converted
+from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.version import __version__
@@ -116,7 +116,7 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
             kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
             warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
         if t.num_saturated:
-            warnings.append(f"`{t.name}`: {t.num_saturated} elements exceed the range of {t.format} and became Inf")
+            warnings.append(overflow_text(t))
     return (*warnings, *_lost_grids(tensors))
 
 

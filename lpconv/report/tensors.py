@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
+from lpconv.report.numbers import plural
 from lpconv.results import ComparedTensor, ConvertResult, RoundingRecord, TensorRecord
 
 T = TypeVar("T", bound=TensorRecord | ComparedTensor)
@@ -29,6 +30,12 @@ def nothing_converted(formats: Collection[str], wanted: str) -> str | None:
     if not formats:
         return "no tensor is converted: the output is a copy"
     return None if wanted in formats else f"no tensor was converted to {wanted}"
+
+
+def overflow_text(t: TensorRecord) -> str:
+    """What to say of a tensor whose finite numbers became Inf in its format."""
+    numbers = plural(t.num_saturated, "number")
+    return f"`{t.name}`: {numbers} beyond the range of {t.format} became Inf (bf16 has the range)"
 
 
 def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRecord, ...]:

@@ -187,7 +187,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         outcome = "not run" if v.feedback.skipped else _outcome(not v.feedback.wrong)
         steps.append(Check(name="output errors", outcome=outcome, text=_feedback_words(v.feedback)))
     if v.logits:
-        outcome = "not run" if v.logits.skipped else _outcome(v.logits.is_finite)
+        outcome = "not run" if v.logits.skipped else _outcome(v.logits.problem is None)
         steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
     elif v.files:
         text = "not compared; use --data FILE or --level logits to do so"
@@ -259,14 +259,14 @@ def _feedback_words(check: FeedbackCheck) -> str:
 def _logits_words(check: LogitsCheck) -> str:
     if check.skipped:
         return check.skipped
-    details = [] if check.bit_equal or not check.is_finite else _logits_details(check)
+    details = [] if check.bit_equal or check.problem else _logits_details(check)
     details += [s for s in (check.model_class, check.inputs) if s]
     return _outputs_text(check) + (f" ({', '.join(details)})" if details else "")
 
 
 def _outputs_text(check: LogitsCheck) -> str:
-    if not check.is_finite:
-        return "outputs are NaN or infinite, unlike the source's"
+    if check.problem:
+        return check.problem
     if check.bit_equal:
         return "outputs are bit-equal to the source's"
     if check.rel_error is None:

@@ -82,9 +82,10 @@ class LogitsCheck:
     skipped: str | None = None
 
     @property
-    def is_finite(self) -> bool:
-        """Whether the outputs are finite wherever the source's are, or were not compared."""
-        return self.max_abs_diff is None or math.isfinite(self.max_abs_diff)
+    def problem(self) -> str | None:
+        """What is wrong if outputs are not finite although the source's are; None also if they were not compared."""
+        is_finite = self.max_abs_diff is None or math.isfinite(self.max_abs_diff)
+        return None if is_finite else "outputs are NaN or infinite, unlike the source's"
 
 
 @dataclass(frozen=True, kw_only=True)

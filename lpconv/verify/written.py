@@ -11,7 +11,7 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
-from lpconv.report.numbers import plural
+from lpconv.report.tensors import overflow_text
 from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
 from lpconv.storage.residual import find_residual
 from lpconv.verify.reader import OutputReader
@@ -72,9 +72,7 @@ def weights_problems(weights: WeightsCheck, tensors: Iterable[TensorRecord]) -> 
     """Descriptions of wrong weights, of which `tensors` have the records."""
     overflowed = {t.name: t for t in tensors if t.num_saturated}
     return tuple(
-        f"`{n}`: {plural(t.num_saturated, 'number')} beyond the range of {t.format} became Inf (bf16 has the range)"
-        if (t := overflowed.get(n))
-        else f"tensor `{n}` differs from the source"
+        overflow_text(t) if (t := overflowed.get(n)) else f"tensor `{n}` differs from the source"
         for n in weights.mismatched
     )
 
@@ -83,8 +81,8 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
     """Descriptions of problems with the models' outputs."""
     if logits.skipped or logits.max_abs_diff is None:
         return ()
-    if not logits.is_finite:
-        return ("outputs are NaN or infinite, unlike the source's",)
+    if logits.problem:
+        return (logits.problem,)
     if logits.bit_equal is False and all(t.max_rel_error == 0 for t in tensors if t.action == "convert"):
         return (f"the weights are exact, but outputs differ by {logits.max_abs_diff:g}",)
     return ()
