@@ -44,7 +44,7 @@ from lpconv.train.run import finetune
 
 RECIPES = (
     "fp32", "bf16", "amp-fp16", "unit-fp8", "scalify-fp8", "collage-bf16", "adaptive-fp16", "unit-fp8-collage",
-    "mpt-fp8", "mxfp8", "nvfp4", "mxfp4", "unit-nvfp4",
+    "mpt-fp8", "mxfp8", "nvfp4", "quartet2", "mxfp4", "unit-nvfp4",
 )  # fmt: skip
 Runs = dict[str, dict[str, Any]]  # what `run` gives, by RECIPE-seedN
 WORDNET = Path("/usr/share/wordnet")

@@ -4,16 +4,17 @@
 
 Llama of 2 layers and width 64, 200 steps of 8 windows of 64 bytes. Every run of a seed has the same start and batches;
 its held-out loss is taken in its own arithmetic, and its trained weights are evaluated in fp32 as well. What is not an
-operand of a linear layer stays in fp32. Three tables:
-the recipes without scaled tensors against fp32, `nvfp4` with one ingredient changed, and native unit scaling
-with several kinds of operand scale against native fp32. Runs are saved as they end: the same command goes on where an
-earlier one stopped.
+operand of a linear layer stays in fp32. The first table has the recipes without scaled tensors against fp32, `nvfp4`
+and `quartet2` with one ingredient changed, and native unit scaling with several kinds of operand scale against native
+fp32. The second has the noise and the bias of gradients in recipes of four bits, on the way of a run in fp32
+(`lpconv.probe.gradient_noise`). Runs are saved as they end, and the same command resumes.
 """
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +25,19 @@ from torch import Tensor, nn
 from benchmarks import common
 from benchmarks.reproduce.byte_models import batch_of, build, corpus, evaluate
 from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES, LinearRecipe, use_recipe
+from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.scaled import AdamW, native, native_groups, unscaled_state_dict
 from lpconv.scaled.places import heads
 from lpconv.student import estimate_mean
 
 STEPS, BATCH, LENGTH, HIDDEN, LAYERS = 200, 8, 64, 64, 2
+NOISE_STEPS = (0, 10, 50, 100, 200)
 PLAIN_RATE, NATIVE_RATE = 2.0**-8, 2.0**-5  # of the recorded sweep of benchmarks.reproduce.native
 
 _NVFP4 = FP4_RECIPES["nvfp4"]
 _ALONG = replace(_NVFP4.weight, square=False)
 _NEAREST = replace(_NVFP4.gradient, rounding="nearest")
+_QUARTET = FP4_RECIPES["ms-eden"]
 PLAIN: dict[str, LinearRecipe | None] = {
     "fp32": None,
     "mxfp8": FP8_RECIPES["mx"],
@@ -44,6 +48,9 @@ PLAIN: dict[str, LinearRecipe | None] = {
     "nvfp4, gradients to nearest": replace(_NVFP4, gradient=_NEAREST),
     "nvfp4, none of the three": replace(_NVFP4, weight=_ALONG, gradient=_NEAREST, rotates_grad_weight=False),
     "nvfp4, last of 2 blocks wide": replace(_NVFP4, wide_share=0.5),
+    "quartet2": _QUARTET,
+    "quartet2, one scale in the forward pass": replace(_QUARTET, input=_ALONG, weight=_ALONG),
+    "quartet2, gradients as in nvfp4": replace(_QUARTET, gradient=_NVFP4.gradient, rotates_grad_weight=True),
 }
 NATIVE: dict[str, dict[str, str]] = {
     "native fp32": {"compute": "fp32"},
@@ -68,6 +75,17 @@ class Run:
     time_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Norm of the gradient over those of its noise and its bias in a recipe, after some steps in fp32."""
+
+    recipe: str
+    seed: int
+    step: int
+    over_noise: float
+    over_bias: float
+
+
 def prepared(arm: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model of an arm, and its optimizer."""
     torch.manual_seed(seed)
@@ -85,20 +103,45 @@ def prepared(arm: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(arm: str, seed: int) -> Run:
     """One run; the learning rate warms up over a tenth of the steps and then decays to zero by a cosine."""
     model, optimizer = prepared(arm, seed)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, STEPS // 10, STEPS)
-    text, generator = corpus("train"), torch.Generator().manual_seed(seed)
     began = time.perf_counter()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(**batch_of("llama", text, BATCH, LENGTH, generator)).loss.float().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+    for _ in steps(model, optimizer, seed):
+        pass
     fixed = torch.Generator().manual_seed(10_000)
     held_out = [batch_of("llama", corpus("heldout"), 16, LENGTH, fixed) for _ in range(8)]
     loss = evaluate(model, held_out)
     took = round(time.perf_counter() - began, 1)
     return Run(arm=arm, seed=seed, loss=loss, loss_fp32=evaluate(in_fp32(arm, model, optimizer), held_out), time_s=took)
+
+
+def measure_noise(seed: int) -> Iterator[Noise]:
+    """Noise and bias along a run in fp32, from one batch of 64 windows."""
+    model, optimizer = prepared("fp32", seed)
+    batch = batch_of("llama", corpus("train"), 64, LENGTH, torch.Generator().manual_seed(1000 + seed))
+    recipes = {name: NOISE_RECIPES[name] for name in ("nvfp4", "quartet2", "mxfp4")}
+    for step in steps(model, optimizer, seed):
+        if step in NOISE_STEPS:
+            for found in gradient_noise(model, [batch], recipes=recipes, seed=seed):
+                yield Noise(
+                    recipe=found.name,
+                    seed=seed,
+                    step=step,
+                    over_noise=found.ratio,
+                    over_bias=found.gradient / found.bias,
+                )
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Iterator[int]:
+    """Train, and yield the number of finished steps before each step and after the last one."""
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, STEPS // 10, STEPS)
+    text, generator = corpus("train"), torch.Generator().manual_seed(seed)
+    for step in range(STEPS):
+        yield step
+        optimizer.zero_grad()
+        model(**batch_of("llama", text, BATCH, LENGTH, generator)).loss.float().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    yield STEPS
 
 
 def in_fp32(arm: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -147,14 +190,26 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join([*lines, ""])
 
 
+def noise_table(found: Sequence[Noise]) -> str:
+    """A row for each recipe: gradient over noise, and over bias, after the steps of `NOISE_STEPS`; means over seeds."""
+    lines = [f"| recipe | | {' | '.join(f'step {s}' for s in NOISE_STEPS)} |", "|---" * (len(NOISE_STEPS) + 2) + "|"]
+    for recipe, kind in itertools.product(dict.fromkeys(n.recipe for n in found), ("noise", "bias")):
+        of_recipe = [n for n in found if n.recipe == recipe]
+        means = (statistics.fmean(getattr(n, f"over_{kind}") for n in of_recipe if n.step == s) for s in NOISE_STEPS)
+        lines.append(f"| {recipe} | gradient / {kind} | {' | '.join(f'{x:.1f}' for x in means)} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="+", help="these only")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    parser.add_argument("--table", action="store_true", help="only write the tables of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = [Run(**r) for r in common.load(options.out)["runs"]] if options.out.exists() else []
+    known = common.load(options.out) if options.out.exists() else {}
+    runs = [Run(**r) for r in known.get("runs", [])]
+    noise = [Noise(**n) for n in known.get("noise", [])]
     done = {(r.arm, r.seed) for r in runs}
     arms: Sequence[str] = () if options.table else options.arms or (*PLAIN, *NATIVE)
     for seed in range(options.seeds):
@@ -163,16 +218,19 @@ def main() -> None:
                 continue
             runs.append(train(arm, seed))
             print(runs[-1], file=sys.stderr, flush=True)
-            save(options.out, runs)
-    print(table(runs))
+            save(options.out, runs, noise)
+        if not options.table and seed not in {n.seed for n in noise}:
+            noise += measure_noise(seed)
+            save(options.out, runs, noise)
+    print(table(runs), noise_table(noise), sep="\n")
 
 
-def save(path: Any, runs: Sequence[Run]) -> None:
+def save(path: Any, runs: Sequence[Run], noise: Sequence[Noise]) -> None:
     """Write what there is so far."""
     settings = {"steps": STEPS, "batch": BATCH, "length": LENGTH, "hidden": HIDDEN, "layers": LAYERS,
                 "plain_rate": PLAIN_RATE, "native_rate": NATIVE_RATE}  # fmt: skip
     head = {"command": common.command(), "machine": common.machine(), "settings": settings}
-    common.save({**head, "runs": [r.__dict__ for r in runs]}, path)
+    common.save({**head, "runs": [r.__dict__ for r in runs], "noise": [n.__dict__ for n in noise]}, path)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,19 @@ from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, open_subject
-from lpconv.advise.train import Runs, measure_recipes, recipe_rows
+from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eager_mode
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.provenance import versions
 from lpconv.probe.advice import findings, loss_scales
+from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Progress
-from lpconv.report.advise import findings_of, recommendation, unknowns
-from lpconv.results import AdviceResult, AdviceRow, Recommendation, to_json
+from lpconv.report.advise import findings_of, noise_findings, recommendation, unknowns
+from lpconv.results import AdviceResult, AdviceRow, RecipeNoise, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint
 
 _INFER_SHARE = 0.4  # share of the time for inference if training is included
@@ -104,6 +105,16 @@ def _probe_findings(subject: Subject, options: AdviseOptions, progress: Progress
     return findings_of(findings(result), loss_scales(result).values())
 
 
+def _noise_in_four_bits(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[RecipeNoise, ...]:
+    """Gradients over their rounding noise in the recipes of four bits, from one batch."""
+    progress.start("gradients in four bits", 0)
+    recipes = {name: recipe for name, recipe in NOISE_RECIPES.items() if recipe.weight.format == "e2m1"}
+    with quiet_transformers(), eager_mode():
+        return gradient_noise(
+            subject.model, subject.batches, recipes=recipes, steps=1, loss=subject.prepared.loss, seed=options.seed
+        )
+
+
 def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Deadline) -> Iterator[AdviceResult]:
     """Yield the result with conversions tried, and then with the cost of each tensor for the best one."""
     subject, progress = trial.subject, trial.progress
@@ -129,8 +140,10 @@ def _train(
 ) -> Iterator[AdviceResult]:
     """Yield the result with recipes tried."""
     runs = Runs(subject.prepared.checkpoint, options, progress)
-    rows = recipe_rows(subject.model, options.budget)
-    result = _merge_rows(replace(result, facts=result.facts | {"Training": runs.words}), rows)
+    noise = _noise_in_four_bits(subject, options, progress)
+    rows = drop_noisy_recipes(recipe_rows(subject.model, options.budget), noise)
+    facts, found = result.facts | {"Training": runs.words}, (*result.findings, *noise_findings(noise))
+    result = _merge_rows(replace(result, facts=facts, findings=found), rows)
     yield result
     steps = runs.longest(deadline)
     result = replace(result, steps_tried=steps)

@@ -29,7 +29,7 @@ from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
 from lpconv.progress import Progress, Silent
-from lpconv.results import AdviceRow, GapEstimate, RunRecord
+from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean
 from lpconv.train.critical import with_critical
@@ -130,6 +130,21 @@ def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
             )
         )
     return rows
+
+
+def drop_noisy_recipes(rows: Iterable[AdviceRow], noise: Iterable[RecipeNoise]) -> list[AdviceRow]:
+    """The rows, with recipes pruned whose gradients are below √3 of their rounding noise."""
+    drowned = {n.name: n for n in noise if n.is_drowned}
+    return [
+        replace(
+            row,
+            status="pruned",
+            why=f"its gradients are {drowned[row.name].ratio:.2g} times their rounding noise, less than √3",
+        )
+        if row.name in drowned
+        else row
+        for row in rows
+    ]
 
 
 def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline: Deadline) -> Iterator[AdviceRow]:

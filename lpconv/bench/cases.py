@@ -44,7 +44,7 @@ BENCH_FORMATS: dict[str, dict[str, Peer | None]] = {
         "torchao-rowwise": _TORCHAO,
         "te": _TE,
     },
-    "fp4": dict.fromkeys(("nvfp4", "mx", "row")),
+    "fp4": dict.fromkeys(("nvfp4", "ms-eden", "mx", "row")),
     CODES: {PLAIN: None},
 }
 BENCH_METHODS = {name: peer for methods in BENCH_FORMATS.values() for name, peer in methods.items()}

@@ -173,7 +173,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }
 
 # Elements with one scale when operands of products are cast in blocks, by kind of operand scale.
-OPERAND_BLOCKS = {"mx": 32, "nvfp4": 16, "nvfp4-static": 16}
+OPERAND_BLOCKS = {"mx": 32, "nvfp4": 16, "nvfp4-static": 16, "four-six": 16, "ms-eden": 16}
 
 # Ambiguous names, or names of a format with its scales, and the names to use here.
 _MEANT = {

@@ -31,6 +31,7 @@ from lpconv.kernels.operands import (
     encode_at,
     encode_operand,
     inverse_scale,
+    random_signs,
 )
 from lpconv.layers import blocks_of, linears
 
@@ -56,8 +57,15 @@ class LinearRecipe:
     wide_share: float = 0.0
 
     @property
+    def is_unbiased(self) -> bool:
+        """Whether MS-EDEN casts both operands of the gradients' products, from the operands of the forward pass."""
+        return self.gradient.scale == "ms-eden"
+
+    @property
     def grad_weight_casts(self) -> tuple[OperandCast, OperandCast]:
         """The casts of input and gradient for the gradient of the weight."""
+        if self.is_unbiased:
+            return self.gradient, self.gradient
         if not self.rotates_grad_weight:
             return self.input, self.gradient
         return replace(self.input, rotated=True), replace(self.gradient, rotated=True)
@@ -90,6 +98,11 @@ def fp4_recipe(scale: str) -> LinearRecipe:
 
 
 FP4_RECIPES = {scale: fp4_recipe(scale) for scale in ("nvfp4", "nvfp4-static", "mx", "row", "static")}
+# Quartet II (Panferov et al. 2026, arXiv 2601.22813): unbiased gradients without stochastic rounding of elements.
+_FOUR_SIX = OperandCast(format="e2m1", scale="four-six")
+FP4_RECIPES["ms-eden"] = LinearRecipe(
+    input=_FOUR_SIX, weight=_FOUR_SIX, gradient=OperandCast(format="e2m1", scale="ms-eden")
+)
 _FP16, _E5M2_WITH_INF = OperandCast(format="fp16"), OperandCast(format="e5m2", overflow="inf")
 _STOCHASTIC = replace(_E5M2_WITH_INF, rounding="stochastic")
 FP16_LINEAR = LinearRecipe(input=_FP16, weight=_FP16, gradient=_FP16)
@@ -146,12 +159,14 @@ class _Linear(torch.autograd.Function):
         flat_MK = x.reshape(-1, x.shape[-1])
         into = None if recipe.input.has_one_scale else "left"  # else its codes are kept
         x_MK = encode_operand(flat_MK, recipe.input, axis=-1, state=states.input, into=into)
-        x_codes, x_scale = None, None
+        x_codes, x_scale, signs = None, None, None
+        if recipe.is_unbiased and any(ctx.needs_input_grad[:2]):
+            signs, flat_MK = random_signs(x.device), x_MK.decoded(x.dtype)[:, : x.shape[-1]]
         if ctx.needs_input_grad[1]:
-            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.grad_weight_casts[0])
+            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.grad_weight_casts[0], state=signs)
         ctx.has_codes = _is_codes(weight, recipe.weight)
         w_NK, w_kept, w_factor = _weight(weight, weight_scale, recipe.weight, states.weight)
-        ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor)
+        ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor, signs)
         ctx.recipe, ctx.states = recipe, states
         ctx.weight_dtype = x.dtype if ctx.has_codes else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -159,16 +174,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x_codes, x_scale, w_kept, w_factor = ctx.saved_tensors
-        how = ctx.recipe.gradient
+        x_codes, x_scale, w_kept, w_factor, signs = ctx.saved_tensors
+        how, state = ctx.recipe.gradient, ctx.states.gradient if signs is None else signs
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        g_MN = encode_operand(grad_MN, how, axis=-1, state=ctx.states.gradient, into="left")
+        g_MN = encode_operand(grad_MN, how, axis=-1, state=state, into="left")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            w_KN = _turned(w_kept, w_factor, ctx.recipe.weight, ctx.states.weight)
+            if ctx.recipe.is_unbiased:
+                w_NK = encode_operand(w_kept, ctx.recipe.weight, axis=-1).decoded(grad.dtype)[:, : w_kept.shape[1]]
+                w_KN = encode_operand(w_NK.t(), how, axis=-1, state=signs)
+            else:
+                w_KN = _turned(w_kept, w_factor, ctx.recipe.weight, ctx.states.weight)
             dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
-            g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], into="left")
+            g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], state=signs, into="left")
             dw = coded_product(g_NM, Coded(x_codes, 1.0 if x_scale is None else x_scale), out_dtype=ctx.weight_dtype)
             if ctx.has_codes and w_factor is not None:
                 dw = dw * w_factor.to(dw.dtype)  # with respect to the codes, not to codes · scale
@@ -177,10 +196,12 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _transpose_operand(along: Coded, x: Tensor, cast: OperandCast, *, into: str | None = None) -> Coded:
+def _transpose_operand(
+    along: Coded, x: Tensor, cast: OperandCast, *, state: Tensor | None = None, into: str | None = None
+) -> Coded:
     """Cast the transpose of `x` (R, C) along R; `along` is `x` cast along C."""
     if not cast.has_one_scale:
-        return encode_operand(x.t(), cast, axis=-1, into=into)
+        return encode_operand(x.t(), cast, axis=-1, state=state, into=into)
     return _device_layout(along.mT)
 
 

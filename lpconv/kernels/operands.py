@@ -11,6 +11,8 @@
 | mx | 32 elements along the summed axis | the largest magnitude of the block, a power of two (OCP MX 1.0 §6.3) |
 | nvfp4 | 16 elements, in e4m3fn, and one per tensor | the largest magnitudes of block and tensor |
 | nvfp4-static | 16 elements, in e4m3fn | the largest magnitude of the block; the tensor's scale is 1 |
+| four-six | as nvfp4 | the largest element of a block becomes 6 or 4, with the smaller error (arXiv 2512.02010) |
+| ms-eden | as nvfp4 | largest magnitudes after a random rotation, corrected to be unbiased (arXiv 2601.22813) |
 
 With static, l2, delayed and mx scales, values beyond the format's range saturate, and with nvfp4 by up to a sixteenth,
 because the scale of a block is rounded; the other scales clip nothing. If a scale is computed from data with Inf or
@@ -20,6 +22,7 @@ Operands in four bits are emulated: each is kept as its values in bfloat16, whic
 e4m3fn, have at most six significant bits.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,11 +45,14 @@ _SATURATING = ("static", "l2", "delayed")
 _POWERS_OF_TWO = ("static", "l2", "max")
 _SMALLEST = 2.0**-100  # of a statistic: 1 / scale stays finite, for rows of zeros too (pytorch/ao issue 3356)
 _E4M3_MAX = 448.0
-_HADAMARD = 16  # size of the rotation
+_LARGEST_SCALE = 256.0  # of four-six and ms-eden, which raise scales by up to 1.5 and by their correction
+# MS-EDEN scales the largest element of a block to 6 / (17/16 · 0.93), so far that the e4m3fn scale clips little of it:
+# the constant of the paper's code with the least squared error.
+_EDEN_MAX = 6 / (17 / 16 * 0.93)
+_EDEN_SIZE = 128  # elements that MS-EDEN rotates together
+_HADAMARD = 16  # size of the fixed rotation
 # Signs before the rotation, so that a constant run does not become one large element: those of TransformerEngine.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-# Orthonormal, of the first construction by Sylvester: elements ±1/4.
-_ROTATION = [[s * (-1) ** (i & j).bit_count() / 4 for j in range(_HADAMARD)] for i, s in enumerate(_SIGNS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ class Coded(NamedTuple):
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Decode to `dtype`, with one more rounding if the scale is not a power of two."""
-        values = decode(self.codes, dtype)
+        values = decode(self.codes, dtype) if self.codes.itemsize == 1 else self.codes.to(dtype, copy=True)
         return values if isinstance(self.scale, float) else scale_product_(values, self.scale)
 
 
@@ -119,8 +125,8 @@ def inverse_scale(
     """Factor that brings `x` into the range of the format; None means 1. NaN if `x` is not finite.
 
     For "row", there is one factor per slice along `axis`, the summed dimension (None: one for the tensor). `state` is
-    the calibrated scale for "static", or for "delayed" the history of largest magnitudes, which is updated. Scales of
-    blocks are computed in `encode_at`.
+    the calibrated scale for "static", for "delayed" the history of largest magnitudes, which is updated, or for
+    "ms-eden" the `random_signs` that both operands of a product share. Scales of blocks are computed in `encode_at`.
     """
     spec = cast.spec
     if cast.scale == "static":
@@ -151,7 +157,7 @@ def encode_at(
     """
     spec = cast.spec
     if cast.scale in OPERAND_BLOCKS:
-        return _encode_blocks(x, cast)
+        return _encode_blocks(x, cast, state)
     scale = 1.0 if inverse is None else 1 / inverse.float()
     if cast.scale == "static" and state is not None:
         scale = state  # equal, but without a kernel launch
@@ -207,18 +213,37 @@ def _update_history(largest: Tensor, history: Tensor | None) -> Tensor:
     return before
 
 
-def _encode_blocks(x: Tensor, cast: OperandCast) -> Coded:
-    """Encode `x` (…, R, C), padded with zeros to whole blocks.
+def random_signs(device: torch.device) -> Tensor:
+    """Signs for the rotation of MS-EDEN, ±1 in float32."""
+    return torch.randint(0, 2, (_EDEN_SIZE,), device=device).float().mul_(2).sub_(1)
+
+
+def _rotated(x: Tensor, cast: OperandCast, signs: Tensor | None) -> Tensor:
+    """Multiply runs of elements along the last axis by a Hadamard matrix with signed rows, which is orthonormal."""
+    size = _EDEN_SIZE if cast.scale == "ms-eden" else _HADAMARD
+    rows = torch.tensor(_SIGNS, dtype=x.dtype, device=x.device) if signs is None else signs.to(x.dtype)
+    matrix = torch.tensor(_hadamard(size), dtype=x.dtype, device=x.device) * rows.unsqueeze(-1)
+    return (x.reshape(-1, size) @ matrix).view(x.shape)
+
+
+@functools.cache
+def _hadamard(size: int) -> list[list[float]]:
+    """The orthonormal Hadamard matrix of Sylvester's construction, for a power of two."""
+    return [[(-1) ** (i & j).bit_count() / size**0.5 for j in range(size)] for i in range(size)]
+
+
+def _encode_blocks(x: Tensor, cast: OperandCast, signs: Tensor | None) -> Coded:
+    """Encode `x` (…, R, C), padded with zeros to whole blocks, or to whole rotations of MS-EDEN.
 
     Eight bits: codes with scales (…, R, blocks). Four bits: values in bfloat16, with the tensor's scale.
     """
     spec, size, num_rows = cast.spec, OPERAND_BLOCKS[cast.scale], x.shape[-2]
-    missing = (-x.shape[-1] % size, -num_rows % size if cast.square else 0)
+    is_eden = cast.scale == "ms-eden"
+    missing = (-x.shape[-1] % (_EDEN_SIZE if is_eden else size), -num_rows % size if cast.square else 0)
     if any(missing):
         x = F.pad(x, (0, missing[0], 0, missing[1]))
-    if cast.rotated:
-        rotation = torch.tensor(_ROTATION, dtype=x.dtype, device=x.device)
-        x = (x.reshape(-1, _HADAMARD) @ rotation).view(x.shape)
+    if cast.rotated or is_eden:
+        x = _rotated(x, cast, signs)
     blocks = x.float().reshape(*x.shape[:-1], -1, size)
     largest = blocks.abs().amax(-1)
     if cast.square:
@@ -228,8 +253,32 @@ def _encode_blocks(x: Tensor, cast: OperandCast) -> Coded:
     if spec.bits == 8:
         return Coded(scaled_codes(blocks, inverse.unsqueeze(-1), spec, saturate=True).view(x.shape), scale)
     rounded = _round_(blocks * inverse.unsqueeze(-1), cast)
-    values = rounded.mul_(scale.unsqueeze(-1)).to(torch.bfloat16).view(x.shape)
-    return Coded(values[..., :num_rows, :], tensor_scale)
+    if is_eden:
+        scale = _unbiased_scale(blocks * inverse.unsqueeze(-1), rounded, scale)
+    values = rounded.mul_(scale.unsqueeze(-1))
+    if cast.scale == "four-six":
+        values = _four_or_six(blocks, values, scale, tensor_scale, cast)
+    return Coded(values.to(torch.bfloat16).view(x.shape)[..., :num_rows, :], tensor_scale)
+
+
+def _unbiased_scale(x: Tensor, rounded: Tensor, scale: Tensor) -> Tensor:
+    """Scales of blocks times ‖x‖² / x·rounded, rounded stochastically to e4m3fn (arXiv 2601.22813, algorithm 1).
+
+    Over random rotations, x·rounded / ‖x‖² is the part of x that rounding to nearest keeps; the correction undoes that,
+    exactly only for rotations of unlimited size.
+    """
+    overlap = (x * rounded).sum(-1)
+    correction = torch.where((overlap == 0) | (scale == 0), 1.0, x.square().sum(-1) / overlap)
+    return fake_quantise(scale * correction, get_format("e4m3fn"), rounding="stochastic")
+
+
+def _four_or_six(x: Tensor, at_six: Tensor, scale: Tensor, tensor_scale: float | Tensor, cast: OperandCast) -> Tensor:
+    """The values of each block at its scale, or at 1.5 times that if their squared error is smaller."""
+    larger = (1.5 * scale).to(torch.float8_e4m3fn).float()
+    inverse = (1 / (larger * tensor_scale)).clamp(max=torch.finfo(torch.float32).max)
+    at_four = _round_(x * inverse.unsqueeze(-1), cast).mul_(larger.unsqueeze(-1))
+    errors = ((values * tensor_scale - x).square().sum(-1, keepdim=True) for values in (at_four, at_six))
+    return torch.where(torch.lt(*errors), at_four, at_six)
 
 
 def _round_(x: Tensor, cast: OperandCast) -> Tensor:
@@ -258,14 +307,17 @@ def _nvfp4_scales(largest: Tensor, cast: OperandCast) -> tuple[Tensor, Tensor, f
     """Scales of blocks in e4m3fn, the factors before the cast, and the scale of the tensor.
 
     In the order of TransformerEngine's reference, so that bits agree: with amax the largest magnitude, the factor of
-    the tensor is f = 448 · 6 / amax, that of a block 1 / (e4m3fn(amax_block · f / 6) / f).
+    the tensor is f = 448 · 6 / amax, that of a block 1 / (e4m3fn(amax_block · f / 6) / f). four-six and ms-eden have
+    other numbers instead of 448 and 6.
     """
-    limit, factor, tensor_scale = _E4M3_MAX * cast.spec.max, torch.ones((), device=largest.device), None
-    if cast.scale == "nvfp4" and largest.numel():
+    top_scale = _LARGEST_SCALE if cast.scale in ("four-six", "ms-eden") else _E4M3_MAX
+    top = _EDEN_MAX if cast.scale == "ms-eden" else cast.spec.max
+    limit, factor, tensor_scale = top_scale * top, torch.ones((), device=largest.device), None
+    if cast.scale != "nvfp4-static" and largest.numel():
         amax = largest.amax().clamp(min=_SMALLEST)
         amax.add_(amax, alpha=0)  # Inf becomes NaN
         factor, tensor_scale = torch.full_like(amax, limit) / amax, amax / limit
-    scale = (largest * (factor * (1 / cast.spec.max))).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scale = (largest * (factor * (1 / top))).clamp(max=top_scale).to(torch.float8_e4m3fn).float()
     inverse = (1 / (scale * (1 / factor))).clamp_(max=torch.finfo(torch.float32).max)
     return scale, inverse, 1.0 if tensor_scale is None else tensor_scale
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         probe_checkpoint as probe_checkpoint,
     )
     from lpconv.probe.lca import LossChange as LossChange, by_layer as by_layer, summarise as summarise
+    from lpconv.probe.noise import gradient_noise as gradient_noise
     from lpconv.probe.options import ProbeOptions as ProbeOptions
     from lpconv.probe.record import ProbedTensor as ProbedTensor, ProbeResult as ProbeResult, read_probe as read_probe
     from lpconv.probe.track import Tracker as Tracker, probe as probe, track as track

@@ -189,6 +189,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
         loss_scales=tuple(scales.values()),
         findings=findings(result, formats),
         at_risk=operands_at_risk(result),
+        noise=result.noise,
         warnings=(*result.options.get("warnings", ()), *_nonfinite(tensors)),
     )
 

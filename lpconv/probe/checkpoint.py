@@ -22,6 +22,7 @@ from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
 from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
+from lpconv.probe.noise import gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
@@ -34,7 +35,8 @@ from lpconv.version import __version__
 RANDOM_IDS = "random token ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
-_COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
+# The weights, and either the gradients or, before those, the tensors being loaded. For noise, also exact gradients.
+_COPIES_IN_MEMORY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
     progress.start("opening the model", 0)
     read_text_config(checkpoint, hint=hint)
     check_complete(checkpoint, allow_missing=options.allow_missing)
-    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="probing")
+    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY + options.noise, what="probing")
     opened = open_to_run(checkpoint)
     task = opened.task if opened.task in (CLM, MLM) else NONE
     seq_len = sequence_length(opened.model.config, options.seq_len)
@@ -101,6 +103,10 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
             every=options.every,
             loss=prepared.loss,
         )
+        if options.noise:
+            batches = _announce(prepared.batches, progress, what="step {} with rounded products")
+            noise = gradient_noise(opened.model, batches, steps=options.steps, loss=prepared.loss, seed=options.seed)
+            result = dataclasses.replace(result, noise=noise)
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
     masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if prepared.task is MLM else ""
     facts = {
@@ -148,9 +154,11 @@ def _embedded_text() -> tuple[Path, str]:
     return demo_text("heldout"), "the held-out sample text"
 
 
-def _announce(batches: Iterable[dict[str, Tensor]], progress: Progress) -> Iterator[dict[str, Tensor]]:
+def _announce(
+    batches: Iterable[dict[str, Tensor]], progress: Progress, what: str = "step {} forward and backward"
+) -> Iterator[dict[str, Tensor]]:
     for i, batch in enumerate(batches):
-        progress.start(f"step {i + 1} forward and backward", 0)
+        progress.start(what.format(i + 1), 0)
         yield batch
 
 

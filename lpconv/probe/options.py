@@ -26,7 +26,10 @@ class ProbeOptions:
     ] = None
     every: Annotated[int, Ge(1), Option("Record every Nth step")] = 1
     calibrate: Annotated[bool, Option("Also write scales for unit scaling, as calibration.json")] = False
-    seed: Annotated[int, Ge(0), Option("Seed of token masks and random token ids")] = 0
+    noise: Annotated[
+        bool, Option("Also measure the rounding noise of gradients in mxfp8 and the recipes of four bits")
+    ] = False
+    seed: Annotated[int, Ge(0), Option("Seed of token masks, random token ids and stochastic rounding")] = 0
     revision: Revision = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False

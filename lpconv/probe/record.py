@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError
 from lpconv.formats.histogram import ExponentHistogram
-from lpconv.results import SCHEMA_VERSION, from_json
+from lpconv.results import SCHEMA_VERSION, RecipeNoise, from_json
 from lpconv.results.documents import TensorRole
 from lpconv.storage.contents import read_json
 
@@ -40,7 +40,8 @@ class ProbedTensor:
 class ProbeResult:
     """The record of a probe or of a tracked run.
 
-    `overhead` is the time spent recording divided by the time spent on everything else.
+    `overhead` is the time spent recording divided by the time spent on everything else. `noise` is that of gradients,
+    if it was measured.
     """
 
     kind: str = "probe"
@@ -49,6 +50,7 @@ class ProbeResult:
     steps_recorded: int
     overhead: float
     losses: tuple[float, ...] = ()
+    noise: tuple[RecipeNoise, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 

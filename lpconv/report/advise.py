@@ -7,7 +7,7 @@ from pathlib import PurePath
 from lpconv.report.advise_charts import front_chart, parts_chart
 from lpconv.report.document import Bullets, Code, Document, Folded, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
-from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, Recommendation
+from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
 
 _PARTS = 12  # most tensors in the table
 _HEADINGS = {"infer": "Inference", "train": "Training"}
@@ -225,6 +225,11 @@ def findings_of(findings: Mapping[str, tuple[str, ...]], loss_scales: Iterable[L
     worst = [f"{name}: {sentences[0]}" for name, sentences in findings.items() if sentences]
     scales = [f"{s.format} gradients need a loss scale of 2^{s.log2_scale}" for s in loss_scales if s.log2_scale > 0]
     return (*worst, *scales)
+
+
+def noise_findings(noise: Iterable[RecipeNoise]) -> tuple[str, ...]:
+    """Gradients of each recipe over their rounding noise: "nvfp4: gradients are 4.1 times their rounding noise"."""
+    return tuple(f"{n.name}: gradients are {n.ratio:.2g} times their rounding noise" for n in noise if n.noise)
 
 
 def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:

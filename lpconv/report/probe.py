@@ -27,6 +27,11 @@ _FIT_WORDS = (
     "A format holds a tensor if no element overflows, at most 0.1 % become zero and its SQNR is at least 20 dB; "
     "gradients at the recommended loss scale. In brackets: with a power-of-two scale per tensor, if that differs."
 )
+_NOISE_WORDS = (
+    "Norm of the gradients over the norm of what rounded products add to them: noise from stochastic rounding, and a "
+    "bias from rounding to nearest, mostly in the forward pass. Below √3 = 1.7 of the noise, training stops helping "
+    "(arXiv 2505.19115). Measure with the batch of your training: both change with its size."
+)
 _EXPONENT_WORDS = "Elements by exponent over all layers, above the range of each format."
 _HEAT_WORDS = (
     "Percentage of elements that become zero (orange) or, with an arrow, exceed the range (red), at loss scale "
@@ -57,6 +62,7 @@ def probe_document(report: ProbeReport) -> Document:
         sections=sections_of(
             *(_worst_section(report, name) for name in report.formats),
             section("Operands at risk in fp8", Bullets(lines=report.at_risk)),
+            _noise_section(report),
             _loss_scale_section(report),
             _fit_section(report),
             section("Ranges of values", *exponent_charts(report), _EXPONENT_WORDS, only="page"),
@@ -111,6 +117,24 @@ def _facts(report: ProbeReport) -> dict[str, str]:
 def _worst_section(report: ProbeReport, name: str) -> Section | None:
     sentences = report.findings.get(name, ())
     return section(f"Worst in {name}", Bullets(lines=sentences) if sentences else "Nothing is lost.")
+
+
+def _noise_section(report: ProbeReport) -> Section | None:
+    """Gradients over the noise and the bias of rounding in each recipe, for the whole model and for its worst layer."""
+    rows = []
+    for recipe in report.noise:
+        worst = min(recipe.layers, key=lambda x: x.ratio, default=recipe)
+        drowned = sum(x.is_drowned for x in recipe.layers)
+        figures = [_times_text(recipe.gradient, x) for x in (recipe.noise, recipe.bias)]
+        lowest = (_times_text(worst.gradient, worst.noise), worst.name) if recipe.noise else (MISSING, MISSING)
+        rows.append((recipe.name, *figures, f"{drowned} of {len(recipe.layers)}", *lowest))
+    columns = ("Recipe", "Gradient / noise", "Gradient / bias", "Layers below √3", "Lowest", "<Layer")
+    table = Table(columns=columns, rows=tuple(rows))
+    return section("Gradients and the rounding of four bits", table, _NOISE_WORDS) if rows else None
+
+
+def _times_text(gradient: float, error: float) -> str:
+    return number_text(float(f"{gradient / error:.2g}")) if error else MISSING
 
 
 def _loss_scale_section(report: ProbeReport) -> Section | None:

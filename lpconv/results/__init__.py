@@ -91,9 +91,11 @@ if TYPE_CHECKING:
     )
     from lpconv.results.probe import (
         FormatRates as FormatRates,
+        GradientNoise as GradientNoise,
         LossScaleRecord as LossScaleRecord,
         ProbedRecord as ProbedRecord,
         ProbeReport as ProbeReport,
+        RecipeNoise as RecipeNoise,
     )
     from lpconv.results.verify import (
         ComparedTensor as ComparedTensor,

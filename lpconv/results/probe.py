@@ -1,5 +1,6 @@
 """Records of `lpconv probe`."""
 
+import math
 from dataclasses import dataclass
 
 from lpconv.results.documents import Result, TensorRole
@@ -64,6 +65,36 @@ class LossScaleRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientNoise:
+    """Norms of a gradient, and of the noise and the bias that rounding adds; `name` is a layer or a recipe.
+
+    The noise comes from stochastic rounding; see `lpconv.probe.gradient_noise`.
+    """
+
+    name: str
+    gradient: float
+    noise: float
+    bias: float
+
+    @property
+    def ratio(self) -> float:
+        """Gradient over noise; Inf without noise."""
+        return self.gradient / self.noise if self.noise else math.inf
+
+    @property
+    def is_drowned(self) -> bool:
+        """Whether the gradient is below √3 of its noise, where rounded training stops helping (arXiv 2505.19115)."""
+        return self.ratio < math.sqrt(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeNoise(GradientNoise):
+    """Gradients of all parameters in a recipe, and those of each layer whose products it rounds."""
+
+    layers: tuple[GradientNoise, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeReport(Result):
     """Effects of several formats on the tensors of a probe. `findings` describe the worst tensors in each format.
 
@@ -85,4 +116,5 @@ class ProbeReport(Result):
     loss_scales: tuple[LossScaleRecord, ...]
     findings: dict[str, tuple[str, ...]]
     at_risk: tuple[str, ...] = ()
+    noise: tuple[RecipeNoise, ...] = ()
     warnings: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 from lpconv.train.loss_scales import check_loss_scale
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
-_UNSCALED = {"fp8": ("mx",), "fp4": ("nvfp4", "mx", "row")}  # operand scales without scaled tensors
+_UNSCALED = {"fp8": ("mx",), "fp4": ("nvfp4", "ms-eden", "mx", "row")}  # operand scales without scaled tensors
 TRAINING_METHODS = {
     "none": "no scales except the loss scale",
     "unit": "static power-of-two scales (Blake et al. 2023)",
@@ -188,6 +188,10 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4": _recipe(
         "autocast to bf16, with e2m1 products in blocks of 16, as TransformerEngine trains (NVIDIA 2025)",
         precision="fp4", operand_scale="nvfp4",
+    ),
+    "quartet2": _recipe(
+        "as nvfp4, with unbiased gradients of half the noise: Quartet II (Panferov et al. 2026)",
+        precision="fp4", operand_scale="ms-eden",
     ),
     "mxfp4": _recipe(
         "autocast to bf16, with e2m1 products in blocks of 32 (OCP Microscaling)", precision="fp4", operand_scale="mx"

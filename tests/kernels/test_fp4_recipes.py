@@ -11,10 +11,11 @@ from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.linear import FP4_RECIPES, linear, use_recipe, wide_modules
-from lpconv.kernels.operands import Coded, OperandCast, block_values, encode_operand
+from lpconv.kernels.operands import Coded, OperandCast, block_values, coded_product, encode_operand, random_signs
 from lpconv.scaled.choices import FP4_SCALES, operand_scales
 
 NVFP4, NVFP4_STATIC, MXFP4 = (OperandCast(format="e2m1", scale=kind) for kind in ("nvfp4", "nvfp4-static", "mx"))
+EDEN, FOUR_SIX = (OperandCast(format="e2m1", scale=kind) for kind in ("ms-eden", "four-six"))
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -136,9 +137,108 @@ def test_not_finite_stays_visible() -> None:
 
 
 def test_each_precision_has_its_operand_scales() -> None:
-    assert set(OPERAND_BLOCKS) <= set(FP4_SCALES)
+    assert set(OPERAND_BLOCKS) - set(FP4_SCALES) == {"four-six", "ms-eden"}  # not in scaled tensors
     operand_scales("nvfp4-static,grad_weight=carrier").check("fp4")
     with pytest.raises(UsageError, match="`nvfp4`"):
         operand_scales("nvfp4").check("fp8")
     with pytest.raises(UsageError, match="`l2`"):
         operand_scales("l2").check("fp4")
+
+
+def eden_reference(x: Tensor, signs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rotated rows, the elements after rounding to nearest, and the corrected scales of blocks, in float64."""
+    matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double() / 128**0.5
+    rotated = (x.double().view(-1, 128) * signs.double()) @ matrix
+    blocks = rotated.view(-1, 16)
+    top = 6 / (17 / 16 * 0.93)
+    tensor = float(blocks.abs().max()) / (256 * top)
+    scales = cast((blocks.abs().amax(-1) / top / tensor).float(), "e4m3fn").double() * tensor
+    rounded = cast((blocks / scales.unsqueeze(-1)).float(), "e2m1").double()
+    correction = (blocks.square().sum(-1) / (blocks * rounded * scales.unsqueeze(-1)).sum(-1)) * scales
+    return rotated.view(x.shape), rounded, correction / tensor
+
+
+def test_ms_eden_follows_its_algorithm() -> None:
+    """Elements equal those of a slow version, and each scale is one of the two neighbours of the corrected one."""
+    torch.manual_seed(0)
+    x = drawn(6, 256)
+    signs = random_signs(x.device)
+    coded = encode_operand(x, EDEN, axis=-1, state=signs)
+    _, rounded, wanted = eden_reference(x, signs)
+    blocks = coded.codes.double().view(-1, 16)
+    position = rounded.abs().argmax(-1, keepdim=True)
+    scales = (blocks / rounded).gather(-1, position).squeeze(-1)
+    assert torch.allclose(blocks, rounded * scales.unsqueeze(-1), rtol=2**-8)
+    low, high = (cast((wanted * (1 + step / 16)).float(), "e4m3fn").double() for step in (-1, 1))
+    assert bool(((scales >= low * 0.999) & (scales <= high * 1.001)).all())
+    assert torch.equal(cast(scales.float(), "e4m3fn"), scales.float())
+
+
+def test_products_of_ms_eden_are_right_on_average() -> None:
+    """The error of a mean falls with the number of draws; with stochastic rounding it starts twice as high."""
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 256), torch.randn(48, 256)
+    exact = a @ b.t()
+
+    def error(how: OperandCast, count: int) -> float:
+        total = torch.zeros_like(exact)
+        for _ in range(count):
+            signs = random_signs(a.device) if how is EDEN else None
+            total += coded_product(*(encode_operand(x, how, axis=-1, state=signs) for x in (a, b)), out_dtype=a.dtype)
+        return float((total / count - exact).square().mean() / exact.square().mean())
+
+    one = error(EDEN, 1)
+    assert error(EDEN, 64) < one / 50
+    assert error(replace(NVFP4, rounding="stochastic"), 1) > 1.8 * one
+
+
+@pytest.mark.parametrize("how", [EDEN, FOUR_SIX])
+def test_tiny_blocks_become_zero(how: OperandCast) -> None:
+    """Their scale rounds to 0, so the factor before the cast would be infinite."""
+    x = torch.zeros(2, 256)
+    x[0, :128], x[1, :128] = 1e4, 1e-9
+    values = encode_operand(x, how, axis=-1, state=torch.ones(128)).codes
+    assert bool(values.isfinite().all())
+    assert not bool(values[1].any())
+    assert bool(values[0].any())
+
+
+def test_four_six_takes_the_better_of_two_scales() -> None:
+    x = drawn(20, 64)
+    values = value_of(encode_operand(x, FOUR_SIX, axis=-1), 64)
+    errors = (values - x).view(-1, 16).square().sum(-1)
+    tensor, candidates = float(x.abs().max()) / (6 * 256), []
+    for factor in (1.0, 1.5):
+        blocks = x.view(-1, 16).double()
+        scale = cast((blocks.abs().amax(-1) / 6 / tensor).float(), "e4m3fn").double()
+        scale = cast((scale * factor).float(), "e4m3fn").double().unsqueeze(-1) * tensor
+        candidates.append((cast((blocks / scale).float(), "e2m1").double() * scale - blocks).square().sum(-1))
+    best = torch.minimum(*candidates)
+    assert torch.allclose(errors.double(), best, rtol=1e-4)
+    assert 0.1 < float((candidates[1] < candidates[0]).double().mean()) < 0.9
+    assert float(best.sum()) < 0.9 * float(candidates[0].sum())
+
+
+def test_gradients_of_quartet_are_those_of_the_rounded_layer_on_average() -> None:
+    """E dx = g · Q(w) and E dw = gᵀ · Q(x), for operands that do not fill the rotations."""
+    torch.manual_seed(0)
+    recipe = FP4_RECIPES["ms-eden"]
+    x, w = drawn(40, 50), drawn(24, 50, seed=1)
+    grad = drawn(40, 24, seed=2)
+    sums, count = [torch.zeros_like(x), torch.zeros_like(w)], 300
+    for _ in range(count):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        output = linear(*leaves, recipe=recipe)
+        for total, found in zip(sums, torch.autograd.grad(output, leaves, grad), strict=True):
+            total += found / count
+    rounded = [value_of(encode_operand(z, FOUR_SIX, axis=-1), 50) for z in (x, w)]
+    assert torch.allclose(linear(x, w, recipe=recipe), rounded[0] @ rounded[1].t(), rtol=1e-3, atol=1e-3)
+    for found, exact in zip(sums, (grad @ rounded[1], grad.t() @ rounded[0]), strict=True):
+        assert float((found - exact).norm() / exact.norm()) < 0.015  # a single draw: 0.13
+
+
+def test_evaluation_draws_no_signs() -> None:
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        linear(drawn(16, 32), drawn(8, 32, seed=1), recipe=FP4_RECIPES["ms-eden"])
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,90 @@
+"""Noise and bias of gradients in a recipe with rounded products, against fp32 products on the same batches.
+
+Training with stochastic rounding stops helping where the norm of the gradient falls below √3 of the noise (Chmiel et
+al. 2025, arXiv 2505.19115). Bias does not average out over steps, but it is not noise either: it belongs to the
+gradient of the model with rounded weights and activations, which is the model that is trained.
+"""
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES, LinearRecipe, use_recipe
+from lpconv.probe.track import model_loss
+from lpconv.results import GradientNoise, RecipeNoise
+from lpconv.scaled.places import heads
+
+# Recipes of `lpconv finetune` that change the products of linear layers and nothing else.
+NOISE_RECIPES: dict[str, LinearRecipe] = {
+    "mxfp8": FP8_RECIPES["mx"],
+    "nvfp4": FP4_RECIPES["nvfp4"],
+    "quartet2": FP4_RECIPES["ms-eden"],
+    "mxfp4": FP4_RECIPES["mx"],
+}
+
+
+def gradient_noise(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    recipes: Mapping[str, LinearRecipe] = NOISE_RECIPES,
+    steps: int | None = None,
+    loss: Callable[[Any], Tensor] = model_loss,
+    seed: int = 0,
+) -> tuple[RecipeNoise, ...]:
+    """Return the norms of the gradient, of the noise and of the bias that each recipe's rounding adds to it.
+
+    With g the gradient for exact products, and g' and g" two for those of the recipe that differ in their random bits:
+    noise² = ‖g' - g"‖² / 2 is the variance of stochastic rounding, and bias² = (g' - g)·(g" - g), without the noise on
+    average, the error of everything that is rounded to nearest. Both are summed over `steps` batches (None: all).
+    Everything but the products stays as the model has it, so pass a model in fp32. Heads stay exact, as in training.
+    Weights do not change.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    rounded = {recipe: copy.deepcopy(model, dict(shared)) for recipe in recipes}
+    layers = {recipe: use_recipe(m, recipes[recipe], keep=heads(m)) for recipe, m in rounded.items()}
+    squares: defaultdict[tuple[str, str], float] = defaultdict(float)  # by kind and parameter
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for batch in itertools.islice(batches, steps):
+            exact = _gradients(model, batch, loss)
+            for name, g in exact.items():
+                squares["gradient", name] += _dot(g, g)
+            for recipe, other in rounded.items():
+                first, second = (_gradients(other, batch, loss) for _ in range(2))
+                for name, g in exact.items():
+                    a, b = first[name], second[name]
+                    squares[f"noise {recipe}", name] += _dot(a - b, a - b) / 2
+                    squares[f"bias {recipe}", name] += _dot(a - g, b - g)
+
+    def norms(recipe: str, of: Iterable[str]) -> dict[str, float]:
+        kinds = {"gradient": "gradient", "noise": f"noise {recipe}", "bias": f"bias {recipe}"}
+        return {k: math.sqrt(max(0.0, sum(squares[kind, name] for name in of))) for k, kind in kinds.items()}
+
+    return tuple(
+        RecipeNoise(
+            name=recipe,
+            **norms(recipe, names),
+            layers=tuple(GradientNoise(name=layer, **norms(recipe, [f"{layer}.weight"])) for layer in layers[recipe]),
+        )
+        for recipe in recipes
+    )
+
+
+def _gradients(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """The gradients of one batch by parameter; the model keeps none."""
+    loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.flatten().double(), b.flatten().double()))
