@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from lpconv.mcf.transforms import EXACT_OPTIONS, fast_two_sum
+from lpconv.mcf.expansion import EXACT_OPTIONS, fast_two_sum
 
 __all__ = ["compile_keeps_roundings"]
 

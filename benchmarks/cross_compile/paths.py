@@ -14,8 +14,8 @@ from benchmarks.cross_compile.inductor import Graph, captured
 from lpconv.formats.spec import get_format
 from lpconv.kernels import FP8_RECIPES, quantise
 from lpconv.kernels.operands import OperandCast, encode_operand
+from lpconv.mcf.expansion import EXACT_OPTIONS
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
-from lpconv.mcf.transforms import EXACT_OPTIONS
 from lpconv.optim.kernel import _CHECKED, STEPS, _check_inputs, _compile, _in_rows
 from lpconv.optim.storage import VARIANTS
 from lpconv.scaled import scaled

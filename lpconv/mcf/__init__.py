@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.mcf.expansion import add as add, grow as grow, mul as mul
+    from lpconv.mcf.expansion import (
+        add as add,
+        fast_two_sum as fast_two_sum,
+        grow as grow,
+        mul as mul,
+        two_prod as two_prod,
+        two_sum as two_sum,
+    )
     from lpconv.mcf.multipoint import decode as decode, encode as encode, fit as fit
     from lpconv.mcf.pairs import join as join, split as split
     from lpconv.mcf.point_layout import PointLayout as PointLayout, point_layout as point_layout
     from lpconv.mcf.split import RESIDUALS as RESIDUALS
-    from lpconv.mcf.transforms import fast_two_sum as fast_two_sum, two_prod as two_prod, two_sum as two_sum
 
 __all__ = lazily(__name__)

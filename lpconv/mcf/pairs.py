@@ -1,14 +1,17 @@
-"""fp32 in registers, bf16 pairs in memory: the arithmetic of compiled kernels.
+"""fp32 in registers, pairs in memory: the arithmetic of compiled kernels.
 
 A kernel joins a pair to fp32, computes, and splits the result again. The split converts the rounded `hi` back to fp32,
 and a compiler that keeps 16-bit intermediates in fp32 would make `lo` 0. Two roundings avoid that, with the same
 result:
 
 - `nearest_by_bits` rounds by integer arithmetic on the bit pattern, which no compiler can simplify;
-- `nearest_by_cast` is a plain conversion, only for compilation with `transforms.EXACT_OPTIONS`. On the CPU it makes a
+- `nearest_by_cast` is a plain conversion, only for compilation with `expansion.EXACT_OPTIONS`. On the CPU it makes a
   kernel three times as fast, because inductor moves every bit pattern between float and integer through memory.
 
 Plain functions of tensors; both are correct in eager mode.
+
+In fp8 pairs, an e4m3fn rest is stored multiplied by 2^4: without that it would be 0 for ordinary weights. PyTorch has
+no fp8 arithmetic, so both parts are for storage only.
 """
 
 from collections.abc import Callable
@@ -17,9 +20,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lpconv.formats.spec import FORMATS
+
 Rounding: TypeAlias = Callable[[Tensor], Tensor]  # fp32 -> bf16
 
 INT8_STEPS = 127 * 2**8  # of an int8 code, in one hi
+_E4M3FN = FORMATS["e4m3fn"]
+_STEP = 2.0**4  # factor of an e4m3fn rest
 
 
 def nearest_by_bits(x: Tensor) -> Tensor:
@@ -94,3 +101,33 @@ def _nearest_in_fp32(x: Tensor) -> Tensor:
 def _cut(x: Tensor, rounded_bits: Tensor) -> Tensor:
     """Truncate the bits to their upper half, but keep Inf and NaN of `x`, which a carry would change."""
     return torch.where(x.abs() < torch.inf, (rounded_bits & -0x10000).view(torch.float32), x).to(torch.bfloat16)
+
+
+def nearest_e4m3fn(x: Tensor) -> Tensor:
+    """Round fp32 `x` to the nearest e4m3fn number, ties to even; returns fp32, saturates at ±448, keeps NaN.
+
+    Adds and subtracts 1.5 · 2^23 steps: next to that, float32 has no bits for less than a step. No compiler that keeps
+    IEEE arithmetic can simplify this, but one may drop a conversion to 8 bits and back.
+    """
+    y = x.clamp(-_E4M3FN.max, _E4M3FN.max)
+    power = (y.view(torch.int32) & 0x7F800000).view(torch.float32)  # the largest power of two <= |y|
+    shift = power.clamp(min=_E4M3FN.min_normal) * (1.5 * 2.0 ** (23 - _E4M3FN.mantissa_bits))
+    return (y + shift) - shift
+
+
+def split_e4m3fn(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split fp32 `x` into an e4m3fn hi and the rest in `dtype`: bf16, or e4m3fn in units of 2^-4.
+
+    For |x| <= 448, |x - join| <= max(2^-13 |x|, 2^-19) with a bf16 rest, and max(2^-9 |x|, 2^-14) with an e4m3fn rest.
+    Above 448, hi is ±448 and a bf16 rest holds the excess. NaN is NaN in hi.
+    """
+    hi = nearest_e4m3fn(x)
+    rest = x - hi  # exact
+    if dtype == torch.float8_e4m3fn:
+        rest = nearest_e4m3fn(rest * _STEP)
+    return hi.to(torch.float8_e4m3fn), rest.to(dtype)
+
+
+def join_e4m3fn(hi: Tensor, rest: Tensor) -> Tensor:
+    """Return the sum of both parts in fp32; exact for pairs from `split_e4m3fn`."""
+    return hi.float() + rest.float() / (_STEP if rest.dtype == torch.float8_e4m3fn else 1)

@@ -16,7 +16,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.linear import LinearRecipe, fp8_recipe, linear
 from lpconv.layers import head, linears
-from lpconv.mcf.fp8 import nearest_e4m3fn
+from lpconv.mcf.pairs import nearest_e4m3fn
 
 # Inputs and gradients come from an ordinary model, so their scale is unknown.
 RECIPE = fp8_recipe("max")

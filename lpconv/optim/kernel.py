@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpconv.mcf.expansion import EXACT_OPTIONS
 from lpconv.mcf.pairs import Rounding, nearest_by_bits, nearest_by_cast
-from lpconv.mcf.transforms import EXACT_OPTIONS
 from lpconv.optim.paper import build_paper_step, paper_coefficients
 from lpconv.optim.rules import RULES, Coefficients, UpdateRule
 from lpconv.optim.storage import WITH_OFFSET, Parts, Step, Storage, load, new_parts, store, stored_value

@@ -30,8 +30,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
-from lpconv.mcf.pairs import Rounding, join, join_int8, nearest_with_offset, split, split_int8, stochastic_by_bits
+from lpconv.mcf.pairs import (
+    Rounding,
+    join,
+    join_e4m3fn,
+    join_int8,
+    nearest_e4m3fn,
+    nearest_with_offset,
+    split,
+    split_e4m3fn,
+    split_int8,
+    stochastic_by_bits,
+)
 
 Parts: TypeAlias = tuple[tuple[Tensor, ...], ...]  # tensors of the weight, then of each moment
 Step: TypeAlias = Callable[[Parts, Tensor, tuple[Tensor, ...], Tensor | None], None]  # gradient, coefficients, random

@@ -7,10 +7,9 @@ import torch
 from exact_compile import compile_keeps_roundings
 from torch import Tensor
 
-from lpconv.mcf.expansion import add, expand_scalar, grow, mul
+from lpconv.mcf.expansion import EXACT_OPTIONS, add, expand_scalar, grow, mul
 from lpconv.mcf.pairs import join, nearest_by_bits, nearest_by_cast, split, stochastic_by_bits
 from lpconv.mcf.split import BF16
-from lpconv.mcf.transforms import EXACT_OPTIONS
 
 U = 2.0**-8
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lpconv.mcf.fp8 import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
+from lpconv.mcf.pairs import join_e4m3fn, nearest_e4m3fn, split_e4m3fn
 
 E4M3FN = torch.float8_e4m3fn
 BOUNDS = {torch.bfloat16: (2.0**-13, 2.0**-19), E4M3FN: (2.0**-9, 2.0**-14)}

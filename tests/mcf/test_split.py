@@ -7,8 +7,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.mcf.blocks import SCRATCH_ELEMENTS
-from lpconv.mcf.split import BF16, EXACT16, FP16, FP16_RESIDUAL_SCALE, INT8, RESIDUALS, Residual
+from lpconv.mcf.split import BF16, EXACT16, FP16, FP16_RESIDUAL_SCALE, INT8, RESIDUALS, SCRATCH_ELEMENTS, Residual
 
 ALL = pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS)
 # Subnormal, smallest normal, around the absolute bf16 bound, fp16's smallest normal, 1, fp16's largest, largest.

@@ -10,7 +10,7 @@ from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
-from lpconv.mcf.transforms import EXACT_OPTIONS, fast_two_sum, two_prod, two_sum
+from lpconv.mcf.expansion import EXACT_OPTIONS, fast_two_sum, two_prod, two_sum
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 CODES = st.integers(0, 2**16 - 1)
