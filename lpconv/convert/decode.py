@@ -14,9 +14,8 @@ import torch
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
-from lpconv.forms.decoded import DecodedSource
-from lpconv.forms.ranges import block_ranges
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.facts import block_ranges
+from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.plan.files import INDEX, copy_side_files, model_side_files, plain_config, weight_index
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress

@@ -27,9 +27,9 @@ from lpconv.convert.gptq import inverse_factor, step_to_source
 from lpconv.convert.rounded_tensor import TensorRounding
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
+from lpconv.forms.form import Side
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded
-from lpconv.forms.stored import Side
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk
 from lpconv.models.moments import Matrix, Moment, WatchOfNext, collected, matrices_of

@@ -9,11 +9,10 @@ from torch import Tensor
 from lpconv.errors import InputError
 from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, block_stats
-from lpconv.forms.facts import Measurement
-from lpconv.forms.ranges import block_ranges
+from lpconv.forms.facts import Measurement, block_ranges
+from lpconv.forms.form import Side
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import ScaledCodes
-from lpconv.forms.stored import Side
 from lpconv.models.coded import Codes
 from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lpconv.errors import InputError
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.facts import BlockError, BlockStats, EncodedBlock, Measurement
-from lpconv.forms.ranges import block_ranges
+from lpconv.forms.facts import BlockError, BlockStats, EncodedBlock, Measurement, block_ranges
 from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.policy import settings_for

@@ -14,8 +14,7 @@ import torch
 
 from lpconv.errors import InputError
 from lpconv.forms.blocks import Workspace, block_stats
-from lpconv.forms.facts import BlockStats
-from lpconv.forms.ranges import block_ranges
+from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.plan.files import copy_side_files, model_side_files, plain_config, weight_index
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lpconv.convert.gptq import DAMPING, InverseFactor, aimed_at_source, round_to_nearest, round_with_feedback
-from lpconv.forms.facts import Measurement
-from lpconv.forms.ranges import block_ranges
+from lpconv.forms.facts import Measurement, block_ranges
 from lpconv.forms.rounded import digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.moments import Matrix, Moment, sampled_rows

@@ -12,7 +12,7 @@ from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
 from lpconv.convert.shares import check_shareable, folder_for_parts
 from lpconv.errors import VerificationError
 from lpconv.extras import RemoteStaging, check_free_url
-from lpconv.forms.stored import Side
+from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes

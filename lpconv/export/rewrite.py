@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lpconv.export.options import integer_grid
 from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.form import Stored
 from lpconv.forms.reader import StoredTensors
-from lpconv.forms.stored import Stored
 from lpconv.results import FormatCount
 from lpconv.storage.checkpoint import Checkpoint
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lpconv.forms.facts import BlockError, BlockStats
-from lpconv.forms.ranges import BLOCK_ELEMENTS
+from lpconv.forms.facts import BLOCK_ELEMENTS, BlockError, BlockStats
 from lpconv.mcf.split import SCRATCH_ELEMENTS
 
 # fp32 squares overflow from 2^64 on and vanish below 2^-75: sums below this limit, and infinite ones, are computed

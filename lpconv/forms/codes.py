@@ -2,6 +2,12 @@
 
 A scale is a number, or an fp32 tensor that broadcasts to the shape from `_rows_of`: [rows, 1], [rows, tiles, 1] or, if
 tiles do not divide rows, [rows, cols].
+
+*Tables.* There are only 65,536 16-bit numbers, so their codes of at most 8 bits are looked up. The encoder fills the
+table, so lookups give its very bits. An entry is the encoding error in fp32, whose lowest byte is 0 if scales are
+powers of two or have few bits; that byte stores the code. One gather then gives both. If each tile has its scale, a
+number is looked up in the table of that scale: the scales of a weight are a few neighbouring powers of two, or such
+e4m3fn numbers over one power of two, and their tables are concatenated.
 """
 
 import functools
@@ -14,26 +20,22 @@ from torch import Tensor
 
 from lpconv.formats.cast import cast
 from lpconv.formats.narrow import encode_narrow_, num_zero_codes
-from lpconv.formats.spec import Format
+from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, buffer_view, error_of, num_zeros, same_numbers
-from lpconv.forms.facts import BlockError, BlockStats
-from lpconv.forms.lookup import (
-    LEAST_ELEMENTS,
-    Span,
-    Tables,
-    beginnings,
-    differences,
-    look_up,
-    numbers,
-    patterns,
-    scales_of,
-    span_of_scales,
-    table,
-)
-from lpconv.forms.ranges import checked_ranges
+from lpconv.forms.facts import BlockError, BlockStats, checked_ranges
 from lpconv.kernels.decode import decode as decode_fp8
 
 _REACH = 1.25  # numbers reach up to this multiple of the largest code in 4-bit and integer formats; see `tile_scales`
+_LEAST_ELEMENTS = 2**15  # smallest block for which a table pays off
+_CODE = 0xFF
+_MANTISSA_BITS = FORMATS["fp32"].mantissa_bits
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+# Mantissa bits of scales: tables are added in steps of the first number, up to the second.
+_BY_BITS = {0: (8, 32), FORMATS["e4m3fn"].mantissa_bits: (32, 64)}
+# Concatenated tables and, if there are several, the first entry of each tile's table, which broadcasts like scales.
+_Tables = tuple[Tensor, Tensor | None]
+# The scales that have tables: (bits of the lowest one, shifted right; number of scales; the shift).
+_Span = tuple[int, int, int]
 
 
 def _rows_of(x: Tensor, scale: float | Tensor) -> Tensor:
@@ -51,13 +53,13 @@ def encode(
     never a usable number.
     """
     codes = buffer_view(work.root, x.numel(), _dtype(fmt))
-    is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= LEAST_ELEMENTS
+    is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= _LEAST_ELEMENTS
     tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
     if tables is not None:
         zeros = num_zeros(x)  # counted while x is in the cache
-        entries = look_up(x, tables, codes, work)
+        entries = _look_up(x, tables, codes, work)
         flushed = _num_zeros(codes, fmt) - zeros
-        return codes, error_of(differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
+        return codes, error_of(_differences(entries), lambda: as_float32(x, work), num_flushed=flushed)
     value = as_float32(x, work)
     got = _round_to_codes(value, scale, fmt, codes, work, is_finite=stats.is_finite)
     flushed = 0
@@ -96,17 +98,17 @@ def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
 def reference_values(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
     """Rounded values of fp32 numbers (1-D) by the slow reference.
 
-    bf16 numbers are looked up in a table of all bf16 numbers, if there are few scales (`lookup.span_of_scales`).
+    bf16 numbers are looked up in a table of all bf16 numbers, if there are few scales (`_span_of_scales`).
     """
     if int(np.bitwise_or.reduce(value.numpy().view(np.int32))) & 0xFFFF:
         return _reference(value, scale, fmt)
     patterns = value.view(torch.int32) >> 16
     if isinstance(scale, float):
         return _of_all_bf16(fmt, scale).index_select(0, patterns.add_(2**15))
-    span = span_of_scales(scale)
+    span = _span_of_scales(scale)
     if span is None:
         return _reference(value, scale, fmt)
-    _rows_of(patterns, scale).add_(beginnings(scale, span).add_(2**15))
+    _rows_of(patterns, scale).add_(_beginnings(scale, span).add_(2**15))
     return _of_span(fmt, span).index_select(0, patterns)
 
 
@@ -126,9 +128,9 @@ def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
 
 
 @functools.lru_cache(maxsize=2)
-def _of_span(fmt: Format, span: Span) -> Tensor:
+def _of_span(fmt: Format, span: _Span) -> Tensor:
     """The concatenated tables of `_of_all_bf16` for the scales of a span."""
-    return torch.cat([_of_all_bf16(fmt, scale) for scale in scales_of(span)])
+    return torch.cat([_of_all_bf16(fmt, scale) for scale in _scales_of(span)])
 
 
 def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
@@ -136,17 +138,17 @@ def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Fo
 
     False proves nothing: tables do not cover all scales, numbers and formats.
     """
-    if x.itemsize != 2 or x.numel() < LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
+    if x.itemsize != 2 or x.numel() < _LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
         return False
-    span = None if isinstance(scale, float) else span_of_scales(scale)
+    span = None if isinstance(scale, float) else _span_of_scales(scale)
     if isinstance(scale, float):
         table, begin = _reference_codes(x.dtype, scale, fmt), None
     elif span is not None:
-        table, begin = _reference_codes_of_span(x.dtype, fmt, span), beginnings(scale, span)
+        table, begin = _reference_codes_of_span(x.dtype, fmt, span), _beginnings(scale, span)
     else:
         return False
     right = torch.index_select(
-        table, 0, patterns(x, begin, work), out=buffer_view(work.residual, x.numel(), torch.uint8)
+        table, 0, _table_indices(x, begin, work), out=buffer_view(work.residual, x.numel(), torch.uint8)
     )
     return np.array_equal(right.numpy(), codes.view(torch.uint8).numpy())
 
@@ -158,15 +160,15 @@ def _reference_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(_dtype(fmt))
     codes = codes[codes.float().isfinite()]
     decoded, order = decode(codes, scale).view(torch.int32).sort()
-    bits = _reference(numbers(dtype), scale, fmt).view(torch.int32)
+    bits = _reference(_all_numbers(dtype), scale, fmt).view(torch.int32)
     at = torch.searchsorted(decoded, bits).clamp_(max=len(decoded) - 1)
     return torch.where(decoded[at] == bits, codes.view(torch.uint8)[order][at], fmt.nan_code)
 
 
 @functools.lru_cache(maxsize=4)
-def _reference_codes_of_span(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor:
+def _reference_codes_of_span(dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor:
     """The concatenated tables of `_reference_codes` for the scales of a span."""
-    return torch.cat([_reference_codes(dtype, scale, fmt) for scale in scales_of(span)])
+    return torch.cat([_reference_codes(dtype, scale, fmt) for scale in _scales_of(span)])
 
 
 def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
@@ -208,20 +210,20 @@ def _round_to_codes(
     return decode(codes, scale, out=work.scratch.error[:count])
 
 
-def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> Tables | None:
+def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> _Tables | None:
     """The lookup tables for 16-bit numbers, or None if there are none for these scales."""
     if isinstance(scale, float):
         entries = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
         return None if entries is None else (entries, None)
-    span = span_of_scales(scale)
+    span = _span_of_scales(scale)
     entries = None if span is None else _join_tables(dtype, fmt, span)
-    return None if span is None or entries is None else (entries, beginnings(scale, span))
+    return None if span is None or entries is None else (entries, _beginnings(scale, span))
 
 
 @functools.lru_cache(maxsize=2)
-def _join_tables(dtype: torch.dtype, fmt: Format, span: Span) -> Tensor | None:
+def _join_tables(dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor | None:
     """The concatenated tables for the scales of a span."""
-    candidates = [_table(dtype, scale, fmt) for scale in scales_of(span)]
+    candidates = [_table(dtype, scale, fmt) for scale in _scales_of(span)]
     tables = [t for t in candidates if t is not None]
     return torch.cat(tables) if len(tables) == len(candidates) else None
 
@@ -232,10 +234,10 @@ def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
 
     The errors of numbers beyond the format's range are not accurate to the last bit.
     """
-    values = numbers(dtype)
+    values = _all_numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
     got = _round_to_codes(values, scale, fmt, codes, Workspace(), is_finite=True)
-    return table(got - values, codes, values.abs() <= _REACH * fmt.max * scale)
+    return _packed_table(got - values, codes, values.abs() <= _REACH * fmt.max * scale)
 
 
 def _dtype(fmt: Format) -> torch.dtype:
@@ -246,3 +248,72 @@ def _dtype(fmt: Format) -> torch.dtype:
 
 def _num_zeros(codes: Tensor, fmt: Format) -> int:
     return num_zero_codes(codes, fmt) if codes.dtype == torch.uint8 else num_zeros(codes)
+
+
+@functools.lru_cache(maxsize=2)
+def _all_numbers(dtype: torch.dtype) -> Tensor:
+    """Every number of a 16-bit dtype in fp32, indexed by bit pattern."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
+
+
+def _packed_table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
+    """Pack fp32 differences and their codes into one word each, indexed by bit pattern.
+
+    The code takes the lowest byte of the difference; None if a difference that is used needs that byte.
+    """
+    bits = difference.view(torch.int32)
+    return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
+
+
+def _span_of_scales(scales: Tensor) -> _Span | None:
+    """The span of tables for these fp32 scales; None if they have too many bits or are too far apart."""
+    bits = scales.numpy().view(np.int32)
+    any_bits = int(np.bitwise_or.reduce(bits, axis=None)) & _MANTISSA if bits.size else _MANTISSA
+    for num_bits, (step, most) in _BY_BITS.items():
+        dropped = _MANTISSA_BITS - num_bits
+        if not any_bits & (1 << dropped) - 1:
+            low, high = int(bits.min()), int(bits.max())
+            first = (low >> dropped) // step * step
+            count = ((high >> dropped) // step + 1) * step - first
+            is_normal = low >> _MANTISSA_BITS > 0 and high >> _MANTISSA_BITS < 0xFF
+            return (first, count, dropped) if is_normal and count <= most else None
+    return None
+
+
+def _scales_of(span: _Span) -> list[float]:
+    """The scales of a span in order."""
+    first, count, dropped = span
+    bits = np.arange(first, first + count, dtype=np.int32) << dropped
+    scales: list[float] = bits.view(np.float32).tolist()
+    return scales
+
+
+def _beginnings(scales: Tensor, span: _Span) -> Tensor:
+    """The first entry of each scale's table in a span."""
+    first, _, dropped = span
+    return (scales.view(torch.int32) >> dropped).sub_(first).mul_(2**16)
+
+
+def _table_indices(x: Tensor, begin: Tensor | None, work: Workspace) -> Tensor:
+    """Table indices of 16-bit numbers, 1-D; `begin` is the first entry of each tile's table.
+
+    They use the buffer of fp32 numbers, so that the used part of a workspace nearly fits a core's own cache.
+    """
+    indices = work.scratch.value[: x.numel()].view(torch.int32).copy_(x.view(torch.uint16))
+    if begin is not None:
+        indices.view(*begin.shape[:-1], -1).add_(begin)
+    return indices
+
+
+def _look_up(x: Tensor, tables: _Tables, codes: Tensor, work: Workspace) -> Tensor:
+    """Write the codes of a block, 1-D, into `codes`, and return the table entries, for `_differences`."""
+    entries_of_tables, begin = tables
+    out = work.scratch.error[: x.numel()].view(torch.int32)
+    entries = torch.index_select(entries_of_tables, 0, _table_indices(x, begin, work), out=out)
+    codes.view(torch.uint8).copy_(entries)  # the lowest byte of each
+    return entries
+
+
+def _differences(entries: Tensor) -> Tensor:
+    """Encoding errors, in place of table entries."""
+    return entries.bitwise_and_(~_CODE).view(torch.float32)

@@ -1,10 +1,10 @@
-"""Inputs and results of forms: settings, headers, components, and measurements of blocks. No torch here."""
+"""Inputs and results of forms: settings, headers, components, blocks and their measurements. No torch here."""
 
 from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +15,9 @@ from lpconv.summed import Summed, joined
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+BLOCK_ELEMENTS = 2**19
+CHECKED_ELEMENTS = 2**15  # elements that are compared with the slow reference at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +197,15 @@ class EncodedBlock:
     data: tuple[Tensor, ...]
     stats: BlockStats | None = None
     error: BlockError | None = None
+
+
+def block_ranges(num_elements: int, cols: int = 1, *, block_size: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the blocks of a tensor, in order: whole rows of `cols` elements, at least one row."""
+    size = max(block_size // cols, 1) * cols if num_elements else 1
+    for start in range(0, num_elements, size):
+        yield start, min(start + size, num_elements)
+
+
+def checked_ranges(num_elements: int, cols: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield parts of a block for comparison with the slow reference, whose fp64 temporaries then stay in the cache."""
+    return block_ranges(num_elements, cols, block_size=CHECKED_ELEMENTS)

@@ -1,7 +1,8 @@
 """`Form`: how one tensor is stored, value = Σ_i scale_i · component_i.
 
 All questions of a conversion, reader, check or export about a stored tensor are answered here, and no other code tests
-which form it has. A `Form` belongs to one tensor: its name, shape, number format, and fields of the form (the kind of
+which form it has. Readers need only its base class `Stored`, which is also that of third-party forms (`foreign/`), as
+these are only read. A `Form` belongs to one tensor: its name, shape, number format, and fields of the form (the kind of
 residual, the number of points). It is created by `of` when a conversion is planned, or by `recognise` from the headers
 of a checkpoint.
 
@@ -33,15 +34,15 @@ that transformers should open as stored must also be added to the loader module,
 from __future__ import annotations  # tensors are named below and not imported
 
 import functools
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.stored import Side, Stored
 from lpconv.results import RoundingRecord
 
 if TYPE_CHECKING:
@@ -51,6 +52,99 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+Side = Mapping[str, "Tensor"]
+Summand = tuple["Tensor", "float | Tensor"]
+
+
+class Fetch(Protocol):
+    """Reads elements `start` to `stop` of a stored tensor, 1-D in its own dtype."""
+
+    def __call__(self, component: Component, start: int, stop: int, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(ABC):
+    """How the tensor `name` of `shape` is stored. `format` is its number format, None if it keeps its own bits."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format | None
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """A description for reports, such as "e4m3fn codes with one scale"."""
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[Component, ...]:
+        """Every stored tensor of the form."""
+
+    @functools.cached_property
+    def data(self) -> tuple[Component, ...]:
+        """The components that are stored block by block, the root's first."""
+        return tuple(c for c in self.components if c.name == self.name)
+
+    @functools.cached_property
+    def side(self) -> tuple[Component, ...]:
+        """The components that are held in memory."""
+        return tuple(c for c in self.components if c.name != self.name)
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Total stored bytes."""
+        return sum(c.num_bytes for c in self.components)
+
+    @functools.cached_property
+    def num_elements(self) -> int:
+        """Number of elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def cols(self) -> int:
+        """Blocks are multiples of this number of elements."""
+        return 1
+
+    @property
+    def num_points(self) -> int | None:
+        """Number of points (rows of codes) of the tensor, None if each row has one."""
+        return None
+
+    def widened(self, start: int, stop: int) -> tuple[int, int]:
+        """A range of elements, extended to whole rows if rows are stored whole."""
+        return start // self.cols * self.cols, min(-(-stop // self.cols) * self.cols, self.num_elements)
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        """The range of stored elements that holds the numbers `start` to `stop`."""
+        return start, stop
+
+    def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
+        """Fetch the data that `decode` needs for the numbers `start` to `stop`."""
+        first, last = self.place(start, stop, side)
+        return tuple(fetch(c, first, last) for c in self.data)
+
+    @abstractmethod
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        """Decode data from `read` to the numbers `start` to `stop` in fp32, 1-D; kept tensors keep their dtype."""
+
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        """`decode` into `out`, 1-D, rounded to its dtype: bitwise the same, but sometimes faster."""
+        return out.copy_(self.decode(data, start, stop, side))
+
+    def is_valid_side(self, side: Side) -> bool:
+        """Whether side tensors are valid: scales are positive numbers, counts add up."""
+        return True
+
+    def scale(self, side: Side) -> float | None:
+        """The common factor of all codes, None if there is none or more than one."""
+        return None
+
+    def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
+        """The whole tensor as a sum of floating-point numbers (1-D) with factors, one each or one per row.
+
+        Forms with other components return the decoded numbers.
+        """
+        return ((self.decode(data, 0, self.num_elements, side), 1.0),)
 
 
 class Over(Protocol):

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over
+from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
-from lpconv.forms.stored import Side
 from lpconv.forms.tiles import Tiles
 from lpconv.storage.gguf import BLOCKS, GGUF
 

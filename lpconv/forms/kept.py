@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form
-from lpconv.forms.stored import Side
+from lpconv.forms.form import Form, Side
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,7 @@ from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.foreign import MLX
-from lpconv.forms.form import Over
-from lpconv.forms.stored import Side
+from lpconv.forms.form import Over, Side
 from lpconv.forms.tiles import Tiles
 
 if TYPE_CHECKING:

@@ -14,10 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form
-from lpconv.forms.ranges import checked_ranges
-from lpconv.forms.stored import Side, Summand
+from lpconv.forms.facts import (
+    Component,
+    ConvertedFacts,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+    checked_ranges,
+)
+from lpconv.forms.form import Form, Side, Summand
 from lpconv.lookup import find
 
 if TYPE_CHECKING:

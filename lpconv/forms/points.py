@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over
-from lpconv.forms.ranges import checked_ranges
+from lpconv.forms.facts import (
+    BlockFacts,
+    BlockStats,
+    Component,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+    checked_ranges,
+)
+from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
-from lpconv.forms.stored import Side
 from lpconv.mcf.point_layout import PointLayout, point_layout
 
 if TYPE_CHECKING:

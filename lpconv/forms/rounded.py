@@ -22,9 +22,8 @@ from lpconv.forms.facts import (
     Headers,
     Measurement,
 )
-from lpconv.forms.form import Form, Over
+from lpconv.forms.form import Fetch, Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
-from lpconv.forms.stored import Fetch, Side
 from lpconv.results import RoundingRecord
 
 if TYPE_CHECKING:

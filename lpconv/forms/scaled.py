@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over
-from lpconv.forms.stored import Side, Summand
+from lpconv.forms.form import Form, Over, Side, Summand
 
 if TYPE_CHECKING:
     from torch import Tensor

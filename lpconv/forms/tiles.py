@@ -23,9 +23,8 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
-from lpconv.forms.form import Form, Over
+from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand
 from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, ScaledCodes
-from lpconv.forms.stored import Fetch, Side, Stored, Summand
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
     from lpconv.forms.blocks import Workspace
     from lpconv.forms.on_grid import OnGrid
-    from lpconv.forms.search import ScaleSearch
-    from lpconv.forms.tile_scales import Parts, TileScales
+    from lpconv.forms.tile_scales import Parts, ScaleSearch, TileScales
 
 
 FACTOR_SUFFIX = "_global_scale"
@@ -60,7 +58,7 @@ class Tiles(ScaledCodes):
     """Codes with a scale per tile.
 
     With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
-    `importance` (None: equally); see `search.py`.
+    `importance` (None: equally); see `tile_scales.py`.
     """
 
     kind: ClassVar[str] = "tiles"
@@ -364,7 +362,7 @@ class Tiles(ScaledCodes):
 
     def _search(self, common: Side) -> ScaleSearch:
         """The search for the scales of tiles; `common` are the other side tensors."""
-        from lpconv.forms.search import ScaleSearch
+        from lpconv.forms.tile_scales import ScaleSearch
 
         return ScaleSearch(
             format=self.format,

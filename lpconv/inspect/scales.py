@@ -17,7 +17,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import Component, Headers, grid_of, recognise
 from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
-from lpconv.forms.stored import Fetch, Side
+from lpconv.forms.form import Fetch, Side
 from lpconv.inspect.defects import Findings, fused_groups
 from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult

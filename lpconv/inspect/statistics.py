@@ -11,12 +11,10 @@ import torch
 
 from lpconv.forms import Stored
 from lpconv.forms.blocks import Workspace, block_stats
-from lpconv.forms.decoded import DecodedSource
-from lpconv.forms.facts import BlockStats
+from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.forms.foreign import READ
 from lpconv.forms.foreign.grid import Grid
-from lpconv.forms.ranges import block_ranges
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.inspect.headers import VALUES, describe, inspect
 from lpconv.inspect.scales import judge_scales
 from lpconv.progress import Progress

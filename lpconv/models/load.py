@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lpconv.errors import InputError
 from lpconv.forms import Kept
-from lpconv.forms.decoded import stored_shapes
 from lpconv.forms.foreign import READ
-from lpconv.forms.reader import StoredTensors, open_readable
+from lpconv.forms.reader import StoredTensors, open_readable, stored_shapes
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers

@@ -6,7 +6,6 @@ weight before or after, as torch does, it would round away in bf16, where 1 - 1e
 
 A bf16 operation is one fp32 operation on bf16 numbers and one rounding, as PyTorch computes it. Written out that way
 the step can be compiled and checked like any other, and is bitwise equal to `mcf.expansion` in eager mode.
-eager mode.
 """
 
 import math

@@ -13,9 +13,8 @@ from lpconv.data import check_text, text_at
 from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
-from lpconv.forms.decoded import is_coded, open_values
 from lpconv.forms.foreign import check_readable
-from lpconv.forms.reader import open_readable
+from lpconv.forms.reader import is_coded, open_readable, open_values
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import linears_of
 from lpconv.models.whole import check_complete

@@ -15,7 +15,7 @@ import psutil
 
 from lpconv.errors import ResourceError
 from lpconv.extras import WINDOW_BYTES, upload_bytes
-from lpconv.forms.ranges import BLOCK_ELEMENTS, CHECKED_ELEMENTS
+from lpconv.forms.facts import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
 from lpconv.models.known import known_shapes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.reader import DecodedSource
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan

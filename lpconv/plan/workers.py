@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from lpconv.forms.blocks import Scratch, Workspace
-from lpconv.forms.facts import BlockFacts, Measurement
+from lpconv.forms.facts import BlockFacts, Measurement, block_ranges
 from lpconv.forms.form import Over
-from lpconv.forms.ranges import block_ranges
 from lpconv.plan.memory import SPARE
 from lpconv.plan.plan import PlannedTensor
 from lpconv.storage.dtypes import TORCH_DTYPES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.forms.decoded import stored_shapes
+from lpconv.forms.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.tasks import Task, find_task, main_input, task_of

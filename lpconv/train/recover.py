@@ -25,8 +25,8 @@ from lpconv.errors import InputError
 from lpconv.formats.narrow import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace
+from lpconv.forms.form import Side
 from lpconv.forms.scaled import ScaledCodes
-from lpconv.forms.stored import Side
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train

@@ -6,8 +6,7 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.decoded import stored_shapes
-from lpconv.forms.reader import open_readable
+from lpconv.forms.reader import open_readable, stored_shapes
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lpconv.forms import Kept, Stored
-from lpconv.forms.decoded import DecodedSource
+from lpconv.forms.facts import block_ranges
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
-from lpconv.forms.ranges import block_ranges
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import VERIFY_GATES, Gate
 from lpconv.plan.tensor_records import sqnr_db
 from lpconv.progress import Progress

@@ -24,8 +24,7 @@ from torch import Tensor
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
-from lpconv.forms.form import Form
-from lpconv.forms.stored import Side
+from lpconv.forms.form import Form, Side
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.tensor_records import planned_record, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks

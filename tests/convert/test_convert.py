@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
-from lpconv.forms.stored import Side, Stored
+from lpconv.forms.form import Side, Stored
 from lpconv.mcf.split import RESIDUALS
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.plan.patterns import FormatRule

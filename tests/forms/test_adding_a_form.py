@@ -24,8 +24,8 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import FORMS, Component, Form, FormSettings, Headers
 from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats, buffer_view
 from lpconv.forms.facts import EncodedBlock, Measurement
+from lpconv.forms.form import Side
 from lpconv.forms.pair import RESIDUAL_DTYPES
-from lpconv.forms.stored import Side
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import LPCONV, METHODS, Method
 

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.forms.decoded import open_values
 from lpconv.forms.foreign.grid import Grid
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.reader import StoredTensors, open_values
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import SafetensorsSource, read_range
 

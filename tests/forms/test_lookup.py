@@ -45,7 +45,7 @@ def test_a_table_gives_what_the_encoder_gives(
     x = BLOCKS[block].to(dtype)
     codes, error, looked = encoded(x, fmt)
     assert looked == (block != "infinite")
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
+    monkeypatch.setattr(module, "_LEAST_ELEMENTS", NUM + 1)
     wanted, wanted_error, looked = encoded(x, fmt)
     assert not looked
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
@@ -73,7 +73,7 @@ def test_tiles_with_scales_far_apart_are_looked_up_too(
     x[: 5 * 256] = 0
     codes, error, looked = tiled(x, fmt, grain)
     assert looked
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
+    monkeypatch.setattr(module, "_LEAST_ELEMENTS", NUM + 1)
     wanted, wanted_error, looked = tiled(x, fmt, grain)
     assert not looked
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
@@ -87,7 +87,7 @@ def test_scales_in_e4m3fn_over_a_power_of_two_are_looked_up_too(
     x = (NUMBERS.view(256, 256) * torch.logspace(-1, 0, 256, base=2).view(-1, 1)).view(-1).to(dtype)
     codes, error, looked = tiled(x, "e2m1", "nvfp4")
     assert looked
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", NUM + 1)
+    monkeypatch.setattr(module, "_LEAST_ELEMENTS", NUM + 1)
     wanted, wanted_error, looked = tiled(x, "e2m1", "nvfp4")
     assert not looked
     assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
@@ -100,7 +100,7 @@ def test_what_is_wanted_of_scales_in_e4m3fn_is_what_the_reference_says() -> None
     scales = (rows.abs().amax(1, keepdim=True) / 6 * 2**12).to(torch.float8_e4m3fn).float() / 2**12
     value = rows.view(-1)
     wanted = module.reference_values(value, scales.view(-1, 1), FORMATS["e2m1"])
-    assert module.span_of_scales(scales) is not None
+    assert module._span_of_scales(scales) is not None
     assert torch.equal(wanted, module._reference(value, scales, FORMATS["e2m1"]))
 
 

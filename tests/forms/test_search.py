@@ -14,8 +14,8 @@ from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, FormSettings
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.search import best_scales, candidates
-from lpconv.forms.stored import Side
+from lpconv.forms.form import Side
+from lpconv.forms.tile_scales import best_scales, candidates
 from lpconv.forms.tiles import Tiles
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
-from lpconv.forms.stored import Side, Stored
+from lpconv.forms.form import Side, Stored
 from lpconv.storage.arranged import TRANSPOSED, arranged
 from lpconv.storage.gguf import BLOCKS, GGUF
 

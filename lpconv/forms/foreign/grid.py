@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component
 from lpconv.forms.foreign.plane import SHORT, Plane, Span, fill
-from lpconv.forms.stored import Fetch, Side, Stored
+from lpconv.forms.form import Fetch, Side, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor

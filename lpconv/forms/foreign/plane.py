@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lpconv.forms.facts import Component
-from lpconv.forms.stored import Fetch
+from lpconv.forms.form import Fetch
 
 if TYPE_CHECKING:
     import torch
