@@ -1,18 +1,27 @@
 """transformers' own fp8 and mxfp8, as lpconv writes them: e4m3fn codes in the weight's own shape, a scale per block.
 
-Names, layout and config are in `foreign/fp8.py`, which reads the layout if other tools wrote it. Blocks must be whole:
-transformers divides the size of a weight by the number of its scales, so it would treat smaller last blocks as equal.
+`find_fp8` in `foreign/layouts.py` reads the layout if other tools wrote it. The config says that inputs are rounded at
+run time, where readers have no choice, and names unquantised modules: readers treat every other `Linear` as quantised.
+Blocks must be whole: transformers divides the size of a weight by the number of its scales, so it would treat smaller
+last blocks as equal.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import Grain, get_grain
+from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
-from lpconv.forms.foreign.fp8 import METHODS, SCALE_INV, grain_in, quantization_config
+from lpconv.forms.foreign.layouts import SCALE_INV
 from lpconv.forms.tiles import Tiles
+
+# Config entries that lpconv writes, by granularity.
+_WRITTEN: Mapping[str, Mapping[str, str]] = {
+    "128x128": {"quant_method": "fp8"},
+    "mx": {"quant_method": "mxfp8", "scale_fmt": "ue8m0"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +31,7 @@ class FineGrained(Tiles):
     kind: ClassVar[str] = "fine-grained"
     scale_suffix: ClassVar[str] = SCALE_INV
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_INV,)
-    quantised_by: ClassVar[str | None] = METHODS[0]
+    quantised_by: ClassVar[str | None] = "fp8"
     of_linears: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
 
@@ -42,7 +51,7 @@ class FineGrained(Tiles):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        grain = grain_in(headers.quantization)
+        grain = _grain_in(headers.quantization)
         return None if grain is None else cls._of_codes(name, name, grain, "", headers)
 
     @classmethod
@@ -61,4 +70,22 @@ class FineGrained(Tiles):
                     f"transformers would skip `{module}` along with `{clash}`, which is not quantised",
                     hint=f"pass --exclude '{module}.weight', or use another --layout",
                 )
-        return {"quantization_config": quantization_config(grain, converted.ignored)}
+        return {"quantization_config": _quantization_config(grain, converted.ignored)}
+
+
+def _quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of e4m3fn codes with a granularity; `ignored` are the unquantised modules."""
+    return {
+        **_WRITTEN[grain.name],
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(grain.tile),
+        "modules_to_not_convert": list(ignored),
+    }
+
+
+def _grain_in(config: Mapping[str, Any]) -> Grain | None:
+    """The granularity of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
+    ignored = config.get("modules_to_not_convert")
+    if not isinstance(ignored, list):
+        return None
+    return next((g for n in _WRITTEN if config == _quantization_config(g := GRAINS[n], ignored)), None)

@@ -26,7 +26,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.forms.fine_grained import FineGrained
-from lpconv.forms.foreign import fp8
+from lpconv.forms.foreign import layouts
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
@@ -110,7 +110,7 @@ def test_the_reader_of_others_decodes_the_same(method: str, outputs: dict[str, P
     """Codes and scales mean what they do when others wrote them, and `inspect` has nothing to say of either."""
     with StoredTensors.open(outputs[method]) as stored:
         for name, form in stored.forms.items():
-            theirs = fp8.find(name, stored._headers)
+            theirs = layouts.find_fp8(name, stored._headers)
             assert isinstance(theirs, Grid) == isinstance(form, FineGrained)
             if theirs is not None:
                 got = theirs.decode(theirs.read(stored._fetch, 0, form.num_elements, {}), 0, form.num_elements, {})

@@ -1,27 +1,36 @@
-"""Third-party layouts of low-precision weights, for reading: one file per layout, with the arithmetic in `grid.py`.
+"""Third-party layouts of low-precision weights, for reading, with the arithmetic in `grid.py`.
 
-A layout is a file with the `quant_method`s of its configs, and `find`, which makes a `Grid` from the headers of one
-weight, and a line in `_LAYOUTS`. `docs/layouts-reference.md` lists what lpconv reads, and what was tested.
+A layout is a function in `layouts.py` that makes a `Grid` from the headers of one weight, and a line in `_FINDERS` for
+each `quant_method` of its configs. `docs/layouts-reference.md` lists what lpconv reads, and what was tested.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import Headers
-from lpconv.forms.foreign import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
-from lpconv.forms.foreign.gguf import Blocks
+from lpconv.forms.foreign import layouts
+from lpconv.forms.foreign.gguf import Blocks, find_gguf
 from lpconv.forms.foreign.grid import Grid
-from lpconv.storage.compressed import INPUT_SCALES
+from lpconv.storage.compressed import COMPRESSED_TENSORS, INPUT_SCALES
+from lpconv.storage.gguf import GGUF
 
 __all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "find", "is_part", "why_unreadable"]
 
-_LAYOUTS = (compressed_tensors, fp8, mxfp4, modelopt, gptq, awq, gguf)
-_BY_METHOD = {method: layout for layout in _LAYOUTS for method in layout.METHODS}
+_FINDERS: Mapping[str, Callable[[str, Headers], Grid | Blocks | None]] = {
+    COMPRESSED_TENSORS: layouts.find_compressed_tensors,
+    "fp8": layouts.find_fp8,
+    "mxfp8": layouts.find_fp8,
+    "mxfp4": layouts.find_mxfp4,
+    "modelopt": layouts.find_modelopt,
+    "gptq": layouts.find_gptq,
+    "awq": layouts.find_awq,
+    GGUF: find_gguf,
+}
 
 MLX = "mlx"  # the `quant_method` of files in mlx-lm's layout that lpconv wrote
 # The values of `quant_method` that lpconv reads.
-READ = frozenset((*_BY_METHOD, MLX))
+READ = frozenset((*_FINDERS, MLX))
 # Last parts of names of activation and cache scales, which no weight needs.
 ACTIVATIONS = frozenset(
     {*INPUT_SCALES, "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
@@ -43,8 +52,8 @@ _UNREAD = {
 
 def find(name: str, headers: Headers) -> Grid | Blocks | None:
     """The weight whose codes are stored as `name`, or None if it is not in the layout that the config names."""
-    layout = _BY_METHOD.get(headers.quantised_by or "")
-    weight: Grid | Blocks | None = None if layout is None else layout.find(name, headers)
+    find_in_layout = _FINDERS.get(headers.quantised_by or "")
+    weight = None if find_in_layout is None else find_in_layout(name, headers)
     return weight if weight is not None and weight.agrees else None
 
 
@@ -59,8 +68,8 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
 
 def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
     """Yield the integer widths in a config."""
-    groups = compressed_tensors.weight_settings(settings) if method in compressed_tensors.METHODS else [settings]
-    for group in groups if method in (*compressed_tensors.METHODS, *gptq.METHODS, *awq.METHODS) else ():
+    groups = layouts.weight_settings(settings) if method == COMPRESSED_TENSORS else [settings]
+    for group in groups if method in (COMPRESSED_TENSORS, "gptq", "awq") else ():
         bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
         if isinstance(bits, int) and isinstance(group, dict) and group.get("type", "int") == "int":
             yield bits
@@ -75,8 +84,8 @@ def why_unreadable(headers: Headers) -> str | None:
             match = next((n for n in headers.root if pattern.search(n)), None)
             if match is not None and (name != "mlx" or _has_words(match, headers)):
                 tool = f"{name} (`{match}`)"
-    elif headers.quantization.get("quant_algo") == modelopt.SVD:
-        tool = f"ModelOpt's {modelopt.SVD} (a part of each weight is the product of two thin matrices)"
+    elif headers.quantization.get("quant_algo") == layouts.MODELOPT_SVD:
+        tool = f"ModelOpt's {layouts.MODELOPT_SVD} (a part of each weight is the product of two thin matrices)"
     odd = {*_integer_bits(method, headers.quantization)} & {1, 3, 5, 6, 7}
     if odd:
         return f"the weights are {odd.pop()}-bit integers, which lpconv does not read in layout `{method}`"

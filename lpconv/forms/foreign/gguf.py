@@ -18,13 +18,12 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.form import Side, Stored
 from lpconv.storage.arranged import TRANSPOSED, arranged
-from lpconv.storage.gguf import BLOCKS, GGUF
+from lpconv.storage.gguf import BLOCKS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-METHODS = (GGUF,)
 _FORMATS = {
     "F32": "fp32",
     "F16": "fp16",
@@ -109,7 +108,7 @@ def _processor(architecture: str, settings: str) -> Any:
     return TENSOR_PROCESSORS[architecture](config=json.loads(settings))
 
 
-def find(name: str, headers: Headers) -> Blocks | None:
+def find_gguf(name: str, headers: Headers) -> Blocks | None:
     """The weight whose blocks are `name`."""
     codes, table = headers.component(name), headers.quantization.get("tensors")
     t = table.get(name) if isinstance(table, dict) else None
