@@ -20,8 +20,8 @@ from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 from lpconv.results.documents import Result
-from lpconv.storage.holding import wait_for_lock
 from lpconv.storage.partfile import sha256_of, write_error, write_small
+from lpconv.storage.staging import wait_for_lock
 
 # Settings that change neither the output nor its verdict.
 _PERMISSIONS = {"trust_remote_code"}  # every user has to grant these again

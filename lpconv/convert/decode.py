@@ -20,14 +20,13 @@ from lpconv.plan.files import INDEX, copy_side_files, model_side_files, plain_co
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, ordered_json_text
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import Checkpoint, Openable, watch, watched_files
 from lpconv.storage.compressed import quantization_method
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import MARKER, Staging, check_apart
-from lpconv.storage.unchanged import watch, watched_files
 from lpconv.version import __version__
 
 DTYPES = ("fp32", "bf16", "fp16")

@@ -19,14 +19,13 @@ from lpconv.plan.files import copy_side_files, model_side_files, plain_config, w
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
-from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.checkpoint import Checkpoint, watch, watched_files
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.staging import MARKER, SUMS, Staging
-from lpconv.storage.unchanged import watch, watched_files
 from lpconv.verify.hashes import check_hashes
 from lpconv.verify.reader import OutputReader, read_provenance
 from lpconv.version import __version__

@@ -19,7 +19,14 @@ from lpconv.machine import peak_rss_bytes
 from lpconv.plan.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
 from lpconv.plan.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
 from lpconv.plan.options import NEAREST, ConvertOptions
-from lpconv.plan.provenance import plan_warnings, public_source, source_record, tensor_warnings, versions
+from lpconv.plan.provenance import (
+    inherited_facts,
+    plan_warnings,
+    public_source,
+    source_record,
+    tensor_warnings,
+    versions,
+)
 from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.plan.tensor_records import planned_record
 from lpconv.progress import Progress, Silent
@@ -34,7 +41,6 @@ from lpconv.results import (
     json_text,
     to_json,
 )
-from lpconv.storage.card import inherited_facts
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.partfile import write_small
 from lpconv.storage.staging import MARKER, Staging, check_free

@@ -21,10 +21,9 @@ from lpconv.plan.provenance import public_source, versions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
-from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.checkpoint import Checkpoint, watch, watched_files
 from lpconv.storage.partfile import sha256_of, write_small, writing
 from lpconv.storage.staging import MARKER, Staging, read_marker
-from lpconv.storage.unchanged import watch, watched_files
 from lpconv.version import __version__
 
 MODEL_FILE = "model.onnx"

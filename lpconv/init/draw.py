@@ -35,9 +35,9 @@ from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import scaled_tensor
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.holding import is_locked, try_lock
 from lpconv.storage.partfile import write_small, writing
 from lpconv.storage.resolve import resolve
+from lpconv.storage.staging import is_locked, try_lock
 
 _COPIES = 4  # copies in memory: weights, their data under native scaling, gradients, intermediate results
 # Entries of a config that describe the weights it was stored with.

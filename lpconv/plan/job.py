@@ -25,14 +25,13 @@ from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.storage.arranged import ArrangedSource
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import Checkpoint, Openable, Watch, watch, watched_files
 from lpconv.storage.gguf import GGUF, check_installed
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
 from lpconv.storage.staging import check_apart, folder_next_to
 from lpconv.storage.ties import find_ties
-from lpconv.storage.unchanged import Watch, watch, watched_files
 from lpconv.storage.urls import is_url
 from lpconv.version import __version__
 

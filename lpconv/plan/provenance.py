@@ -1,10 +1,12 @@
-"""Provenance in results: source, options, versions, warnings."""
+"""Provenance in results: source, its model card, options, versions, warnings."""
 
 import dataclasses
 import importlib.metadata
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import yaml
 
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS
@@ -18,6 +20,9 @@ from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.version import __version__
+
+_MAX_BYTES = 2**16  # of front matter that is read
+_REPEATED = ("base_model", "license", "license_name", "license_link")
 
 
 def source_record(job: Job) -> SourceRecord:
@@ -33,6 +38,25 @@ def public_source(source: SourceRecord) -> SourceRecord:
     name = source.name if Path(source.name).name == source.name else directory
     # File names may contain bytes that are not valid text.
     return dataclasses.replace(source, name=printable(name), resolved=printable(directory))
+
+
+def inherited_facts(directory: Path, hub_id: str | None) -> dict[str, str]:
+    """The licence of a checkpoint, and the hub model that it is or was made from; empty without a card.
+
+    A card that is not text, or whose front matter is not YAML, is ignored.
+    """
+    try:
+        with (directory / "README.md").open(encoding="utf-8") as file:
+            parts = file.read(_MAX_BYTES).split("---\n")
+        front_matter = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        front_matter = {}
+    facts = {
+        k: str(front_matter[k])
+        for k in _REPEATED
+        if isinstance(front_matter, dict) and isinstance(front_matter.get(k), str)
+    }
+    return facts | ({"base_model": hub_id} if hub_id else {})
 
 
 def versions() -> dict[str, str]:

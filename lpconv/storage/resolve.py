@@ -3,25 +3,34 @@
 A name is, in this order: ``demo``, a URL, a local directory, an alias or a hub id. For hub models a complete snapshot
 in the cache is used without a request, so a run reads the same bytes with and without network; `--revision` selects
 another.
+
+The hub's cache names each blob after the hash that the hub gave when it was fetched, and never checks the bytes:
+SHA-256 for weights, Git's SHA-1 for small files. So every file is hashed here once. Successful checks are recorded by
+size, time and inode in the repository's own cache folder, and are deleted with that folder.
 """
 
+import hashlib
+import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, LpconvError, UsageError
 from lpconv.extras import view_of
 from lpconv.lookup import missing_directory, nearest, nearest_sibling
 from lpconv.storage.aliases import ALIASES, find_alias
 from lpconv.storage.gguf import as_directory
-from lpconv.storage.hub import cached_snapshot, commit_of, download
-from lpconv.storage.promised import check_promises
+from lpconv.storage.hub import cached_snapshot, commit_of, download, wanted_files
+from lpconv.storage.partfile import hash_of, sha256_of, write_small
 from lpconv.storage.urls import check_url, hub_names, is_url
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
-
+STATE = "lpconv-checked.json"  # records the blobs whose hashes have been checked
+_SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _NAME = r"[A-Za-z0-9_][\w.-]*"
 _HUB_NAME = re.compile(rf"{_NAME}(/{_NAME})?", re.ASCII)
 
@@ -154,3 +163,71 @@ def _unknown_name(name: str) -> InputError:
         f"`{name}` is neither a directory nor a known model",
         hint=f"{suggestions}`lpconv doctor --aliases` lists short names; write other hub models as OWNER/NAME",
     )
+
+
+def check_promises(snapshot: Path) -> dict[str, str]:
+    """Check the files of a snapshot, and return the SHA-256 of those for which the hub gave one.
+
+    A file that is not a link to a blob named by a hash has no such hash. Raises InputError for the first file with
+    another hash.
+    """
+    state = snapshot.parent.parent / STATE
+    known, hashes = _read_state(state), dict[str, str]()
+    before = dict(known)
+    files = (p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
+    for name in wanted_files(files):
+        blob = _blob(snapshot / name)
+        if blob is None:
+            continue
+        stamp = _stamp(blob)
+        if known.get(blob.name) != stamp:
+            _check_blob(snapshot / name, name, blob)
+            known[blob.name] = stamp
+        if _SHA256.fullmatch(blob.name):
+            hashes[name] = blob.name
+    if known != before:
+        with suppress(LpconvError):  # a cache that cannot be written is checked again next time
+            write_small(state, json.dumps({"format_version": 1, "blobs": known}))
+    return hashes
+
+
+def _blob(path: Path) -> Path | None:
+    """The blob that a file of a snapshot links to, if its name is a hash."""
+    if not path.is_symlink():
+        return None
+    target = path.resolve()
+    is_hash = _SHA256.fullmatch(target.name) or _SHA1.fullmatch(target.name)
+    return target if target.parent.name == "blobs" and is_hash else None
+
+
+def _check_blob(path: Path, name: str, blob: Path) -> None:
+    if blob.name in _possible_names(blob):
+        return
+    repository = path.parents[len(Path(name).parts) + 1].name.removeprefix("models--").replace("--", "/")
+    raise InputError(
+        f"`{name}` of `{repository}` does not match the hash that the hub gives for it, {blob.name[:12]}…",
+        hint=f"delete `{blob}` and run again to download it anew",
+        details={"file": name, "promised": blob.name, "blob": str(blob)},
+    )
+
+
+def _possible_names(blob: Path) -> tuple[str, ...]:
+    """The possible names of a blob with these bytes."""
+    if _SHA256.fullmatch(blob.name):
+        return (sha256_of(blob),)
+    # Git hashes a header too; some mirrors give the plain SHA-1.
+    git = hash_of(blob, hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False))
+    return git, hash_of(blob, hashlib.sha1(usedforsecurity=False))
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def _read_state(state: Path) -> dict[str, Any]:
+    try:
+        blobs = json.loads(state.read_bytes())["blobs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return blobs if isinstance(blobs, dict) else {}

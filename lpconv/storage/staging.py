@@ -2,13 +2,16 @@
 
 During a run, all files are in `OUT.partial` next to OUT, with a journal of the complete ones. A run that fails or is
 killed leaves that folder and no OUT; `--resume` continues from its journal if source and options are still the same. A
-lock on the journal keeps two runs apart.
+lock on the journal keeps two runs apart. Locks are advisory and end with the process however it ends. Some file systems
+have none (Lustre mounted without them, some network stores). There, other runs cannot be detected: work continues as if
+it were alone, since a refusal would name another run that does not exist.
 
 Only our own folders are deleted: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; `probe.json` for a
 probe), `OUT.partial` by its journal, and both files are deleted last. An empty folder counts as free.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +25,6 @@ from lpconv.errors import InputError, OutputExistsError, UnsupportedError, Usage
 from lpconv.lookup import missing_directory
 from lpconv.storage.contents import ADAPTER, no_checkpoint_error, read_json
 from lpconv.storage.gguf import find_gguf
-from lpconv.storage.holding import is_locked, locked_error, try_lock
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 
 JOURNAL = "journal.jsonl"
@@ -301,3 +303,41 @@ def _remove(directory: Path, proof: str) -> None:
     if directory.exists() and _is_ours(directory, proof):
         _clear(directory, {proof})
         shutil.rmtree(directory)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Try to lock an open file or folder exclusively until it is closed; returns whether that succeeded."""
+    return _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def wait_for_lock(descriptor: int) -> None:
+    """Wait for the exclusive lock on an open file, which is held until it is closed."""
+    _lock(descriptor, fcntl.LOCK_EX)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a live process has locked a file or a folder; False if it does not exist."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # a shared lock, so concurrent checks do not block each other
+        return not _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
+
+
+def locked_error(place: Path) -> OutputExistsError:
+    """Error for an output that another run has locked."""
+    return OutputExistsError(f"another run is writing `{place}`", hint="wait for it, or choose another --output")
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    try:
+        fcntl.flock(descriptor, how)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True

@@ -23,9 +23,8 @@ from lpconv.errors import InputError, OutputExistsError
 from lpconv.options import fields_that_may_change
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.holding import is_locked, locked_error, try_lock
 from lpconv.storage.partfile import check_writable, read_error, write_small, writing
-from lpconv.storage.staging import TUNED, check_same_run, is_unused
+from lpconv.storage.staging import TUNED, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lpconv.gates import FINETUNE_GATES, Gate
 from lpconv.models.opening import Opened
-from lpconv.plan.provenance import versions
+from lpconv.plan.provenance import inherited_facts, versions
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
 from lpconv.report.finetune import finetune_document
@@ -18,7 +18,6 @@ from lpconv.report.html import html
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import name_list, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
-from lpconv.storage.card import inherited_facts
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
 from lpconv.train.baseline import baselines

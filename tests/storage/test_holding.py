@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lpconv.storage.holding import is_locked, try_lock
+from lpconv.storage.staging import is_locked, try_lock
 
 
 @pytest.fixture(params=["file", "folder"])

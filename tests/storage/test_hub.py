@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,9 @@ from huggingface_hub import constants
 from lpconv.convert.run import convert, plan
 from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
-from lpconv.storage import promised
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.hub import why_unreachable
-from lpconv.storage.promised import STATE
-from lpconv.storage.resolve import resolve
+from lpconv.storage.resolve import STATE, resolve
 
 REPO = "me/model"
 WEIGHTS = "model.safetensors"
@@ -87,7 +86,9 @@ class TestRight:
         with serve() as hub:
             first = Checkpoint.open(REPO).check_promised()
             asked = len(hub.requests)
-            monkeypatch.setattr(promised, "_check", lambda *_: pytest.fail("hashed again"))
+            monkeypatch.setattr(
+                sys.modules["lpconv.storage.resolve"], "_check_blob", lambda *_: pytest.fail("hashed again")
+            )
             assert Checkpoint.open(REPO).check_promised() == first
             assert len(hub.requests) == asked
         assert first == {WEIGHTS: hashlib.sha256(files[WEIGHTS]).hexdigest()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lpconv.data import demo_checkpoint
-from lpconv.storage.card import inherited_facts
+from lpconv.plan.provenance import inherited_facts
 
 
 def test_the_demo_has_a_licence() -> None:
