@@ -18,7 +18,7 @@ from lpconv.batch.kinds import (
 )
 from lpconv.batch.parsing import read_document
 from lpconv.batch.reading import read_mapping, read_setting
-from lpconv.convert.shares import check_shareable
+from lpconv.convert.parts import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Declared

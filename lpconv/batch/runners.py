@@ -12,7 +12,7 @@ from lpconv.batch.lock import LockEntry
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import final_error, judge_of, keep_results
 from lpconv.bench.run import bench
-from lpconv.convert.shares import Part
+from lpconv.convert.parts import Part
 from lpconv.errors import OutputExistsError
 from lpconv.gates import FINETUNE_GATES
 from lpconv.models.presets import PRESETS

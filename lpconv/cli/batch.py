@@ -112,7 +112,7 @@ def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progres
     from lpconv.batch.lock import Lock, read_lock
     from lpconv.batch.run import select_jobs
     from lpconv.batch.runners import write_part
-    from lpconv.convert.shares import Part
+    from lpconv.convert.parts import Part
     from lpconv.report.convert import part_document
 
     (job,) = select_jobs(manifest, options.only)
@@ -123,7 +123,7 @@ def _write_part(manifest: "Manifest", options: BatchOptions, shard: str, progres
 
 def _check_alone(manifest: "Manifest", options: BatchOptions) -> None:
     """Raise UsageError unless --shard and --finish are used for exactly one conversion."""
-    from lpconv.convert.shares import Part
+    from lpconv.convert.parts import Part
 
     if options.shard is not None:
         Part.parse(options.shard)

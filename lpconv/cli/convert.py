@@ -78,7 +78,7 @@ def convert(
     """
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
-    from lpconv.convert.shares import Part
+    from lpconv.convert.parts import Part
     from lpconv.plan.settings import fill_options
     from lpconv.report.convert import convert_document, part_document, plan_document
 

@@ -25,14 +25,17 @@ from torch import Tensor
 from lpconv.forms.blocks import Workspace, finite_absmax
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, EncodedBlock, Measurement
 from lpconv.forms.form import Over
+from lpconv.plan.job import Job
 from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
-from lpconv.plan.tensor_records import tensor_record
-from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
+from lpconv.plan.provenance import tensor_record
+from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
-from lpconv.results import FileRecord, TensorRecord
+from lpconv.results import FileRecord, TensorRecord, WrittenShard, from_json, to_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.partfile import PartFile
+from lpconv.storage.place import any_pointer
 from lpconv.storage.source import Source
+from lpconv.storage.staging import Staging
 
 T = TypeVar("T")
 Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # `Staging.create`
@@ -221,3 +224,27 @@ def _is_confirmed(assumed: Measurement, measured: Measurement) -> bool:
 
 def _bytes(data: Tensor) -> memoryview:
     return data.view(torch.uint8).numpy().data
+
+
+def write_shards(
+    job: Job, shards: Sequence[PlannedShard], staging: Staging, progress: Progress
+) -> tuple[WrittenShard, ...]:
+    """Write those of `shards` that are not in the journal yet. Returns the records of all `shards`, in order."""
+    written = {line["shard"]: from_json(WrittenShard, line) for line in staging.done if "tensors" in line}
+    progress.start("converting", sum(s.bytes_read for s in shards))
+    with SingleThreadedTorch():
+        # Reading many small pieces of a remote file takes longer than reading all of it.
+        is_here = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
+        engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
+        try:
+            for shard in shards:
+                name = shard.root.name
+                if name in written:
+                    progress.advance(shard.bytes_read)
+                    continue
+                files, tensors = engine.write_shard(shard, staging.create)
+                written[name] = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
+                staging.append(to_json(written[name]))
+        finally:
+            engine.close()
+    return tuple(written[s.root.name] for s in shards)

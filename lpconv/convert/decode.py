@@ -1,35 +1,121 @@
-"""Decode a third-party quantised checkpoint to a plain one in a chosen dtype.
+"""Write the plain checkpoint of a converted or third-party quantised one, under its source's names and shapes.
 
-The original weights are unknown, so the result is not compared with any source; the record says only whether the dtype
-represents every decoded value.
+An output of lpconv is restored in the dtypes of its source. The result is bit-exact if the form is: unit and Scalify
+with fp32 codes and power-of-two scales, Collage with exact16. Exactness is claimed only if the files have the hashes of
+the conversion, its record says that decoding lost nothing, and the decoded tensors have the recorded RMS and largest
+magnitude. The source is not read: `lpconv verify` does that.
+
+A third-party checkpoint is decoded in a chosen dtype. Its original weights are unknown, so the result is not compared
+with any source; the record says only whether the dtype represents every decoded value.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
-from lpconv.forms.facts import block_ranges
+from lpconv.forms.blocks import Workspace, block_stats
+from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.forms.reader import DecodedSource, StoredTensors
-from lpconv.plan.files import INDEX, copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, model_side_files, plain_config, weight_index
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
-from lpconv.results import FileRecord, RestoreResult, ordered_json_text
+from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.storage.checkpoint import Checkpoint, Openable, watch, watched_files
 from lpconv.storage.compressed import quantization_method
 from lpconv.storage.dtypes import TORCH_DTYPES
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.storage.gguf import GGUF
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, laid_out
 from lpconv.storage.partfile import PartFile, write_small
-from lpconv.storage.source import Source, read_range
-from lpconv.storage.staging import MARKER, Staging, check_apart
+from lpconv.storage.residual import residual_files
+from lpconv.storage.source import read_range
+from lpconv.storage.staging import MARKER, SUMS, Staging, check_apart
+from lpconv.verify.hashes import check_hashes
+from lpconv.verify.reader import OutputReader, read_provenance
 from lpconv.version import __version__
 
 DTYPES = ("fp32", "bf16", "fp16")
+# The tensors of each weight file to write: (name, dtype, shape).
+_Files = Mapping[str, Iterable[tuple[str, str, tuple[int, ...]]]]
+
+
+def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progress) -> RestoreResult:
+    """Write the plain checkpoint of a converted one into `output`, with shards, side files and config of the source.
+
+    A small `lpconv.json` records what was restored, and lets `force` replace it. Raises InputError for a directory that
+    is not an lpconv output, or whose files do not match SHA256SUMS.
+    """
+    provenance = read_provenance(directory)
+    changed = check_hashes(directory, progress).mismatched
+    if changed:
+        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="download the output again")
+    checkpoint = Checkpoint.open(directory)
+    watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
+    with (
+        OutputReader.from_directory(directory) as reader,
+        Staging(output, {"restore": str(directory)}, force=force) as staging,
+        staging.discard_on_failure(),
+    ):
+        records = list(reader.records.values())
+        exact = all(_is_exact(r) for r in records if r.action == "convert")
+        progress.start("restoring", sum(r.bytes_in for r in records))
+        tensors = {
+            name if checkpoint.kind != GGUF else shard_names(1)[0]: [
+                (r.name, r.source_dtype, r.shape) for r in records if reader.file_of(r.name) == name
+            ]
+            for name in checkpoint.weight_files
+        }
+        work = Workspace()
+        files = _write_weights(staging.directory, tensors, lambda info: _restored_blocks(reader, info, work, progress))
+        converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
+        origin = {"converted": converted, "source": provenance["source"]}
+        copy_side_files(staging.directory, checkpoint, model_side_files(checkpoint), renamed={SOURCE_CARD: CARD})
+        _write_documents(staging.directory, plain_config(checkpoint), origin, exact=exact)
+        watched.check()
+        staging.publish()
+    return RestoreResult(
+        path=str(directory),
+        output=str(output),
+        method=str(provenance["method"]),
+        exact=exact,
+        num_tensors=len(records),
+        files=files,
+    )
+
+
+def _restored_blocks(reader: OutputReader, info: TensorInfo, work: Workspace, progress: Progress) -> Iterator[Tensor]:
+    """Yield the values of a restored tensor. Raises InputError if they are not those that the conversion recorded."""
+    record, statistics = reader.records[info.name], BlockStats()
+    for start, stop in block_ranges(info.num_elements, reader.forms[info.name].cols):
+        value = reader.values(info.name, start, stop)
+        if record.action == "convert":
+            statistics = statistics + block_stats(value, work)
+            value = value.to(TORCH_DTYPES[info.dtype])
+        yield value
+        progress.advance((stop - start) * DTYPE_BITS[info.dtype] // 8)
+    if _is_exact(record) and not _has_figures(statistics, record):
+        raise InputError(
+            f"tensor `{info.name}` does not decode to the values recorded in {MARKER}",
+            hint="run `lpconv verify --level weights` for details",
+        )
+
+
+def _is_exact(record: TensorRecord) -> bool:
+    """Whether decoding gives the source's bits. F64 is excluded, because errors are measured after rounding to fp32."""
+    return record.action == "convert" and record.max_rel_error == 0 and record.source_dtype != "F64"
+
+
+def _has_figures(statistics: BlockStats, record: TensorRecord) -> bool:
+    rms = record.rms or 0.0
+    return statistics.absmax == record.absmax and math.isclose(statistics.rms, rms, rel_tol=1e-4)
 
 
 def decode_checkpoint(
@@ -48,19 +134,36 @@ def decode_checkpoint(
         raise UnsupportedError(f"`{directory}` is a plain checkpoint already", hint="there is nothing to restore")
     config, watched = plain_config(checkpoint), watch(directory, watched_files(checkpoint))
     target = FORMATS[dtype or _dtype_of(config)]
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = target.torch
     with closing(StoredTensors.open(checkpoint)) as stored:
-        kept = {name for name, form in stored.forms.items() if isinstance(form, Kept)}
-        source = DecodedSource(stored)
-        infos = {n: e.info.dtype if n in kept else target.safetensors or "" for n, e in source.entries.items()}
-        identity = {"restore": str(directory)}
-        with Staging(output, identity, force=force) as staging, staging.discard_on_failure():
+        source, lost = DecodedSource(stored), False
+
+        def blocks(info: TensorInfo) -> Iterator[Tensor]:
+            nonlocal lost
+            before = source.entries[info.name].info.dtype
+            for start, stop in block_ranges(info.num_elements, 8):  # whole bytes in the narrowest dtype
+                value = read_range(source, info.name, start, stop)
+                if before != info.dtype:
+                    decoded, value = value, value.to(TORCH_DTYPES[info.dtype])
+                    lost |= not torch.equal(decoded.nan_to_num(), value.float().nan_to_num())
+                yield value
+                progress.advance((stop - start) * DTYPE_BITS[before] // 8)
+
+        tensors = {
+            new: [
+                (n, e.info.dtype if isinstance(stored.forms[n], Kept) else target.safetensors or "", e.info.shape)
+                for n, e in source.entries.items()
+                if e.file == old
+            ]
+            for old, new in zip(checkpoint.weight_files, shard_names(len(checkpoint.weight_files)), strict=True)
+        }
+        with Staging(output, {"restore": str(directory)}, force=force) as staging, staging.discard_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
-            files, lost = _write_all(source, infos, checkpoint, staging.directory, progress)
-            key = "torch_dtype" if "torch_dtype" in config else "dtype"
-            config = config if dtype is None else {**config, key: target.torch}
-            write_small(staging.directory / "config.json", ordered_json_text(config))
+            files = _write_weights(staging.directory, tensors, blocks)
+            origin = {"converted": {"method": method, "dtype": target.name}}
             copy_side_files(staging.directory, checkpoint, model_side_files(checkpoint), renamed={})
-            write_small(staging.directory / MARKER, ordered_json_text(_origin(method, target.name, exact=not lost)))
+            _write_documents(staging.directory, config, origin, exact=not lost)
             watched.check()
             staging.publish()
     return RestoreResult(
@@ -69,59 +172,41 @@ def decode_checkpoint(
         method=method,
         exact=not lost,
         dtype=target.name,
-        num_tensors=len(infos),
+        num_tensors=len(source.entries),
         files=files,
     )
 
 
-def _dtype_of(config: dict[str, object]) -> str:
+def _dtype_of(config: Mapping[str, Any]) -> str:
     """The format of the config's dtype; fp32 if it is none of `DTYPES`."""
     dtype = config.get("dtype", config.get("torch_dtype"))
     return next((n for n in DTYPES if FORMATS[n].torch == dtype), "fp32")
 
 
-def _write_all(
-    source: Source, dtypes: dict[str, str], checkpoint: Checkpoint, directory: Path, progress: Progress
-) -> tuple[tuple[FileRecord, ...], bool]:
-    """Write the weight files and their index. Returns the files, and whether any value was rounded."""
-    files, lost, index = [], False, {}
-    for old, new in zip(checkpoint.weight_files, shard_names(len(checkpoint.weight_files)), strict=True):
-        members = [n for n in dtypes if source.entries[n].file == old]
-        record, rounded = _write(source, members, dtypes, directory, new, progress)
-        files.append(record)
-        lost |= rounded
-        index.update(dict.fromkeys(members, new))
+def _write_weights(
+    directory: Path, tensors: _Files, blocks: Callable[[TensorInfo], Iterator[Tensor]]
+) -> tuple[FileRecord, ...]:
+    """Write weight files, each with the widest dtype first, and their index. `blocks` yields the values of a tensor."""
+    files, infos = [], {}
+    for name, members in tensors.items():
+        infos[name] = laid_out(sorted(members, key=lambda t: (-DTYPE_BITS[t[1]], t[0])))
+        header = encode_header(infos[name], {"format": "pt"})
+        with ThreadPoolExecutor(1) as flusher:
+            part = PartFile(directory, name, len(header) + sum(i.num_bytes for i in infos[name]), flusher)
+            part.append(header)
+            for info in infos[name]:
+                for value in blocks(info):
+                    part.append(value.view(torch.uint8).numpy().data)
+            files.append(part.finish())
     if len(files) > 1:
-        total = sum(source.entries[n].info.num_elements * DTYPE_BITS[d] // 8 for n, d in dtypes.items())
+        index = {i.name: name for name, members in infos.items() for i in members}
+        total = sum(i.num_bytes for members in infos.values() for i in members)
         write_small(directory / INDEX, ordered_json_text(weight_index(index, total)))
-    return tuple(files), lost
+    return tuple(files)
 
 
-def _write(
-    source: Source, names: Sequence[str], dtypes: dict[str, str], directory: Path, file: str, progress: Progress
-) -> tuple[FileRecord, bool]:
-    infos, position, lost = [], 0, False
-    for name in sorted(names, key=lambda n: (-DTYPE_BITS[dtypes[n]], n)):
-        shape = source.entries[name].info.shape
-        end = position + source.entries[name].info.num_elements * DTYPE_BITS[dtypes[name]] // 8
-        infos.append(TensorInfo(name=name, dtype=dtypes[name], shape=shape, begin=position, end=end))
-        position = end
-    header = encode_header(infos, {"format": "pt"})
-    with ThreadPoolExecutor(1) as flusher:
-        part = PartFile(directory, file, len(header) + position, flusher)
-        part.append(header)
-        for info in infos:
-            for start, stop in block_ranges(info.num_elements, 8):  # whole bytes in the narrowest dtype
-                value = read_range(source, info.name, start, stop)
-                if source.entries[info.name].info.dtype != info.dtype:
-                    decoded, value = value, value.to(TORCH_DTYPES[info.dtype])
-                    lost |= not torch.equal(decoded.nan_to_num(), value.float().nan_to_num())
-                part.append(value.view(torch.uint8).numpy().data)
-                progress.advance((stop - start) * DTYPE_BITS[source.entries[info.name].info.dtype] // 8)
-        return part.finish(), lost
-
-
-def _origin(method: str, dtype: str, *, exact: bool) -> dict[str, object]:
-    """lpconv.json of a decoded checkpoint: how it was quantised, and whether the dtype represents all values."""
-    converted = {"method": method, "dtype": dtype}
-    return {"format_version": 1, "kind": "restore", "exact": exact, "converted": converted, "version": __version__}
+def _write_documents(directory: Path, config: Mapping[str, Any], origin: Mapping[str, Any], *, exact: bool) -> None:
+    """Write the config, and an lpconv.json that says where the weights come from and whether their bits are exact."""
+    write_small(directory / "config.json", ordered_json_text(config))
+    marker = {"format_version": 1, "kind": "restore", "exact": exact, **origin, "version": __version__}
+    write_small(directory / MARKER, ordered_json_text(marker))

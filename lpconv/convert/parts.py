@@ -1,25 +1,27 @@
 """One conversion by many workers: each writes a part, and the last step checks and combines all parts.
 
-Workers share only the source and a folder. A part that exists is complete, because it appears by a rename; an
-interrupted worker leaves `i-of-n.partial`, which the next one resumes. Files of parts become files of the output by
-hard links, so parts stay intact until the output is published, and every step can be repeated after a crash.
+A plan is a pure function of headers and options, so every worker makes the same plan and takes its share of the weight
+files. Part i of n is published as `OUT.parts/i-of-n`. Workers share only the source and that folder. A part that exists
+is complete, because it appears by a rename; an interrupted worker leaves `i-of-n.partial`, which the next one resumes.
+Files of parts become files of the output by hard links, so parts stay intact until the output is published, and every
+step can be repeated after a crash.
 """
 
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.convert.shares import Part, check_shareable, folder_for_parts, part_folders, share_of
-from lpconv.errors import InputError, OutputExistsError
+from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.machine import peak_rss_bytes
 from lpconv.plan.job import Job, check_disk, identity, open_model, prepare
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.plan import PlannedShard
+from lpconv.plan.plan import Plan, PlannedShard
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
@@ -27,6 +29,73 @@ from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import fsync_directory, sha256_of, write_small, writing
 from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing_settings, folder_next_to, read_marker
+from lpconv.storage.urls import is_url
+
+_FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part `number` of `count`, counted from 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """Parse ``i/n``. Raises UsageError."""
+        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UsageError(
+                f"`{text}` is not a valid part of a conversion", hint="write i/n with i from 1 to n, such as 2/5"
+            )
+        return cls(number=int(match[1]), count=int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def folder(self, output: Path) -> Path:
+        """The folder in which this part of `output` is published."""
+        return folder_next_to(output, PARTS) / f"{self.number}-of-{self.count}"
+
+
+def check_shareable(options: ConvertOptions) -> None:
+    """Raise UsageError for options with work that each worker would have to repeat, with possibly different results."""
+    if options.calibrate is not None:
+        raise UsageError(
+            "a conversion with --calibrate cannot be split: each worker would run the whole model",
+            hint="convert with one process, which streams the weights and needs memory only for activations",
+        )
+
+
+def part_folders(output: Path) -> dict[Part, Path]:
+    """The folders of an output's finished parts, in order."""
+    folder = folder_next_to(output, PARTS)
+    matches = {p: _FOLDER.fullmatch(p.name) for p in (folder.iterdir() if folder.is_dir() else ())}
+    parts = {Part(number=int(m[1]), count=int(m[2])): p for p, m in matches.items() if m is not None}
+    return dict(sorted(parts.items(), key=lambda it: (it[0].count, it[0].number)))
+
+
+def folder_for_parts(output: Path | str) -> Path:
+    """The output folder of a shared conversion. Raises UnsupportedError for a URL."""
+    if is_url(str(output)):
+        raise UnsupportedError(
+            f"parts can only be written to a local folder, not to `{output}`",
+            hint="pass a folder, and copy the finished output to its place",
+        )
+    return Path(output)
+
+
+def share_of(plan: Plan, part: Part) -> tuple[PlannedShard, ...]:
+    """The files of a part: the largest file first, each to the part with the fewest bytes to read so far."""
+    loads = [0] * part.count
+    mine: set[str] = set()
+    for shard in sorted(plan.shards, key=lambda s: (-s.bytes_read, s.root.name)):
+        least = loads.index(min(loads))
+        loads[least] += shard.bytes_read
+        if least == part.number - 1:
+            mine.add(shard.root.name)
+    return tuple(s for s in plan.shards if s.root.name in mine)
 
 
 def convert_part(
@@ -49,7 +118,7 @@ def convert_part(
         check_free(folder, resume=options.resume, force=options.force)
     # Verification happens when the parts are combined, so workers need no memory for both models.
     job = prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=()))
-    from lpconv.convert.weight_files import write_shards  # imports torch (seconds)
+    from lpconv.convert.apply import write_shards  # imports torch (seconds)
 
     try:
         if options.resume and (folder / MARKER).is_file():

@@ -13,7 +13,7 @@ from lpconv.forms.facts import BlockError, BlockStats, EncodedBlock, Measurement
 from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.policy import settings_for
-from lpconv.plan.tensor_records import planned_record, tensor_record
+from lpconv.plan.provenance import planned_record, tensor_record
 from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord

@@ -35,8 +35,7 @@ def restore(
     check_apart(directory, output)
     check_free(output, force=force)
     # The imports below load torch (seconds).
-    from lpconv.convert.decode import decode_checkpoint
-    from lpconv.convert.restore_ours import restore_ours
+    from lpconv.convert.decode import decode_checkpoint, restore_ours
 
     if checkpoint is not None and is_foreign:
         return decode_checkpoint(checkpoint, output, dtype=dtype, force=force, progress=progress)

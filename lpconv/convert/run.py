@@ -8,27 +8,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lpconv.convert.finished import finished_output
-from lpconv.convert.parts import adopt_parts, checked_parts, remove_parts
-from lpconv.convert.shares import check_shareable, folder_for_parts
+from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
 from lpconv.errors import VerificationError
 from lpconv.extras import RemoteStaging, check_free_url
 from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes
-from lpconv.plan.files import CARD, copy_side_files, model_side_files, write_metadata, write_provenance, write_sums
+from lpconv.plan.files import (
+    CARD,
+    SOURCE_CARD,
+    copy_side_files,
+    model_side_files,
+    write_metadata,
+    write_provenance,
+    write_sums,
+)
 from lpconv.plan.job import Job, check_disk, disk_bytes, estimate_seconds, free_bytes, identity, open_model, prepare
 from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.provenance import (
     inherited_facts,
     plan_warnings,
+    planned_record,
     public_source,
     source_record,
     tensor_warnings,
     versions,
 )
 from lpconv.plan.settings import command_line, fill_options, shaping_options
-from lpconv.plan.tensor_records import planned_record
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
     ByteCounts,
@@ -255,7 +262,7 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
     weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.plain, job.plan, files)
     names = sorted({*model_side_files(job.plain), *({CARD} & set(job.checkpoint.side_files))})
-    side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: "README.source.md"})
+    side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: SOURCE_CARD})
     verify = verify_written(job, staging.directory, tensors, request.progress)
     if job.plan.options.layout != "lpconv":  # verification has compared the scales with the source, if required
         problems = (*verify.problems, *inspect(staging.directory).problems)
@@ -298,7 +305,7 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
 def _write_weights(
     job: Job, staging: Staging, progress: Progress
 ) -> tuple[tuple[FileRecord, ...], tuple[TensorRecord, ...]]:
-    from lpconv.convert.weight_files import write_shards  # imports torch (seconds)
+    from lpconv.convert.apply import write_shards  # imports torch (seconds)
 
     written = write_shards(job, job.plan.shards, staging, progress)
     records = {t.name: t for shard in written for t in shard.tensors}

@@ -134,6 +134,8 @@ FORMATS: dict[str, Format] = {
         _format("int4", 1, 2, -1, (1, 3), **_INTEGER, storage_bits=4),
     )
 }  # fmt: skip
+# Formats by their dtype in safetensors files.
+OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 
 @dataclass(frozen=True, kw_only=True)

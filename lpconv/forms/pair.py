@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.facts import (
     Component,
     ConvertedFacts,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # The dtypes of the residuals in `RESIDUALS`, which imports torch.
 RESIDUAL_DTYPES = {"bf16": "BF16", "exact16": "I16", "int8": "I8", "fp16": "F16"}
-_OF_DTYPE = {f.safetensors: f for f in (FORMATS["bf16"], FORMATS["fp16"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,10 @@ class Pair(Form):
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
         root = headers.root[name]
-        if name not in headers.low or root.dtype not in _OF_DTYPE:
+        if name not in headers.low or root.dtype not in ("BF16", "F16"):
             return None
         find("residual", headers.residual, RESIDUAL_DTYPES, error=InputError)
-        form = cls(name=name, shape=root.shape, format=_OF_DTYPE[root.dtype], residual=headers.residual)
+        form = cls(name=name, shape=root.shape, format=OF_DTYPE[root.dtype], residual=headers.residual)
         return form if all(map(headers.holds, form.components)) else None
 
     @property

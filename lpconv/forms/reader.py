@@ -21,7 +21,7 @@ from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import quantization_method
-from lpconv.storage.header import TensorInfo
+from lpconv.storage.header import laid_out
 from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
@@ -211,15 +211,10 @@ class DecodedSource:
         self._entries: dict[str, TensorEntry] = {}
         self._bands: OrderedDict[tuple[str, int, int], Tensor] = OrderedDict()
         self._lock = Lock()
-        position = 0
-        for name, form in stored.forms.items():
-            where = stored.entries[form.data[0].name]
-            dtype, size = ("F32", 4 * form.num_elements)
-            if isinstance(form, Kept):
-                dtype, size = where.info.dtype, where.info.num_bytes
-            info = TensorInfo(name=name, dtype=dtype, shape=form.shape, begin=position, end=position + size)
-            position += size
-            self._entries[name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
+        forms = stored.forms.values()
+        for info in laid_out((f.name, f.dtype if isinstance(f, Kept) else "F32", f.shape) for f in forms):
+            where = stored.entries[stored.forms[info.name].data[0].name]
+            self._entries[info.name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:

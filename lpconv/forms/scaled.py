@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import OF_DTYPE, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 SCALE_SUFFIX = "_scale"
 _SCALE_EXPONENTS = (-126, 127)
 _SURE = 5.0  # standard errors between the mean square of a sample and the next power of four
-# Formats by their dtype in files.
-OF_DTYPE = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, find_grain
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand
-from lpconv.forms.scaled import OF_DTYPE, SCALE_SUFFIX, ScaledCodes
+from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
 

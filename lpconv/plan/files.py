@@ -19,6 +19,7 @@ from lpconv.storage.staging import MARKER, SUMS, read_marker
 
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
+SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's own
 INDEX = "model.safetensors.index.json"
 # These describe one run, including its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}

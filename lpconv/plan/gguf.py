@@ -15,7 +15,7 @@ from lpconv.plan.plan import OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.plan.policy import decide
 from lpconv.storage.arranged import TRANSPOSED
 from lpconv.storage.gguf import GGUF, WEIGHTS
-from lpconv.storage.header import TensorInfo
+from lpconv.storage.header import TensorInfo, laid_out
 
 if TYPE_CHECKING:
     from lpconv.extras import GgufModel
@@ -69,15 +69,10 @@ def _shard(plan: Plan) -> PlannedShard:
     """The only file, with tensors in source order."""
     assert plan.gguf is not None
     tensors = tuple(t for t in plan.tensors if t.action != "tie")
-    position, placed = 0, []
-    for t in tensors:
-        (component,) = t.form.data
-        end = position + component.num_bytes
-        placed.append(TensorInfo(name=t.name, dtype=component.dtype, shape=component.shape, begin=position, end=end))
-        position = -(-end // _ALIGNMENT) * _ALIGNMENT
-    described = [(t.name, _type(t), info.shape) for t, info in zip(tensors, placed, strict=True)]
+    infos = laid_out(((c.name, c.dtype, c.shape) for t in tensors for c in t.form.data), alignment=_ALIGNMENT)
+    described = [(t.name, _type(t), info.shape) for t, info in zip(tensors, infos, strict=True)]
     header = plan.gguf.header(described, plan.format_name)
-    root = OutputFile(name=WEIGHTS, header=header, tensors=tuple(placed), alignment=_ALIGNMENT)
+    root = OutputFile(name=WEIGHTS, header=header, tensors=infos, alignment=_ALIGNMENT)
     return PlannedShard(root=root, residual=None, tensors=tensors)
 
 

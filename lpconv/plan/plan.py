@@ -21,7 +21,7 @@ from lpconv.plan.patterns import check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.compressed import LinearModules, cache_scale_name
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, laid_out
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
 
@@ -374,9 +374,5 @@ def _sort_key(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
 
 
 def _output_file(name: str, stored: Iterable[Component], metadata: Mapping[str, str]) -> OutputFile:
-    position, placed = 0, []
-    for c in stored:
-        end = position + c.num_bytes
-        placed.append(TensorInfo(name=c.name, dtype=c.dtype, shape=c.shape, begin=position, end=end))
-        position = end
-    return OutputFile(name=name, header=encode_header(placed, metadata), tensors=tuple(placed))
+    infos = laid_out((c.name, c.dtype, c.shape) for c in stored)
+    return OutputFile(name=name, header=encode_header(infos, metadata), tensors=infos)

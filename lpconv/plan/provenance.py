@@ -1,7 +1,8 @@
-"""Provenance in results: source, its model card, options, versions, warnings."""
+"""What results record: the source and its model card, versions, warnings, and each tensor's plan and measurements."""
 
 import dataclasses
 import importlib.metadata
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import yaml
 
 from lpconv.formats.grains import TENSOR
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import FORMATS, OF_DTYPE
+from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.forms.reader import DecodedSource
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
-from lpconv.plan.plan import Plan
+from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
@@ -154,3 +156,55 @@ def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:
             f"{code_list(names)}: {grid} codes already, it seems, and were rounded a second time: with --format "
             f"{grid}, --scale exact and their original --granularity they would be exact"
         )
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """10·log10(signal / noise) for two sums of squares; inf without noise, -inf if elements became Inf."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and noise < math.inf else -math.inf
+
+
+def planned_record(t: PlannedTensor) -> TensorRecord:
+    """The planned record of a tensor, from headers alone."""
+    format = t.format or OF_DTYPE.get(t.info.dtype)
+    return TensorRecord(
+        name=t.name,
+        shape=t.info.shape,
+        source_dtype=t.info.dtype,
+        action=t.action,
+        format=format.name if format else t.info.dtype,  # dtypes without a format keep their own name
+        reason=t.reason,
+        tied_to=t.tied_to,
+        bytes_in=t.info.num_bytes,
+        bytes_out=t.bytes_out,
+        points=t.form.num_points,
+        rounding=t.form.rounding,
+    )
+
+
+def tensor_record(
+    t: PlannedTensor,
+    scale: float | None,
+    stats: BlockStats | None,
+    error: BlockError | None,
+    measured: Measurement | None = None,
+) -> TensorRecord:
+    """The record of a written tensor. `stats` and `error` are None for tensors that were only copied."""
+    record = planned_record(t)
+    if stats is None or error is None:
+        return record
+    return dataclasses.replace(
+        record,
+        scale=scale,
+        rms=stats.rms,
+        absmax=stats.absmax,
+        sqnr_db=sqnr_db(stats.sum_squares, error.sum_squares),
+        max_rel_error=error.max_relative,
+        num_nan=stats.num_nan,
+        num_inf=stats.num_inf,
+        num_saturated=error.num_saturated,
+        num_flushed=error.num_flushed,
+        on_grid=measured is not None and measured.on_grid,
+        grid=measured.grid if measured else None,
+    )

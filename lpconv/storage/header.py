@@ -110,6 +110,16 @@ def check_name(name: object, path: Path) -> None:
         raise InputError(f"`{path}`: tensor name {name!r} has unprintable characters", hint="rename the tensor")
 
 
+def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, alignment: int = 1) -> tuple[TensorInfo, ...]:
+    """Entries of tensors, as (name, dtype, shape), one after the other, each at a multiple of `alignment` bytes."""
+    position, infos = 0, []
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        infos.append(TensorInfo(name=name, dtype=dtype, shape=shape, begin=position, end=end))
+        position = -(-end // alignment) * alignment
+    return tuple(infos)
+
+
 def encode_header(tensors: Iterable[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """Length prefix and JSON, padded with spaces to a multiple of 8 so that the payload is aligned."""
     document: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}

@@ -17,7 +17,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import VERIFY_GATES, Gate
-from lpconv.plan.tensor_records import sqnr_db
+from lpconv.plan.provenance import sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, VerifyResult, WeightsCheck

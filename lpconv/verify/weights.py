@@ -26,7 +26,7 @@ from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.tensor_records import planned_record, tensor_record
+from lpconv.plan.provenance import planned_record, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 import lpconv.plan.job
 from lpconv.cli.main import app
 from lpconv.convert.apply import Engine
-from lpconv.convert.parts import convert_part
+from lpconv.convert.parts import Part, convert_part, share_of
 from lpconv.convert.run import convert, finish
-from lpconv.convert.shares import Part, share_of
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, OutputExistsError, UsageError, VerificationError
 from lpconv.plan.job import open_model, prepare
