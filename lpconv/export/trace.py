@@ -1,9 +1,14 @@
 """The model of a checkpoint in fp32, inputs to trace it with, and its ONNX graph.
 
-The initializers of the graph are named after the model's parameters.
+The initializers of the graph are named after the model's parameters. A decoder can also have the keys and values of
+earlier tokens as inputs and outputs, named as Optimum names them. Layers with a sliding window keep all keys, too: the
+mask hides those outside of the window.
+
+Letters in shapes: B batch, L tokens of this step, P earlier tokens, T = P + L, H heads with keys, D size of a head.
 """
 
 import contextlib
+import inspect
 import logging
 import re
 import warnings
@@ -15,12 +20,15 @@ import onnx_ir as ir
 import torch
 import torch.onnx
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lpconv.errors import UnsupportedError
+from lpconv.export.options import NO_CACHE_HINT, PAST
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import dynamic_axes, resize_inputs, tracing_inputs
-from lpconv.models.opening import Opened, model_errors, open_to_trace
+from lpconv.models.inputs import dynamic_axes, random_ids, resize_inputs, tracing_inputs, vocabulary_size
+from lpconv.models.opening import Opened, model_errors, open_to_trace, read_text_config
+from lpconv.models.tasks import CLM, architecture, cache_argument, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint
 
 # The model, ONNX Runtime's copy of it, and the fp32 values into which it folds 16-bit weights.
@@ -36,7 +44,12 @@ _RULES = (
     "cast_constant_of_shape", "cast_constant_of_shape_without_value", "materialize_reshape_shape",
     "one_reshape_matmul_reshape", "two_reshapes_matmul_reshape",
 )  # fmt: skip
-
+_PRESENT = "present."
+_STEP_AXES = {0: "batch", 1: "sequence"}
+_AXES = {"attention_mask": {0: "batch", 1: "total_sequence"}}
+_PAST_AXES = {0: "batch", 2: "past_sequence"}
+# Batch, earlier tokens and tokens of each checked step, the traced one first; see `models.inputs._TRACED`.
+_STEPS = ((2, 10, 13), (3, 0, 9), (3, 8, 1))
 
 TracedCase = tuple[dict[str, Tensor], tuple[Tensor, ...]]
 
@@ -99,6 +112,70 @@ def running() -> Iterator[None]:
     """Run a model without gradients. Raises UnsupportedError if it fails."""
     with torch.inference_mode(), model_errors("the model fails when it runs", hint="this model cannot be exported"):
         yield
+
+
+def open_with_cache(checkpoint: Checkpoint) -> Traceable:
+    """Open a decoder for tracing one step of generation. Right outputs come from PyTorch without a cache.
+
+    Raises UnsupportedError, before it reads weights, for models that keep anything but keys and values.
+    """
+    has_positions = _takes_positions(checkpoint)
+    opened = open_in_memory(checkpoint)
+    model = opened.model
+    with running():
+        cases = [_cached_case(model, *step, has_positions=has_positions) for step in _STEPS]
+    inputs = {name: x.clone() for name, x in cases[0][0].items()}  # outside of inference mode, for torch.export
+    return Traceable(
+        model=model,
+        inputs=inputs,
+        axes={n: _PAST_AXES if n.startswith(PAST) else _AXES.get(n, _STEP_AXES) for n in inputs},
+        outputs=("logits", *(n.replace(PAST, _PRESENT) for n in inputs if n.startswith(PAST))),
+        forward=_step,
+        cases=tuple(cases),
+        missing=opened.missing,
+    )
+
+
+def _takes_positions(checkpoint: Checkpoint) -> bool:
+    """Whether the model takes position ids. Raises UnsupportedError if it cannot take keys and values."""
+    config = read_text_config(checkpoint, hint=NO_CACHE_HINT)
+    model_class = resolve_auto_class(architecture(checkpoint.config), config)
+    parameters = inspect.signature(model_class.forward).parameters
+    layers = DynamicCache(config=config).layers
+    other = next((type(x).__name__ for x in layers if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)), None)
+    if task_of(model_class.__name__) is not CLM or cache_argument(model_class) is None:
+        raise UnsupportedError(f"`{model_class.__name__}` does not generate with a cache", hint=NO_CACHE_HINT)
+    if other is not None:
+        raise UnsupportedError(
+            f"`{model_class.__name__}` has layers with a `{other}`, not only keys and values", hint=NO_CACHE_HINT
+        )
+    return "position_ids" in parameters
+
+
+def _cached_case(model: nn.Module, batch: int, num_past: int, num_tokens: int, *, has_positions: bool) -> TracedCase:
+    """A step after `num_past` tokens, and its right outputs from one run over all tokens. Half of a row is padding."""
+    ids_BT = random_ids((batch, num_past + num_tokens), vocabulary_size(model.config), seed=num_past)
+    mask_BT = torch.ones_like(ids_BT)
+    mask_BT[0, : ids_BT.shape[1] // 2] = 0
+    whole = {"input_ids": ids_BT, "attention_mask": mask_BT}
+    if has_positions:
+        whole["position_ids"] = (mask_BT.cumsum(1) - 1).clamp(min=0)
+    logits = model(**whole).logits
+    _, *present = _step(model, whole)
+    step = {name: x if name in _AXES else x[:, num_past:].contiguous() for name, x in whole.items()}
+    names = (f"{PAST}{layer}.{kind}" for layer in range(len(present) // 2) for kind in ("key", "value"))
+    past = {name: x[:, :, :num_past].contiguous() for name, x in zip(names, present, strict=True)}
+    return {**step, **past}, (logits[:, num_past:], *present)
+
+
+def _step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Logits [B, L, vocabulary], and the keys and values [B, H, T, D] of each layer."""
+    past = [x for name, x in inputs.items() if name.startswith(PAST)]
+    others = {name: x for name, x in inputs.items() if not name.startswith(PAST)}
+    cache = DynamicCache(ddp_cache_data=list(zip(past[::2], past[1::2], strict=True)))
+    argument = cache_argument(type(model)) or ""
+    logits: Tensor = model(**others, **{argument: cache}, use_cache=True).logits
+    return (logits, *(x for layer in cache.layers for x in (layer.keys, layer.values)))
 
 
 class _Positional(nn.Module):

@@ -13,9 +13,8 @@ import torch
 
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, ResourceError, UnsupportedError
-from lpconv.init.architecture import Architecture
+from lpconv.init.architecture import Architecture, resize_config
 from lpconv.init.options import InitOptions
-from lpconv.init.sizes import resize_config
 from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.models.opening import Blueprint, config_of, model_errors

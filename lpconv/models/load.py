@@ -1,4 +1,4 @@
-"""Load the model of a checkpoint directory, including outputs of any method."""
+"""Load the model of a checkpoint directory, including outputs of any method: whole, as codes, or by rows."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import InputError
 from lpconv.forms import Kept
@@ -19,6 +20,7 @@ from lpconv.models.plugin import LOADER, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.report.numbers import code_list, plural
+from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import quantization_method
 from lpconv.storage.place import any_pointer
@@ -109,6 +111,23 @@ def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
         yield model, missing
 
 
+def load_rows(
+    path: Openable, mesh: DeviceMesh, *, model_class: Any, **kwargs: Any
+) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """The model in fp32 with this rank's rows as DTensors, sharded like FSDP2; values are those of `load_with_missing`.
+
+    Also returns the names of parameters that the checkpoint lacks, and of matrices that this rank temporarily held
+    whole. Buffers and missing parameters are whole too. transformers receives tensors that it can rename, stack and
+    join without reading a number. Any other operation reads a whole tensor.
+    """
+    checkpoint = Checkpoint.open(path)
+    with StoredTensors.open(checkpoint) as stored:
+        model, missing = load_from_files(checkpoint, stored, model_class=model_class, **kwargs)
+        read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
+        _keep_rows(model, mesh)
+    return model, missing, tuple(sorted(read_whole.difference(missing)))
+
+
 def load_from_files(
     checkpoint: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
 ) -> tuple[Any, tuple[str, ...]]:
@@ -181,3 +200,32 @@ def load_from_state(
     kwargs["output_loading_info"] = True
     model, report = model_class.from_pretrained(None, config=config, state_dict=state, **kwargs)
     return model.eval(), report
+
+
+def _keep_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace every parameter by this rank's rows, in place; buffers stay whole and tied parameters stay tied."""
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and p not in replacements:
+                replacements[p] = nn.Parameter(_shard(p.detach(), mesh), requires_grad=p.requires_grad)
+            if p is not None:
+                module._parameters[key] = replacements[p]
+        coded = {key: x.decode() for key, x in module._buffers.items() if isinstance(x, CodedTensor)}
+        module._buffers.update(coded)
+
+
+def _shard(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    size = -(-len(x) // mesh.size())
+    start, stop = (min(i * size, len(x)) for i in (mesh.get_local_rank(), mesh.get_local_rank() + 1))
+    return placed_on(mesh, _rows(x, start, stop).to(mesh.device_type), x)
+
+
+def _rows(x: Tensor, start: int, stop: int) -> Tensor:
+    """Copy rows of `x` to new memory."""
+    if start == stop:
+        return torch.empty((0, *x.shape[1:]), dtype=x.dtype)
+    if not isinstance(x, CodedTensor):
+        return x[start:stop].clone()
+    row = x.numel() // len(x)
+    return x.part(start * row, stop * row, (stop - start, *x.shape[1:])).decode()

@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import LpconvError, UnsupportedError, peer_lost
 from lpconv.machine import out_of_memory
-from lpconv.models.load import load_resident, load_with_missing
+from lpconv.models.load import load_resident, load_rows, load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.rows import load_rows
 from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint, Openable
 

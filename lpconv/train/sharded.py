@@ -28,7 +28,7 @@ _MODEL, _OPTIMIZER = "model", "optimizer"
 def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
     """Shard every parameter by rows, in place; each rank keeps its rows, and a block's are gathered while it computes.
 
-    The model is whole on all ranks, or was opened by rows (`lpconv.models.rows`). Scaled parameters stored in fp32 are
+    The model is whole on all ranks, or was opened by rows (`lpconv.models.load`). Scaled parameters stored in fp32 are
     gathered and computed in the precision of the arithmetic; everything else is gathered as stored. Gradients are
     summed in fp32.
     """

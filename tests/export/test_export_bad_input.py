@@ -19,7 +19,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import Traceable, trace
-from lpconv.export.validate import check_graph, compare_with_torch
+from lpconv.export.write import check_graph, compare_with_torch
 from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
-from lpconv.init.sizes import resize_config
+from lpconv.init.architecture import resize_config
 from lpconv.scaled.fresh import initialise
 
 SMALL = ("--width", "64", "--layers", "1")
