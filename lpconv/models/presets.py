@@ -24,65 +24,53 @@ class ModelPreset:
         return getattr(transformers, self.config_class)(**self.settings, architectures=[self.model_class])
 
 
-def _bert(name: str, hidden: int, layers: int) -> ModelPreset:
+def _preset(
+    name: str, family: str, head: str, hidden: int, layers: int, heads: int, **settings: object
+) -> ModelPreset:  # fmt: skip
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     return ModelPreset(
-        name=name, config_class="BertConfig", model_class="BertForMaskedLM",
-        settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-                  "intermediate_size": 4 * hidden, "vocab_size": 30522},
-    )  # fmt: skip
+        name=name, config_class=f"{family}Config", model_class=f"{family}{head}", settings={**sizes, **settings}
+    )
 
 
-def _roberta(name: str, hidden: int, layers: int) -> ModelPreset:
-    return ModelPreset(
-        name=name, config_class="RobertaConfig", model_class="RobertaForMaskedLM",
-        settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-                  "intermediate_size": 4 * hidden, "vocab_size": 50265, "max_position_embeddings": 514,
-                  "type_vocab_size": 1},
-    )  # fmt: skip
+def _encoder(name: str, family: str, hidden: int, layers: int, **settings: object) -> ModelPreset:
+    return _preset(name, family, "ForMaskedLM", hidden, layers, hidden // 64, intermediate_size=4 * hidden, **settings)
 
 
 def _gpt2(name: str, hidden: int, layers: int, heads: int) -> ModelPreset:
-    return ModelPreset(
-        name=name, config_class="GPT2Config", model_class="GPT2LMHeadModel",
-        settings={"n_embd": hidden, "n_layer": layers, "n_head": heads},
-    )  # fmt: skip
+    settings = {"n_embd": hidden, "n_layer": layers, "n_head": heads}
+    return ModelPreset(name=name, config_class="GPT2Config", model_class="GPT2LMHeadModel", settings=settings)
 
 
 def _opt(name: str, hidden: int, layers: int, heads: int) -> ModelPreset:
-    return ModelPreset(
-        name=name, config_class="OPTConfig", model_class="OPTForCausalLM",
-        settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-                  "ffn_dim": 4 * hidden, "vocab_size": 50272, "word_embed_proj_dim": hidden},
-    )  # fmt: skip
+    more = {"ffn_dim": 4 * hidden, "vocab_size": 50272, "word_embed_proj_dim": hidden}
+    return _preset(name, "OPT", "ForCausalLM", hidden, layers, heads, **more)
 
 
 def _pythia(name: str, hidden: int, layers: int, heads: int, vocab: int = 50304) -> ModelPreset:
-    return ModelPreset(
-        name=name, config_class="GPTNeoXConfig", model_class="GPTNeoXForCausalLM",
-        settings={"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-                  "intermediate_size": 4 * hidden, "vocab_size": vocab},
-    )  # fmt: skip
+    more = {"intermediate_size": 4 * hidden, "vocab_size": vocab}
+    return _preset(name, "GPTNeoX", "ForCausalLM", hidden, layers, heads, **more)
 
 
 def _llama(
     name: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, *, tied: bool,
     family: str = "Llama", positions: int = 8192,
 ) -> ModelPreset:  # fmt: skip
-    return ModelPreset(
-        name=name, config_class=f"{family}Config", model_class=f"{family}ForCausalLM",
-        settings={"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-                  "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": hidden // heads,
-                  "vocab_size": vocab, "max_position_embeddings": positions, "tie_word_embeddings": tied},
+    return _preset(
+        name, family, "ForCausalLM", hidden, layers, heads, intermediate_size=inner, num_key_value_heads=kv,
+        head_dim=hidden // heads, vocab_size=vocab, max_position_embeddings=positions, tie_word_embeddings=tied,
     )  # fmt: skip
 
 
+_BERT = {"vocab_size": 30522}
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 PRESETS: dict[str, ModelPreset] = {
     p.name: p
     for p in (
-        _bert("bert-base", 768, 12),
-        _bert("bert-large", 1024, 24),
-        _roberta("roberta-base", 768, 12),
-        _roberta("roberta-large", 1024, 24),
+        _encoder("bert-base", "Bert", 768, 12, **_BERT),
+        _encoder("bert-large", "Bert", 1024, 24, **_BERT),
+        _encoder("roberta-base", "Roberta", 768, 12, **_ROBERTA),
+        _encoder("roberta-large", "Roberta", 1024, 24, **_ROBERTA),
         _gpt2("gpt2", 768, 12, 12),
         _gpt2("gpt2-medium", 1024, 24, 16),
         _gpt2("gpt2-large", 1280, 36, 20),

@@ -32,55 +32,43 @@ class Scheme:
     calibrated: bool = False
 
 
-def _compressed(
-    format: str, granularity: str, bits: float, use: str, *, opens: str = _VLLM, calibrated: bool = False
-) -> Scheme:
-    options = {"layout": COMPRESSED_TENSORS, "format": format, "granularity": granularity}
-    return Scheme(options=options, bits=bits, opens=opens, use=use, calibrated=calibrated)
-
-
-def _gguf(format: str, granularity: str, bits: float, use: str) -> Scheme:
-    options = {"layout": GGUF, "format": format, "granularity": granularity}
-    return Scheme(options=options, bits=bits, opens=_LLAMA_CPP, use=use)
-
-
-def _mlx(format: str, granularity: str, bits: float, use: str) -> Scheme:
-    return Scheme(
-        options={"layout": "mlx", "format": format, "granularity": granularity}, bits=bits, opens=_MLX, use=use
-    )
-
-
+# Every name in one layout: (name, layout, format, granularity, bits, readers, use). Two need calibrated input scales.
 SCHEMES: dict[str, Scheme] = {
-    "FP8_DYNAMIC": _compressed("e4m3fn", "row", 8.01, "serving on unknown hardware; inputs in fp8", opens=_TRIED),
-    "FP8": _compressed("e4m3fn", "tensor", 8, "serving with static input scales; inputs in fp8", calibrated=True),
-    "FP8_BLOCK": _compressed("e4m3fn", "128x128", 8, "scales per block, as in DeepSeek-V3; inputs in fp8"),
-    "W8A16": _compressed("int8", "group:128", 8.125, "8-bit integers; inputs in 16 bits"),
-    "W4A16": _compressed("int4", "group:128", 4.125, "4-bit integers; inputs in 16 bits", opens=_TRIED),
-    "MXFP8": _compressed("e4m3fn", "mx", 8.25, "GPUs that multiply MXFP8; inputs in MXFP8"),
-    "MXFP4A16": _compressed("e2m1", "mx", 4.25, "4-bit floats; inputs in 16 bits"),
-    "NVFP4A16": _compressed("e2m1", "nvfp4", 4.5, "4-bit floats with finer scales; inputs in 16 bits"),
-    "NVFP4": _compressed("e2m1", "nvfp4", 4.5, "GPUs that multiply NVFP4; inputs in NVFP4", calibrated=True),
-    "TRANSFORMERS_FP8": Scheme(
-        options={"layout": TRANSFORMERS, "format": "e4m3fn", "granularity": "128x128"},
-        bits=8,
-        opens=_PLAIN,
-        use="plain transformers, in DeepSeek-V3's layout",
-    ),
-    "TRANSFORMERS_MXFP8": Scheme(
-        options={"layout": TRANSFORMERS, "format": "e4m3fn", "granularity": "mx"},
-        bits=8.25,
-        opens=_PLAIN,
-        use="plain transformers, MXFP8",
-    ),
-    "MLX_MXFP4": _mlx("e2m1", "mx", 4.25, "Apple computers; 4-bit floats"),
-    "MLX_MXFP8": _mlx("e4m3fn", "mx", 8.25, "Apple computers; 8-bit floats"),
-    "MLX_INT4": _mlx("int4", "group:64", 5, "Apple computers; 4-bit integers"),
-    "MLX_INT8": _mlx("int8", "group:64", 9, "Apple computers; 8-bit integers"),
-    "GGUF_F16": _gguf("fp16", "tensor", 16, "llama.cpp without loss, if fp16 holds the weights"),
-    "GGUF_BF16": _gguf("bf16", "tensor", 16, "llama.cpp, for weights that are bf16"),
-    "GGUF_Q8_0": _gguf("int8", "group:32", 8.5, "llama.cpp, 8-bit integers"),
-    "GGUF_Q4_0": _gguf("int4", "group:32", 4.5, "llama.cpp, 4-bit integers"),
-    "GGUF_MXFP4": _gguf("e2m1", "mx", 4.25, "llama.cpp, 4-bit floats"),
+    name: Scheme(
+        options={"layout": layout, "format": format, "granularity": granularity},
+        bits=bits,
+        opens=opens,
+        use=use,
+        calibrated=name in ("FP8", "NVFP4"),
+    )
+    for name, layout, format, granularity, bits, opens, use in (
+        ("FP8_DYNAMIC", COMPRESSED_TENSORS, "e4m3fn", "row", 8.01, _TRIED,
+         "serving on unknown hardware; inputs in fp8"),
+        ("FP8", COMPRESSED_TENSORS, "e4m3fn", "tensor", 8, _VLLM, "serving with static input scales; inputs in fp8"),
+        ("FP8_BLOCK", COMPRESSED_TENSORS, "e4m3fn", "128x128", 8, _VLLM,
+         "scales per block, as in DeepSeek-V3; inputs in fp8"),
+        ("W8A16", COMPRESSED_TENSORS, "int8", "group:128", 8.125, _VLLM, "8-bit integers; inputs in 16 bits"),
+        ("W4A16", COMPRESSED_TENSORS, "int4", "group:128", 4.125, _TRIED, "4-bit integers; inputs in 16 bits"),
+        ("MXFP8", COMPRESSED_TENSORS, "e4m3fn", "mx", 8.25, _VLLM, "GPUs that multiply MXFP8; inputs in MXFP8"),
+        ("MXFP4A16", COMPRESSED_TENSORS, "e2m1", "mx", 4.25, _VLLM, "4-bit floats; inputs in 16 bits"),
+        ("NVFP4A16", COMPRESSED_TENSORS, "e2m1", "nvfp4", 4.5, _VLLM,
+         "4-bit floats with finer scales; inputs in 16 bits"),
+        ("NVFP4", COMPRESSED_TENSORS, "e2m1", "nvfp4", 4.5, _VLLM, "GPUs that multiply NVFP4; inputs in NVFP4"),
+        ("TRANSFORMERS_FP8", TRANSFORMERS, "e4m3fn", "128x128", 8, _PLAIN,
+         "plain transformers, in DeepSeek-V3's layout"),
+        ("TRANSFORMERS_MXFP8", TRANSFORMERS, "e4m3fn", "mx", 8.25, _PLAIN, "plain transformers, MXFP8"),
+        ("MLX_MXFP4", "mlx", "e2m1", "mx", 4.25, _MLX, "Apple computers; 4-bit floats"),
+        ("MLX_MXFP8", "mlx", "e4m3fn", "mx", 8.25, _MLX, "Apple computers; 8-bit floats"),
+        ("MLX_INT4", "mlx", "int4", "group:64", 5, _MLX, "Apple computers; 4-bit integers"),
+        ("MLX_INT8", "mlx", "int8", "group:64", 9, _MLX, "Apple computers; 8-bit integers"),
+        ("GGUF_F16", GGUF, "fp16", "tensor", 16, _LLAMA_CPP, "llama.cpp without loss, if fp16 holds the weights"),
+        ("GGUF_BF16", GGUF, "bf16", "tensor", 16, _LLAMA_CPP, "llama.cpp, for weights that are bf16"),
+        ("GGUF_Q8_0", GGUF, "int8", "group:32", 8.5, _LLAMA_CPP, "llama.cpp, 8-bit integers"),
+        ("GGUF_Q4_0", GGUF, "int4", "group:32", 4.5, _LLAMA_CPP, "llama.cpp, 4-bit integers"),
+        ("GGUF_MXFP4", GGUF, "e2m1", "mx", 4.25, _LLAMA_CPP, "llama.cpp, 4-bit floats"),
+    )
+}  # fmt: skip
+SCHEMES |= {
     "UNIT_FP16": Scheme(
         options={"method": "unit", "format": "fp16"}, bits=16, opens=_OURS, use="scaled training in fp16; half of fp32"
     ),
