@@ -34,11 +34,6 @@ _LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale
 _HINT = "leave --calibrate out to keep inputs unquantized"
 
 
-def check_calibration(job: Job) -> None:
-    """Raise an error, before the work, if the model does not read text, or if its tokenizer cannot read this text."""
-    job_windows(job)
-
-
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     """The largest inputs, on the job's text, of the modules that store an input scale, and keys and values.
 

@@ -13,7 +13,7 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
@@ -57,7 +57,6 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.partfile import write_small
-from lpconv.storage.resolve import Resolved
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
 from lpconv.verify.text import windows_together
@@ -86,7 +85,8 @@ def round_weights(job: Job, staging: Staging, progress: Progress) -> Iterator[Jo
     if not layers or len(layers) < layers[0].count:
         layers = _round_layers(job, staging, layers, progress)
     records = {name: record for layer in layers for name, record in layer.records.items()}
-    chosen = open_source(_as_checkpoint(staging, layers))
+    files = (f.name for layer in layers for f in layer.files)
+    chosen = open_source(Checkpoint.of_files(_FOLDER, staging.directory, files))
     try:
         yield dataclasses.replace(job, plan=job.plan.with_forms(partial(_chosen_form, chosen, records)))
     finally:
@@ -110,17 +110,6 @@ def _finished_layers(staging: Staging) -> list[_Layer]:
     layers = {line["rounded_layer"]: from_json(_Layer, line) for line in staging.done if "rounded_layer" in line}
     count = next((i for i in range(len(layers)) if i not in layers), len(layers))
     return [layers[i] for i in range(count)]
-
-
-def _as_checkpoint(staging: Staging, layers: Sequence[_Layer]) -> Checkpoint:
-    return Checkpoint(
-        origin=Resolved(name=_FOLDER, resolved=str(staging.directory), directory=staging.directory),
-        kind="safetensors",
-        weight_files=tuple(f.name for layer in layers for f in layer.files),
-        weight_map=None,
-        config={},
-        side_files=(),
-    )
 
 
 def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Progress) -> list[_Layer]:

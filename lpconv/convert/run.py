@@ -232,9 +232,9 @@ def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
     """Write, verify and publish. When parts are combined, none of their files is written again."""
     _check_can_run(job)
     if job.plan.options.calibrate is not None:
-        from lpconv.convert.calibrate import check_calibration  # imports transformers (seconds)
+        from lpconv.convert.calibrate import job_windows  # imports transformers (seconds)
 
-        check_calibration(job)
+        job_windows(job)  # raises an error now if the model does not read text, or its tokenizer not this text
     parts = checked_parts(job, request.progress) if request.finishing else ()
     if not request.finishing and job.url is None:
         check_disk(job.output, disk_bytes(job))

@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
+from lpconv.errors import InputError
 from lpconv.formats.grains import TENSOR, Grain
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import BlockFacts, Component, ConvertedFacts, EncodedBlock, FormSettings, Headers, Measurement
@@ -193,9 +194,9 @@ class Form(Stored):
         return None
 
     @classmethod
-    @abstractmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        """The form of the tensor stored under a name, or None if it is not this form."""
+        """The form of the tensor stored under a name, or None if it is not this form, or if headers do not tell."""
+        return None
 
     @property
     def needs_first_pass(self) -> bool:
@@ -311,8 +312,14 @@ class Form(Stored):
         """Whether stored data decode to values that are right (`is_right`) for the source's `x`."""
         from lpconv.forms.blocks import as_float32
 
-        got = self.decode(data, start, start + x.numel(), side)
+        got, between = self.decode(data, start, start + x.numel(), side), self.side_in(data)
+        if between is not None:
+            start, side = 0, between
         return self.is_right(as_float32(x, work), got, start, side)
+
+    def side_in(self, data: Sequence[Tensor]) -> Side | None:
+        """The side tensors of a block that are stored between its codes; None if they are stored on their own."""
+        return None
 
     def rows_of_scales(self, side: Side) -> Tensor | None:
         """The scales of all numbers as rows, if scale and `format` alone decide whether a number is right, else None.
@@ -336,3 +343,11 @@ class Form(Stored):
             "exceptions": {n: f for n, f in converted.formats.items() if f != converted.settings["format"]},
         }
         return {"quantization_config": written}
+
+
+def not_finite_error(name: str, format: Format) -> InputError:
+    """Error for a tensor with NaN or Inf in a format without them."""
+    return InputError(
+        f"tensor `{name}` contains NaN or Inf, which {format.name} cannot represent",
+        hint=f"leave it unconverted with --exclude '{name}'",
+    )

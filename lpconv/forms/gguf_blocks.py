@@ -11,11 +11,11 @@ from __future__ import annotations  # tensors are named below and not imported
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Measurement
 from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.tiles import Tiles
@@ -45,10 +45,6 @@ class GgufNumbers(Form):
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         return cls(name=name, shape=shape, format=format)
-
-    @classmethod
-    def recognise(cls, name: str, headers: Headers) -> Self | None:
-        return None
 
     @property
     def type(self) -> str:
@@ -118,10 +114,6 @@ class GgufBlocks(Tiles):
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         return None if format.name in _PLAIN else super().refusal(shape, format, settings)
-
-    @classmethod
-    def recognise(cls, name: str, headers: Headers) -> Self | None:
-        return None
 
     @property
     def type(self) -> str:
@@ -220,10 +212,7 @@ class GgufBlocks(Tiles):
         return out.copy_(self.decode(data, start, stop, side))
 
     def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        from lpconv.forms.blocks import as_float32
-
-        got = self.decode(data, start, start + x.numel(), side)
-        return self.is_right(as_float32(x, work), got, 0, self.side_in(data))
+        return Form.confirms(self, x, data, start, side, work)
 
     def _rule(self, num_rows: int | None = None) -> TileScales:
         from lpconv.forms.tile_scales import BlockScales

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Side
+from lpconv.storage.header import TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +37,12 @@ class Kept(Form):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        info = headers.root[name]
-        return cls(name=name, shape=info.shape, dtype=info.dtype)
+        return cls.unchanged(headers.root[name])
+
+    @classmethod
+    def unchanged(cls, info: TensorInfo) -> Self:
+        """The form of a tensor that is stored as in its source."""
+        return cls(name=info.name, shape=info.shape, dtype=info.dtype)
 
     @property
     def words(self) -> str:

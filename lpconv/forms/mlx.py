@@ -122,20 +122,10 @@ class Mlx(Tiles):
         encoded = super().encode(x, start, measured, work)
         return replace(encoded, data=(encoded.data[0].view(torch.uint32),))
 
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return super().decode(self._as_codes(data), start, stop, side)
-
-    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return super().decode_to(out, self._as_codes(data), start, stop, side)
-
-    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        return super().confirms(x, self._as_codes(data), start, side, work)
-
-    def _as_codes(self, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The data in the dtype of `codes`."""
+    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
         from lpconv.storage.dtypes import TORCH_DTYPES
 
-        return (data[0].view(TORCH_DTYPES[self.codes.dtype]),)
+        return data[0].view(TORCH_DTYPES[self.codes.dtype])
 
 
 def _part(name: str, part: str) -> str:

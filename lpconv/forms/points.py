@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import (
     BlockFacts,
@@ -23,7 +22,7 @@ from lpconv.forms.facts import (
     Measurement,
     checked_ranges,
 )
-from lpconv.forms.form import Form, Over, Side
+from lpconv.forms.form import Form, Over, Side, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import PointLayout, point_layout
 
@@ -121,10 +120,7 @@ class PointRows(Form):
 
         stats = block_stats(x, work)
         if not stats.is_finite:
-            raise InputError(
-                f"tensor `{self.name}` contains NaN or Inf, which {self.format.name} cannot represent",
-                hint=f"leave it unconverted with --exclude '{self.name}'",
-            )
+            raise not_finite_error(self.name, self.format)
         fit = multipoint.fit(as_float32(x, work).view(-1, self.cols), self.format, self.points_max)
         return BlockFacts(stats=stats, more=fit)
 

@@ -19,7 +19,6 @@ from lpconv.forms.facts import (
     Component,
     EncodedBlock,
     FormSettings,
-    Headers,
     Measurement,
 )
 from lpconv.forms.form import Fetch, Form, Over, Side
@@ -62,10 +61,6 @@ class Rounded(Form):
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         raise NotImplementedError("a plan gives the form without feedback")
-
-    @classmethod
-    def recognise(cls, name: str, headers: Headers) -> Self | None:
-        return None  # headers do not tell how codes were chosen
 
     @property
     def words(self) -> str:
@@ -134,13 +129,8 @@ class Rounded(Form):
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode_to(out, data, start, stop, side)
 
-    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        between = self.inner.side_in(data)
-        if between is None:
-            return super().confirms(x, data, start, side, work)
-        from lpconv.forms.blocks import as_float32
-
-        return self.is_right(as_float32(x, work), self.decode(data, start, start + x.numel(), side), 0, between)
+    def side_in(self, data: Sequence[Tensor]) -> Side | None:
+        return self.inner.side_in(data)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         """Whether numbers are on the grid, by the slow reference, and no further from the source than recorded."""

@@ -83,9 +83,9 @@ class ScaledCodes(Form):
         ones.view(*factor.shape[:-1], -1).mul_(factor)
         return ones
 
-    def side_in(self, data: Sequence[Tensor]) -> Side | None:
-        """The side tensors of a block that are stored between its codes; None if they are stored on their own."""
-        return None
+    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
+        """The codes in stored data, in the dtype of the format."""
+        return data[0]
 
     def is_valid_side(self, side: Side) -> bool:
         return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
@@ -146,12 +146,12 @@ class ScaledCodes(Form):
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode
 
-        return decode(data[0], self.factor(side, start, stop))
+        return decode(self.codes_in(data), self.factor(side, start, stop))
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode_to
 
-        return decode_to(out, data[0], self.factor(side, start, stop))
+        return decode_to(out, self.codes_in(data), self.factor(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers
@@ -163,7 +163,9 @@ class ScaledCodes(Form):
         from lpconv.forms.codes import are_reference_codes
 
         scale = self.factor(side, start, start + x.numel())
-        return are_reference_codes(x, data[0], scale, self.format, work) or super().confirms(x, data, start, side, work)
+        if are_reference_codes(x, self.codes_in(data), scale, self.format, work):
+            return True
+        return super().confirms(x, data, start, side, work)
 
     def rows_of_scales(self, side: Side) -> Tensor | None:
         import torch

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lpconv.errors import InputError
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
-from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand
+from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
@@ -260,7 +259,7 @@ class Tiles(ScaledCodes):
     def _as_grid(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
         """The data in the layout of `grid`."""
         first = self._place_in(self.codes, start)
-        fetch = _fetcher({**side, self.codes.name: data[0]}, {self.codes.name: first})
+        fetch = _fetcher({**side, self.codes.name: self.codes_in(data)}, {self.codes.name: first})
         return self.grid.read(fetch, start, stop, side)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
@@ -299,10 +298,7 @@ class Tiles(ScaledCodes):
         first = first_look(x, self._on_grid() if self.grain.scale_dtype == "F32" else None) if start == 0 else None
         stats = block_stats(value, work, largest)
         if not (stats.is_finite or self.format.has_nan):
-            raise InputError(
-                f"tensor `{self.name}` contains NaN or Inf, which {self.format.name} cannot represent",
-                hint=f"leave it unconverted with --exclude '{self.name}'",
-            )
+            raise not_finite_error(self.name, self.format)
         return BlockFacts(stats=stats, more=_TileFacts(parts=parts, first=first))
 
     def look_and_encode(

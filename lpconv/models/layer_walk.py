@@ -64,7 +64,9 @@ class LayerWalk:
         """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
-            return _first(self.layers[index](batch.state, *args, **kwargs))
+            made = self.layers[index](batch.state, *args, **kwargs)
+        output: Tensor = made[0] if isinstance(made, tuple) else made
+        return output
 
     def advance(self, index: int) -> None:
         """Run layer `index` on every batch and keep its output as the new state."""
@@ -107,8 +109,3 @@ class LayerWalk:
         finally:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
-
-
-def _first(made: Any) -> Tensor:
-    state: Tensor = made[0] if isinstance(made, tuple) else made
-    return state

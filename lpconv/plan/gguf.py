@@ -28,7 +28,7 @@ def make_gguf_plan(
     infos: Mapping[str, TensorInfo], options: ConvertOptions, model: "GgufModel", *, ties: Mapping[str, str]
 ) -> Plan:
     """The plan for source tensors, by name; `ties` maps dropped names to kept ones. Raises errors like `make_plan`."""
-    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+    for pattern in options.patterns:
         check_matches(pattern, infos)
     tensors = tuple(_plan_tensor(info, options, model, ties.get(n)) for n, info in infos.items())
     plan = Plan(options=options, tensors=tensors, shards=(), gguf=model)
@@ -51,8 +51,7 @@ def gguf_config(plan: Plan) -> dict[str, Any]:
 
 def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: "GgufModel", tied_to: str | None) -> PlannedTensor:
     if tied_to is not None:
-        kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
-        return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
+        return PlannedTensor.tied(info, tied_to)
     shape = info.shape[::-1] if model.orders.get(info.name) == TRANSPOSED else info.shape
     form, reason = decide(replace(info, shape=shape), options)
     if info.name in model.in_full:

@@ -201,6 +201,11 @@ class ConvertOptions:
     trust_remote_code: TrustRemoteCode = False
 
     @property
+    def patterns(self) -> tuple[str, ...]:
+        """All patterns of tensor names."""
+        return (*self.include, *self.exclude, *(r.pattern for r in self.rules))
+
+    @property
     def has_input_scales(self) -> bool:
         """Whether calibration also finds scales of inputs for the files."""
         is_for_inputs = self.rounding == NEAREST and self.kv_cache is None

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
@@ -41,6 +41,11 @@ class PlannedTensor:
     reason: str
     tied_to: str | None = None
     fused: tuple["PlannedTensor", ...] = ()
+
+    @classmethod
+    def tied(cls, info: TensorInfo, to: str) -> Self:
+        """A tensor that is not stored, because it shares the weight `to`."""
+        return cls(info=info, form=Kept.unchanged(info), reason=f"tied to `{to}`", tied_to=to)
 
     @property
     def name(self) -> str:
@@ -238,7 +243,7 @@ def make_plan(
     owners = {*entries, *(n.removesuffix(".weight") for n in entries)}
     taken = [n for n in entries for s in suffixes if n.endswith(s) and n.removesuffix(s) in owners]
     _check_free_names(taken)
-    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+    for pattern in options.patterns:
         check_matches(pattern, entries)
     planned = {n: _plan_tensor(info, options, ties.get(n), linears) for n, (info, _) in entries.items()}
     if linears is not None:
@@ -263,8 +268,7 @@ def _plan_tensor(
     info: TensorInfo, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
 ) -> PlannedTensor:
     if tied_to is not None:
-        kept = Kept(name=info.name, shape=info.shape, dtype=info.dtype)
-        return PlannedTensor(info=info, form=kept, reason=f"tied to `{tied_to}`", tied_to=tied_to)
+        return PlannedTensor.tied(info, tied_to)
     form, reason = decide(info, options, linears=linears)
     return PlannedTensor(info=info, form=form, reason=reason)
 

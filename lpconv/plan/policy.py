@@ -65,7 +65,7 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
         fmt = None  # the layout has no 16-bit codes
     refused = None if fmt is None else kind.refusal(info.shape, fmt, settings)
     if fmt is None or refused is not None:
-        return Kept(name=info.name, shape=info.shape, dtype=info.dtype), refused or reason
+        return Kept.unchanged(info), refused or reason
     return kind.of(info.name, info.shape, fmt, settings), reason
 
 

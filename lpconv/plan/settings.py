@@ -83,7 +83,7 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
         )
     if options.has_input_scales:
         _check_calibration(options, fmt.name, grain)
-    for pattern in (*options.include, *options.exclude, *(r.pattern for r in options.rules)):
+    for pattern in options.patterns:
         check_pattern(pattern)
     return dataclasses.replace(
         options,

@@ -73,6 +73,14 @@ class Checkpoint:
             side_files=find_side_files(directory, weight_files),
         )
 
+    @classmethod
+    def of_files(cls, name: str, directory: Path, files: Iterable[str]) -> "Checkpoint":
+        """Some safetensors files of a directory, without config, as a checkpoint called `name`."""
+        origin = Resolved(name=name, resolved=str(directory), directory=directory)
+        return cls(
+            origin=origin, kind="safetensors", weight_files=tuple(files), weight_map=None, config={}, side_files=()
+        )
+
     @property
     def directory(self) -> Path:
         """The directory of its files, or of pointers to remote files."""

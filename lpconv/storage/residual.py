@@ -12,7 +12,6 @@ from lpconv.errors import InputError
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import check_inside, read_json
 from lpconv.storage.partfile import sha256_of
-from lpconv.storage.resolve import Resolved
 
 RESIDUAL_FOLDER = "collage"
 RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"
@@ -31,14 +30,7 @@ class Residuals:
     @property
     def as_checkpoint(self) -> Checkpoint:
         """The residual files as a separate checkpoint."""
-        return Checkpoint(
-            origin=Resolved(name=RESIDUAL_FOLDER, resolved=str(self.directory), directory=self.directory),
-            kind="safetensors",
-            weight_files=self.files,
-            weight_map=None,
-            config={},
-            side_files=(),
-        )
+        return Checkpoint.of_files(RESIDUAL_FOLDER, self.directory, self.files)
 
 
 def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, Any]:

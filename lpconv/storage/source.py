@@ -13,8 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
@@ -80,12 +79,6 @@ class SafetensorsSource:
         for file, _ in self._files.values():
             file.close()
         self._files = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class TorchSource:

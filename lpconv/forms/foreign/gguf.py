@@ -59,14 +59,6 @@ class Blocks(Stored):
         return (self.codes,)
 
     @property
-    def data(self) -> tuple[Component, ...]:
-        return (self.codes,)
-
-    @property
-    def side(self) -> tuple[Component, ...]:
-        return ()
-
-    @property
     def agrees(self) -> bool:
         """Whether the stored bytes match the shape."""
         size, num_bytes = BLOCKS[self.kind]
