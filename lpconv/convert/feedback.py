@@ -40,8 +40,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.coded import Codes
-from lpconv.models.layer_walk import LayerWalk
-from lpconv.models.moments import Matrix, Moment, WatchOfNext, collected, matrices_of, sampled_rows
+from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, WatchOfNext, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpconv.formats.narrow import nearest_code_
+from lpconv.formats.codes import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.plan.workers import SingleThreadedTorch
 

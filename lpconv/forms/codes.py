@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import encode_narrow_, num_zero_codes
+from lpconv.formats.codes import encode_narrow_, num_zero_codes
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, buffer_view, error_of, num_zeros, same_numbers
 from lpconv.forms.facts import BlockError, BlockStats, checked_ranges
@@ -48,7 +48,7 @@ def encode(
 ) -> tuple[Tensor, BlockError]:
     """The codes of one block of x / scale, in the workspace, and their error against x.
 
-    `x` is 1-D of any floating dtype, the codes are 1-D of the format's dtype, or bytes as in `formats.narrow`. `stats`
+    `x` is 1-D of any floating dtype, the codes are 1-D of the format's dtype, or bytes as in `encode_narrow_`. `stats`
     are the whole tensor's: with NaN or Inf, NaN stays NaN, and Inf stays Inf or becomes NaN in formats without Inf,
     never a usable number.
     """

@@ -171,7 +171,7 @@ class GgufBlocks(Tiles):
         return replace(encoded, data=(blocks,), stats=stats)
 
     def _as_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Codes of `formats.narrow`, one per byte, and the scales of their blocks as GGUF stores them."""
+        """Codes of `encode_narrow_`, one per byte, and the scales of their blocks as GGUF stores them."""
         import torch
 
         size, num_bytes = BLOCKS[self.type]

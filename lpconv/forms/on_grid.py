@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lpconv.formats.narrow import nearest_code_
+from lpconv.formats.codes import nearest_code_
 from lpconv.formats.scale import pow2_ceil
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace

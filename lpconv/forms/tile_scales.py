@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lpconv.formats.codes import nearest_code_
 from lpconv.formats.grains import Grain
-from lpconv.formats.narrow import nearest_code_
 from lpconv.formats.scale import normal_pow2_ceil, normal_pow2_floor, pow2_floor
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace, as_float32

@@ -1,7 +1,7 @@
 """Codes with a scale per tile (a row, part of a row, or block of rows and columns): value = scale_tile · code.
 
 Rows run along the last axis; tiles divide the matrix of all rows, for any leading axes. The codes are [1, *shape] as
-with one scale, 4-bit codes and integers packed as in `formats.narrow`, and `NAME_scale` has a number per tile: [tiles
+with one scale, 4-bit codes and integers packed as in `encode_narrow_`, and `NAME_scale` has a number per tile: [tiles
 along rows, tiles along columns]. So an outlier costs no other tile its precision. A `Grain` defines the dtype of scales
 and the size of tiles; `tile_scales.py` computes scales from weights.
 
@@ -273,7 +273,7 @@ class Tiles(ScaledCodes):
             return encoded
         import torch
 
-        from lpconv.formats.narrow import pack_nibbles
+        from lpconv.formats.codes import pack_nibbles
 
         codes = encoded.data[0] if self.format.storage_bits == 8 else pack_nibbles(encoded.data[0], work.residual)
         return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))

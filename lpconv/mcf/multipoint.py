@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats import codes
-from lpconv.formats.narrow import nearest_
+from lpconv.formats.codes import nearest_
 from lpconv.formats.spec import Format
 
 # Scales to try, as multiples of the widest. Larger ones leave the top of the range unused, which suits gridded rows.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lpconv.convert.given import stored_parts
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
-from lpconv.formats.narrow import nearest_code_
+from lpconv.formats.codes import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Side

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lpconv.data import text_at
 from lpconv.forms.reader import StoredTensors
-from lpconv.models.layer_walk import LayerWalk
-from lpconv.models.moments import Matrix, Moment, Watch, collected, matrices_of, sampled_rows
+from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, Watch, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job

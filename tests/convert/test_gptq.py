@@ -13,7 +13,7 @@ from lpconv.convert.gptq import (
     step_to_source,
 )
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.models.moments import Moment
+from lpconv.models.layer_walk import Moment
 
 NAMES = ("int4", "int8", "e2m1", "e4m3fn", "e5m2")
 ROWS, COLS = 12, 150  # columns beyond two blocks

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lpconv.formats import codes
 from lpconv.formats.cast import cast
-from lpconv.formats.narrow import encode_narrow_, nearest_, num_zero_codes, pack_nibbles
+from lpconv.formats.codes import encode_narrow_, nearest_, num_zero_codes, pack_nibbles
 from lpconv.formats.spec import FORMATS, Format
 
 

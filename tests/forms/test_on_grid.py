@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lpconv.convert.run import convert
+from lpconv.formats.codes import nearest_
 from lpconv.formats.grains import get_grain
-from lpconv.formats.narrow import nearest_
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace
