@@ -8,8 +8,7 @@ from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
-from lpconv.plan.options import GPTAQ, ConvertOptions
-from lpconv.plan.patterns import parse_rule
+from lpconv.plan.options import GPTAQ, ConvertOptions, parse_rule
 from lpconv.plan.settings import fill_options
 
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job

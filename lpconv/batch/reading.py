@@ -23,8 +23,7 @@ from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS
 from lpconv.errors import UsageError
 from lpconv.lookup import nearest
 from lpconv.options import Declared, check_value, options_of
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule, parse_rule
+from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")

@@ -10,9 +10,8 @@ from lpconv.forms.facts import Component, FormSettings, Headers
 from lpconv.forms.fine_grained import FineGrained
 from lpconv.forms.foreign import ACTIVATIONS, READ, find
 from lpconv.forms.foreign.grid import Grid
-from lpconv.forms.form import Form, Stored
+from lpconv.forms.form import Form, Kept, Stored
 from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
-from lpconv.forms.kept import Kept
 from lpconv.forms.mlx import Mlx
 from lpconv.forms.pair import Pair
 from lpconv.forms.points import PointRows

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.plan.options import ConvertOptions as ConvertOptions
-    from lpconv.plan.patterns import FormatRule as FormatRule, parse_rule as parse_rule
+    from lpconv.plan.options import ConvertOptions as ConvertOptions, FormatRule as FormatRule, parse_rule as parse_rule
     from lpconv.plan.settings import fill_options as fill_options
 
 __all__ = lazily(__name__)

@@ -9,8 +9,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
 from lpconv.forms.rounded import Rounded
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import check_matches
+from lpconv.plan.options import ConvertOptions, check_matches
 from lpconv.plan.plan import OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.plan.policy import decide
 from lpconv.storage.arranged import TRANSPOSED

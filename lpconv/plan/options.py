@@ -1,7 +1,10 @@
-"""Options of conversions and verifications. Plain Python; nothing here reads a file."""
+"""Options of conversions and verifications, with their patterns of tensor names. Plain Python; reads no files."""
 
 import functools
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +12,8 @@ from annotated_types import Ge, Gt
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, get_grain
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import FORMATS, get_format
+from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
 from lpconv.options import (
     AllowMissing,
@@ -22,7 +26,6 @@ from lpconv.options import (
     gate_option,
     size_option,
 )
-from lpconv.plan.patterns import FormatRule, parse_rule
 from lpconv.plan.schemes import SCHEMES
 
 LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
@@ -45,6 +48,27 @@ _how = functools.partial(Option, panel=_HOW, of_run=True)
 def _granularity(name: str) -> str:
     get_grain(name)
     return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatRule:
+    """Tensors whose name matches `pattern` get `format`, or stay as they are if it is ``keep``."""
+
+    pattern: str
+    format: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.format}"
+
+
+def parse_rule(text: str) -> FormatRule:
+    """Parse ``PATTERN=FORMAT``; FORMAT may be ``keep``. The last ``=`` separates."""
+    pattern, separator, name = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
+    if name != "keep":
+        get_format(name)
+    return FormatRule(pattern=pattern, format=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,3 +301,32 @@ def check_verify(options: VerifyOptions) -> None:
     what = "a text" if options.data is not None else "--tasks" if options.tasks else "--level values"
     if options.against is None and (options.data is not None or options.tasks or options.level == "values"):
         raise UsageError(f"{what} needs a checkpoint to compare with", hint="pass it to --against")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise UsageError if a pattern after ``re:`` is not a valid regular expression."""
+    if not pattern.startswith("re:"):
+        return
+    try:
+        re.compile(pattern[3:])
+    except (re.error, OverflowError, RecursionError) as e:
+        raise UsageError(
+            f"pattern `{pattern}` is not a valid regular expression: {e}", hint="escape dots as \\."
+        ) from e
+
+
+def check_matches(pattern: str, names: Iterable[str]) -> None:
+    """Raise UsageError, with the nearest name, unless the pattern matches a tensor. Catches typos."""
+    names = list(names)
+    if any(matches(pattern, n) for n in names):
+        return
+    near = nearest_name(pattern.removeprefix("re:").strip("*.^$"), names)
+    hint = f"did you mean `{near}`?" if near else "`lpconv inspect MODEL --all` lists the names"
+    raise UsageError(f"pattern `{pattern}` matches no tensor", hint=hint)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a tensor name matches a pattern: a glob over the whole name, or ``re:`` and an expression within it."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern)

@@ -16,8 +16,7 @@ from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.inspect.defects import fused_groups
-from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions
-from lpconv.plan.patterns import check_matches
+from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.compressed import LinearModules, cache_scale_name

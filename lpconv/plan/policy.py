@@ -15,8 +15,7 @@ from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.methods import METHODS
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import matches
+from lpconv.plan.options import ConvertOptions, matches
 from lpconv.storage.compressed import LinearModules
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 

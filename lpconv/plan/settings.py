@@ -13,8 +13,15 @@ from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import check, command_words, options_of
-from lpconv.plan.options import FEEDBACK_BITS, GPTQ_TOKENS, NEAREST, POINTS_MAX, ConvertOptions
-from lpconv.plan.patterns import FormatRule, check_pattern
+from lpconv.plan.options import (
+    FEEDBACK_BITS,
+    GPTQ_TOKENS,
+    NEAREST,
+    POINTS_MAX,
+    ConvertOptions,
+    FormatRule,
+    check_pattern,
+)
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of

@@ -13,8 +13,7 @@ from lpconv.batch.reading import manifest_schema
 from lpconv.bench.options import Effort
 from lpconv.cli.main import app
 from lpconv.errors import InputError, UsageError
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 

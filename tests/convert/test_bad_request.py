@@ -16,8 +16,7 @@ from lpconv.errors import (
     VerificationError,
 )
 from lpconv.options import parse_size
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule, parse_rule
+from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
 
 
 class TestRequest:

@@ -29,8 +29,7 @@ from lpconv.forms.facts import FormSettings
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.scales import judge_scales
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule, matches
+from lpconv.plan.options import ConvertOptions, FormatRule, matches
 
 # Runs where lpconv cannot be imported, and saves what each model says.
 SCRIPT = """

@@ -15,8 +15,7 @@ from lpconv.convert.run import convert, plan
 from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
 from lpconv.forms.form import Side, Stored
 from lpconv.mcf.split import RESIDUALS
-from lpconv.plan.options import ConvertOptions, VerifyOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import verify_output

@@ -21,8 +21,7 @@ from lpconv.convert.run import convert, plan
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 
 # Runs where lpconv cannot be imported, and saves what each model says and its experts.
 SCRIPT = """

@@ -27,8 +27,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.job import open_model, prepare
-from lpconv.plan.options import ConvertOptions, VerifyOptions
-from lpconv.plan.patterns import parse_rule
+from lpconv.plan.options import ConvertOptions, VerifyOptions, parse_rule
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
 from lpconv.report.convert import convert_document

@@ -30,8 +30,7 @@ from lpconv.forms.foreign import layouts
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 
 # Runs where lpconv cannot be imported, and saves the weights and what the model says.
 SCRIPT = """

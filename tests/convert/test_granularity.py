@@ -24,8 +24,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.export.rewrite import stored_weights
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
-from lpconv.plan.options import ConvertOptions, VerifyOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
 from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult

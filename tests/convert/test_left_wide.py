@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from lpconv.convert.run import convert
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 
 TINY = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}
 MIXTRAL = {**TINY, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}

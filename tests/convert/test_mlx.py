@@ -21,8 +21,7 @@ from lpconv.errors import InputError, UsageError
 from lpconv.forms.mlx import Mlx
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
 
 GRAINS = {"e2m1": "mx", "e4m3fn": "mx", "int4": "group:32", "int8": "group:32"}

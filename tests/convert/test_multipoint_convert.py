@@ -22,8 +22,7 @@ from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.inspect.headers import inspect
 from lpconv.mcf.multipoint import Points, decode
-from lpconv.plan.options import ConvertOptions, VerifyOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult

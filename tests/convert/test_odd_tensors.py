@@ -12,7 +12,7 @@ from lpconv.convert.restore import restore
 from lpconv.errors import (
     UnsupportedError,
 )
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import FormatRule
 from lpconv.progress import Silent
 from lpconv.verify.reader import OutputReader
 

@@ -32,8 +32,7 @@ from lpconv.inspect.headers import inspect
 from lpconv.inspect.scales import judge_scales
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
-from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions
-from lpconv.plan.patterns import parse_rule
+from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule
 from lpconv.storage.urls import UNFINISHED
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}

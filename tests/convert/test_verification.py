@@ -275,7 +275,7 @@ class TestRestoring:
     ids=str,
 )
 def test_a_pattern_that_matches_nothing(run: Run, output: Path, options: Any) -> None:
-    from lpconv.plan.patterns import FormatRule
+    from lpconv.plan.options import FormatRule
 
     asked = {"rules": (FormatRule(pattern="layer.wieght", format="keep"),)} if options == "rule" else options
     with pytest.raises(UsageError, match="wieght") as caught:

@@ -28,8 +28,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR
 from lpconv.formats.spec import FORMATS
 from lpconv.methods import METHODS
-from lpconv.plan.options import LAYOUTS, ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import LAYOUTS, ConvertOptions, FormatRule
 from lpconv.plan.settings import fill_options
 from lpconv.storage.gguf import GGUF
 

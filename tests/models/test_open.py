@@ -11,8 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeConfig, Mixt
 import lpconv.hf
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.plan.options import ConvertOptions
-from lpconv.plan.patterns import FormatRule
+from lpconv.plan.options import ConvertOptions, FormatRule
 
 FORMATS = [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("scalify", "e5m2")]
 
