@@ -38,7 +38,7 @@ class InverseFactor:
     upper_CC: Tensor
 
 
-def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFactor:
+def inverse_factor(hessian_CC: Tensor) -> InverseFactor:
     """U of `hessian_CC` (Σ x xᵀ over the inputs of a layer, or any multiple), computed in fp64.
 
     Raises ValueError if it is not finite.
@@ -49,7 +49,7 @@ def inverse_factor(hessian_CC: Tensor, *, damping: float = DAMPING) -> InverseFa
     rising = torch.argsort(diagonal, stable=True)  # U for falling order is L⁻¹ for rising order, reversed
     wide_CC = hessian_CC[rising].double()[:, rising]
     unreached = wide_CC.diagonal() == 0
-    wide_CC.diagonal().add_(damping * wide_CC.diagonal().mean())[unreached] = 1.0
+    wide_CC.diagonal().add_(DAMPING * wide_CC.diagonal().mean())[unreached] = 1.0
     lower_CC, info = torch.linalg.cholesky_ex(wide_CC)
     if int(info):
         raise ValueError("the inputs of the layer have no positive definite second moment")

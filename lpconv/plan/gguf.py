@@ -1,6 +1,6 @@
 """The plan of a conversion to GGUF: every tensor in one file, including those that other layouts leave as they are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,13 @@ def make_gguf_plan(
     for pattern in options.patterns:
         check_matches(pattern, infos)
     tensors = tuple(_plan_tensor(info, options, model, ties.get(n)) for n, info in infos.items())
-    plan = Plan(options=options, tensors=tensors, shards=(), gguf=model)
-    return replace(plan, shards=(_shard(plan),))
+    return Plan(options=options, tensors=tensors, shards=(_shard(tensors, options, model),), gguf=model)
 
 
 def gguf_config(plan: Plan) -> dict[str, Any]:
     """The table in config.json by which lpconv finds the tensors of the file, as in views of other GGUF files."""
     assert plan.gguf is not None
-    shard, table = _shard(plan), {}
+    (shard,), table = plan.shards, {}
     for t, info in zip(shard.tensors, shard.root.tensors, strict=True):
         begin = len(shard.root.header)
         table[t.name] = {
@@ -63,13 +62,12 @@ def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: "GgufModel", 
     return PlannedTensor(info=info, form=form, reason=reason)
 
 
-def _shard(plan: Plan) -> PlannedShard:
+def _shard(planned: Sequence[PlannedTensor], options: ConvertOptions, model: "GgufModel") -> PlannedShard:
     """The only file, with tensors in source order."""
-    assert plan.gguf is not None
-    tensors = tuple(t for t in plan.tensors if t.action != "tie")
+    tensors = tuple(t for t in planned if t.action != "tie")
     infos = laid_out(((c.name, c.dtype, c.shape) for t in tensors for c in t.form.data), alignment=_ALIGNMENT)
     described = [(t.name, _type(t), info.shape) for t, info in zip(tensors, infos, strict=True)]
-    header = plan.gguf.header(described, plan.format_name)
+    header = model.header(described, str(options.format))
     root = OutputFile(name=WEIGHTS, header=header, tensors=infos, alignment=_ALIGNMENT)
     return PlannedShard(root=root, residual=None, tensors=tensors)
 

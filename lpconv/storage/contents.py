@@ -190,17 +190,12 @@ def check_inside(directory: Path, name: str) -> None:
         raise InputError(f"`{directory / name}` is not a regular file", hint="delete it or download it again")
 
 
-def _check_file_name(directory: Path, name: str) -> None:
-    """Raise InputError for a file name that SHA256SUMS cannot hold: line breaks, or bytes that are not UTF-8."""
-    if not name.isprintable():
-        raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
-
-
 def find_side_files(directory: Path, weight_files: Collection[str]) -> tuple[str, ...]:
     """All files except weights and config, sorted. Raises InputError for names that cannot be copied."""
     names = tuple(sorted(_side_files(directory, set(weight_files))))
     for name in names:
-        _check_file_name(directory, name)
+        if not name.isprintable():  # SHA256SUMS holds no line breaks, and only UTF-8
+            raise InputError(f"file name {name!r} in `{directory}` has unprintable characters", hint="rename the file")
         check_inside(directory, name)
     return names
 

@@ -6,8 +6,7 @@ be.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from lpconv.errors import InputError
@@ -26,15 +25,6 @@ _HEADS = r"(^|\.)(lm_head|embed_out|generator_lm_head|predictions\.decoder|lm_he
 _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 
-@dataclass(frozen=True, kw_only=True)
-class TieCandidate:
-    """`name` may be the same matrix as `keep`. `declared` is True if the config ties them, None if it does not say."""
-
-    name: str
-    keep: str
-    declared: bool | None
-
-
 def find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
     """Names that need no storage of their own, each with the name that keeps the weight.
 
@@ -43,12 +33,12 @@ def find_ties(source: Source, config: Mapping[str, Any]) -> dict[str, str]:
     """
     ties = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
     shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items() if n not in ties}
-    for candidate in tie_candidates(shapes, config):
-        if _equal_bytes(source, candidate.name, candidate.keep):
-            ties[candidate.name] = candidate.keep
-        elif candidate.declared:
+    for name, keep in tie_candidates(shapes, config).items():
+        if _equal_bytes(source, name, keep):
+            ties[name] = keep
+        elif _declared(config):
             raise InputError(
-                f"the config ties `{candidate.name}` to `{candidate.keep}`, but their values differ",
+                f"the config ties `{name}` to `{keep}`, but their values differ",
                 hint="set tie_word_embeddings to false in config.json if both are meant to be used",
             )
     return ties
@@ -66,32 +56,22 @@ def _equal_bytes(source: Source, a: str, b: str) -> bool:
     return True
 
 
-def tie_candidates(
-    shapes: Mapping[str, tuple[tuple[int, ...], str]], config: Mapping[str, Any]
-) -> tuple[TieCandidate, ...]:
-    """Pairs that could be tied, by name, shape and dtype; `shapes` maps names to (shape, dtype)."""
-    keep = _first_embedding(shapes)
-    declared = config.get("tie_word_embeddings", _nested(config))
+def tie_candidates(shapes: Mapping[str, tuple[tuple[int, ...], str]], config: Mapping[str, Any]) -> dict[str, str]:
+    """Names that may be the same matrix as another tensor, and the name of that one, by name, shape and dtype.
+
+    `shapes` maps names to (shape, dtype).
+    """
+    keep = next((n for pattern in _EMBEDDINGS for n in sorted(shapes) if re.search(pattern, n)), None)
+    declared = _declared(config)
     if keep is None or declared is False:
-        return ()
+        return {}
     may_be_tied = (*_EMBEDDINGS, _HEADS) if re.search(_SHARED, keep) else (_HEADS,)
-    others = (n for n in shapes if n != keep and shapes[n] == shapes[keep] and _matches(n, may_be_tied))
-    return tuple(TieCandidate(name=n, keep=keep, declared=declared) for n in others)
+    others = (n for n in shapes if n != keep and shapes[n] == shapes[keep])
+    return {n: keep for n in others if any(re.search(pattern, n) for pattern in may_be_tied)}
 
 
-def _nested(config: Mapping[str, Any]) -> bool | None:
+def _declared(config: Mapping[str, Any]) -> bool | None:
+    """Whether the config ties embedding and head; None if it does not say."""
     text = config.get("text_config")
-    return text.get("tie_word_embeddings") if isinstance(text, dict) else None
-
-
-def _first_embedding(names: Iterable[str]) -> str | None:
-    ordered = sorted(names)
-    for pattern in _EMBEDDINGS:
-        for name in ordered:
-            if re.search(pattern, name):
-                return name
-    return None
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(re.search(p, name) for p in patterns)
+    nested = text.get("tie_word_embeddings") if isinstance(text, dict) else None
+    return config.get("tie_word_embeddings", nested)

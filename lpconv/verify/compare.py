@@ -106,7 +106,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
 def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
     """Tensors of one checkpoint that the other lacks, unless it ties them to another weight."""
     shapes = {n: (form.shape, "") for n, form in one.forms.items()}
-    tied = {c.name for c in tie_candidates(shapes, other.checkpoint.config) if c.keep in other.forms}
+    tied = {n for n, keep in tie_candidates(shapes, other.checkpoint.config).items() if keep in other.forms}
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
         yield f"{code_list(absent)}: missing in {who}"
