@@ -34,10 +34,10 @@ from lpconv.convert.gptq import (
 )
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
-from lpconv.forms.facts import Measurement, block_ranges
+from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
 from lpconv.forms.reader import StoredTensors
-from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, WatchOfNext, collected, matrices_of, sampled_rows
@@ -263,15 +263,12 @@ class TensorRounding:
 
     def _store(self, index: int, rounded: Tensor) -> None:
         """Store the codes of a matrix of numbers on the form's grid."""
-        values, form, measured = rounded.reshape(-1), self.form, self._measured
-        (component,) = form.data
-        for first, last in block_ranges(len(values), form.cols):
-            start, stop = (index * self._size + n for n in (first, last))
-            with self._workers.borrow() as work:
-                codes = form.encode(values[first:last], start, measured, work).data
-                assert torch.equal(form.decode(codes, start, stop, measured.side), values[first:last]), form.name
-                at, end = (n * DTYPE_BITS[component.dtype] // 8 for n in form.place(start, stop, measured.side))
-                self._codes[at:end] = codes[0].view(torch.uint8)
+        (component,), start = self.form.data, index * self._size
+        place, _ = self.form.place(start, start + self._size, self._measured.side)
+        with self._workers.borrow() as work:
+            raw = bytes_on_grid(self.form, rounded.reshape(-1), start, self._measured, work)
+        begin = place * DTYPE_BITS[component.dtype] // 8
+        self._codes[begin : begin + len(raw)] = raw
 
 
 def _importance(moments: Mapping[Matrix, Moment], count: int, columns: int) -> Tensor:

@@ -9,14 +9,15 @@ from torch import Tensor
 from lpconv.errors import InputError
 from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, block_stats
-from lpconv.forms.facts import Measurement, block_ranges
+from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
-from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.coded import Codes
 from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.results import RoundingRecord
+from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.source import Source, read_tensor
 
 
@@ -31,15 +32,10 @@ def with_codes(job: Job, codes: Mapping[str, Side]) -> Job:
 
 def stored_parts(form: ScaledCodes, values: Tensor, side: Side, work: Workspace) -> dict[str, Tensor]:
     """The components to store, by name, for numbers on the form's grid (fp32, 1-D) with the scales in `side`."""
-    data = []
-    for start, stop in block_ranges(len(values), form.cols):
-        block = values[start:stop]
-        codes = form.encode(block, start, Measurement(stats=block_stats(block, work), side=side), work).data
-        assert torch.equal(form.decode(codes, start, stop, side), block), form.name
-        data.append(codes[0].view(torch.uint8).clone())
     (component,) = form.data
-    (example,) = codes
-    return {**side, component.name: torch.cat(data).view(example.dtype).view(component.shape)}
+    raw = bytes_on_grid(form, values, 0, Measurement(stats=block_stats(values, work), side=side), work)
+    codes = raw.view(TORCH_DTYPES.get(component.dtype, torch.uint8)).view(component.shape)
+    return {**side, component.name: codes}
 
 
 def _given(source: Source, t: PlannedTensor, parts: Side) -> Form:

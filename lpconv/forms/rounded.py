@@ -20,6 +20,7 @@ from lpconv.forms.facts import (
     EncodedBlock,
     FormSettings,
     Measurement,
+    block_ranges,
 )
 from lpconv.forms.form import Fetch, Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
@@ -137,6 +138,19 @@ class Rounded(Form):
         scales = self.inner.scale_of_each(side, start, start + value.numel())
         distance = float((value - got).div_(scales).abs_().amax()) if value.numel() else 0.0
         return distance <= self.record.max_steps + _SLACK and self.inner.is_right(got, got, start, side)
+
+
+def bytes_on_grid(form: ScaledCodes, values: Tensor, start: int, measured: Measurement, work: Workspace) -> Tensor:
+    """The stored bytes of numbers on the form's grid (fp32, 1-D), from element `start` on."""
+    import torch
+
+    data = []
+    for first, last in block_ranges(len(values), form.cols):
+        codes = form.encode(values[first:last], start + first, measured, work).data
+        got = form.decode(codes, start + first, start + last, measured.side)
+        assert torch.equal(got, values[first:last]), form.name
+        data.append(codes[0].view(torch.uint8).clone())
+    return torch.cat(data)
 
 
 def digest_of(stored: Mapping[str, Tensor]) -> str:
