@@ -6,7 +6,6 @@ points, bytes of a row]. Tensors that stay in 16 bits (embeddings, output heads)
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -22,6 +21,7 @@ from lpconv.forms.facts import (
     Measurement,
     checked_ranges,
 )
+from lpconv.forms.foreign.grid import is_positive
 from lpconv.forms.form import Form, Over, Side, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import PointLayout, point_layout
@@ -110,7 +110,7 @@ class PointRows(Form):
         return (
             int(counts.sum()) == self.points_total
             and not (counts.numel() and not int(counts.min()))
-            and bool(((scales > 0) & (scales < math.inf)).all())
+            and is_positive(scales)
         )
 
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:

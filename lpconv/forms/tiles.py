@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.foreign.grid import Grid
+from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
 from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
@@ -232,7 +232,7 @@ class Tiles(ScaledCodes):
         grid = self.grid
         (span,) = grid.spans(0, self.num_elements)
         scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
-        return grid.is_valid_side(side) and bool(((scales > 0) & (scales < math.inf)).all())
+        return grid.is_valid_side(side) and is_positive(scales)
 
     def factor(self, side: Side, start: int, stop: int) -> Tensor:
         """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""

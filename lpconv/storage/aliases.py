@@ -77,8 +77,3 @@ def _aliases() -> Iterator[Alias]:
 
 
 ALIASES: dict[str, Alias] = {a.name: a for a in _aliases()}
-
-
-def find_alias(name: str) -> Alias | None:
-    """The alias called `name`, ignoring case, or None."""
-    return ALIASES.get(name.casefold())

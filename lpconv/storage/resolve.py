@@ -22,7 +22,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
 from lpconv.extras import view_of
 from lpconv.lookup import missing_directory, nearest, nearest_sibling
-from lpconv.storage.aliases import ALIASES, find_alias
+from lpconv.storage.aliases import ALIASES
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.storage.partfile import hash_of, sha256_of, write_small
@@ -131,7 +131,7 @@ def _from_url(name: str, revision: str | None, *, whole: bool) -> Resolved:
 
 
 def _from_hub(name: str, revision: str | None) -> Resolved:
-    alias = find_alias(name)
+    alias = ALIASES.get(name.casefold())
     repo_id = alias.repo_id if alias else name
     # A model that moved to an owner may be in the cache under its old bare name.
     for cached_id in dict.fromkeys((repo_id, name)):

@@ -30,7 +30,6 @@ INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
 _PER_WORD = {"e2m1": 2, "int4": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
 # The nibble of number k of a word: AWQ's kernels need the even ones in the lower half.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _DTYPES = {
     "fp8": {"F8_E4M3", "F8_E5M2"}, "wide": {"F16", "BF16", "F32", "I8"}, "e8m0": {"U8", "F8_E8M0"}, "e2m1": {"U8"},
     "int4": {"U8"}, "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
@@ -216,6 +215,8 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two e2m1 numbers of every byte, as one integer."""
     import torch
 
-    one = torch.tensor(_E2M1, dtype=dtype, device=device)
+    from lpconv.formats.codes import code_values
+
+    one = code_values("e2m1").to(dtype=dtype, device=device)
     both = torch.stack((one.repeat(16), one.repeat_interleave(16)), dim=1)
     return both.view(torch.int64 if dtype.itemsize == 4 else torch.int32).view(-1)
