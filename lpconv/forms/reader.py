@@ -7,10 +7,9 @@ exactly, kept ones keep their dtype. It is the only file of the forms that opens
 
 from __future__ import annotations  # tensors are named below and not imported
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from threading import Lock
+from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -209,8 +208,7 @@ class DecodedSource:
     def __init__(self, stored: StoredTensors) -> None:
         self._stored = stored
         self._entries: dict[str, TensorEntry] = {}
-        self._bands: OrderedDict[tuple[str, int, int], Tensor] = OrderedDict()
-        self._lock = Lock()
+        self._band = lru_cache(maxsize=_BANDS)(stored.values)  # decoded elements of whole rows
         forms = stored.forms.values()
         for info in laid_out((f.name, f.dtype if isinstance(f, Kept) else "F32", f.shape) for f in forms):
             where = stored.entries[stored.forms[info.name].data[0].name]
@@ -228,21 +226,8 @@ class DecodedSource:
         begin, end = self._stored.forms[name].widened(first, last)
         out[:] = self._band(name, begin, end)[first - begin : last - begin].numpy().data.cast("B")
 
-    def _band(self, name: str, begin: int, end: int) -> Tensor:
-        """Decoded elements of whole rows; the last few results are cached."""
-        key = name, begin, end
-        with self._lock:
-            if key in self._bands:
-                return self._bands[key]
-        values = self._stored.values(name, begin, end)
-        with self._lock:
-            self._bands[key] = values
-            if len(self._bands) > _BANDS:
-                self._bands.popitem(last=False)
-        return values
-
     def close(self) -> None:
-        self._bands.clear()
+        self._band.cache_clear()
         self._stored.close()
 
 
