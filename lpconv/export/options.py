@@ -79,7 +79,7 @@ def integer_grid(form: Stored) -> Grid | None:
     None for every other form: DequantizeLinear does not decode it.
     """
     grid = form.grid if isinstance(form, Tiles) else grid_of(form)
-    if grid is None or not grid.format.twos_complement or len(form.shape) != 2 or grid.on_its_side:
+    if grid is None or not grid.format.twos_complement or len(form.shape) != 2 or grid.is_transposed:
         return None
     rows, cols = grid.block
     is_plain = grid.zeros is None and grid.order is None and grid.columns is None

@@ -165,7 +165,7 @@ def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
     if partial:
         yield f"{code_list(partial)}: the last blocks are smaller ({grids[partial[0]].words}); some readers refuse this"
     # In the config, a scale of the whole tensor may look like one tile; such scales are vectors.
-    tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.on_its_side}
+    tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.is_transposed}
     fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
     odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
     if odd:

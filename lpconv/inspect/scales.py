@@ -95,7 +95,9 @@ def _weight_findings(grids: Mapping[str, Grid], source: Source, checkpoint: Chec
 
 def _product_findings(grids: Mapping[str, Grid], stats: Mapping[str, Scales], source: Source) -> Iterator[str]:
     """Warnings about `weight_scale_2`, which readers divide out of weights and multiply into the product."""
-    scales = {n: read_tensor(source, grid.beside.name).float() for n, grid in grids.items() if grid.beside is not None}
+    scales = {
+        n: read_tensor(source, grid.cancelling.name).float() for n, grid in grids.items() if grid.cancelling is not None
+    }
     sound = {n: x for n, x in scales.items() if is_positive(x)}
     why = "TensorRT-LLM needs one scale for all of them"
     yield from _unequal_scales("scales of their products, `weight_scale_2`,", sound, why)
@@ -135,7 +137,7 @@ def _fetch_from(source: Source) -> Fetch:
 
 
 def _matrix_spans(grid: Grid) -> Iterator[Span]:
-    rows, cols = grid.matrix[::-1] if grid.on_its_side else grid.matrix
+    rows, cols = grid.matrix[::-1] if grid.is_transposed else grid.matrix
     for index in range(math.prod(grid.shape[:-2])):
         yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
 
@@ -260,7 +262,9 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
         elif grid.order is not None and not grid.is_valid_side(side):
             yield f"`{name}`: `{grid.order.name}` refers to groups without a scale"
         wrong = [
-            c.name for c in (grid.factor, grid.columns, grid.beside) if c is not None and not is_positive(side[c.name])
+            c.name
+            for c in (grid.factor, grid.columns, grid.cancelling)
+            if c is not None and not is_positive(side[c.name])
         ]
         if wrong:
             yield f"`{name}`: `{wrong[0]}` is zero, negative or not finite"

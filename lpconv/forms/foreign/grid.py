@@ -36,9 +36,9 @@ class Grid(Stored):
     """A third-party weight. `factor` is one more scale for the tensor; with `divides` it is a divisor.
 
     `order` has the group of each column, if groups are not contiguous. `size` is a tensor that repeats the shape of the
-    weight. `columns` has the factor of each column by which readers multiply inputs; `beside` is a factor that readers
-    divide by and multiply by again, so that values do not depend on it. `on_its_side` means that the file has the
-    transpose.
+    weight. `columns` has the factor of each column by which readers multiply inputs; `cancelling` is a factor that
+    readers divide by and multiply by again, so that values do not depend on it. `is_transposed` means that the file has
+    the transpose.
     """
 
     format: Format
@@ -50,8 +50,8 @@ class Grid(Stored):
     order: Component | None = None
     size: Component | None = None
     columns: Component | None = None
-    beside: Component | None = None
-    on_its_side: bool = False
+    cancelling: Component | None = None
+    is_transposed: bool = False
 
     @property
     def words(self) -> str:
@@ -68,7 +68,7 @@ class Grid(Stored):
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of the weight that share a scale."""
-        rows, cols = self.scales.block[::-1] if self.on_its_side else self.scales.block
+        rows, cols = self.scales.block[::-1] if self.is_transposed else self.scales.block
         return min(rows, max(self.matrix[0], 1)), min(cols, max(self.matrix[1], 1))
 
     @property
@@ -81,7 +81,7 @@ class Grid(Stored):
 
     @property
     def side(self) -> tuple[Component, ...]:
-        parts = (self.factor, self.order, self.size, self.columns, self.beside)
+        parts = (self.factor, self.order, self.size, self.columns, self.cancelling)
         return tuple(c for c in parts if c is not None)
 
     @property
@@ -91,7 +91,7 @@ class Grid(Stored):
     @property
     def cols(self) -> int:
         rows, cols = self.matrix
-        if not self.on_its_side:
+        if not self.is_transposed:
             return cols
         band = min(rows, max(_BAND // cols // 32, 1) * 32)
         if len(self.shape) > 2:  # bands must not reach from one matrix into the next
@@ -101,9 +101,9 @@ class Grid(Stored):
     @property
     def agrees(self) -> bool:
         """Whether all parts have the dtypes and sizes that the weight needs."""
-        lead, matrix = math.prod(self.shape[:-2]), self.matrix[::-1] if self.on_its_side else self.matrix
+        lead, matrix = math.prod(self.shape[:-2]), self.matrix[::-1] if self.is_transposed else self.matrix
         order, size, columns = self.order, self.size, self.columns
-        ones = [c for c in (self.factor, self.beside) if c is not None]
+        ones = [c for c in (self.factor, self.cancelling) if c is not None]
         return (
             0 not in self.shape
             and all(p.holds(matrix) and math.prod(p.component.shape[:-2]) == lead for p in self.planes)
@@ -115,13 +115,13 @@ class Grid(Stored):
 
     def is_valid_side(self, side: Side) -> bool:
         """Whether all factors are positive, each group has a scale, and the stored shape is right."""
-        if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.beside) if c is not None):
+        if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.cancelling) if c is not None):
             return False
         if self.size is not None and tuple(side[self.size.name].tolist()) != self.shape:
             return False
         if self.order is None:
             return True
-        groups, order = self.scales.size[0 if self.on_its_side else 1], side[self.order.name]
+        groups, order = self.scales.size[0 if self.is_transposed else 1], side[self.order.name]
         return bool(((order >= 0) & (order < groups)).all())
 
     def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
@@ -139,7 +139,7 @@ class Grid(Stored):
 
         spans = tuple(self.spans(start, stop))
         plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and self.columns is None
-        plain = plain and not self.on_its_side and out.dtype.itemsize <= 4 and len(spans) == 1
+        plain = plain and not self.is_transposed and out.dtype.itemsize <= 4 and len(spans) == 1
         if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
             return super().decode_to(out, data, start, stop, side)
         (span,) = spans
@@ -178,7 +178,7 @@ class Grid(Stored):
         if self.zeros is not None:
             x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
         x = x * self.factors(raw[1], span, side)
-        return self.with_columns(x.t() if self.on_its_side else x, side).reshape(-1)
+        return self.with_columns(x.t() if self.is_transposed else x, side).reshape(-1)
 
     def with_columns(self, x: Tensor, side: Side) -> Tensor:
         """Whole rows of the weight multiplied by the column factors, if there are any."""
@@ -189,7 +189,7 @@ class Grid(Stored):
         if self.order is None:
             return plane.spread(x, span)
         order = side[self.order.name].long()
-        return x[order] if self.on_its_side else x[:, order]
+        return x[order] if self.is_transposed else x[:, order]
 
     def spans(self, start: int, stop: int) -> Iterator[Span]:
         """Yield a `Span` per matrix for the elements `start` to `stop`, which are whole rows."""
@@ -198,7 +198,7 @@ class Grid(Stored):
         while first < last:
             index, row = divmod(first, rows)
             count = min(rows - row, last - first)
-            if self.on_its_side:
+            if self.is_transposed:
                 yield Span(index=index, top=0, bottom=cols, left=row, right=row + count)
             else:
                 yield Span(index=index, top=row, bottom=row + count, left=0, right=cols)

@@ -169,7 +169,7 @@ def find_mxfp4(name: str, headers: Headers) -> Grid | None:
         format=FORMATS["e2m1"],
         codes=Plane(component=bytes_of_rows, kind="e2m1"),
         scales=Plane(component=scales, kind="e8m0", block=(1, _MX_GROUP)),
-        on_its_side=True,
+        is_transposed=True,
     )
 
 
@@ -212,7 +212,7 @@ def _modelopt_integers(codes: Component, scale: Component, headers: Headers) -> 
         format=FORMATS["int4"],
         codes=Plane(component=codes, kind="int4", axis=0),
         scales=one_by_one(scale, block),
-        beside=of_products,
+        cancelling=of_products,
     )
 
 
@@ -270,7 +270,7 @@ def find_gptq(name: str, headers: Headers) -> Grid | None:
         scales=one_by_one(scales, block),
         zeros=Plane(component=zeros, kind=kind, block=block, plus=int(is_first_version), wraps=True),
         order=order,
-        on_its_side=True,
+        is_transposed=True,
     )
 
 
@@ -294,7 +294,7 @@ def find_awq(name: str, headers: Headers) -> Grid | None:
         codes=Plane(component=codes, kind="awq"),
         scales=one_by_one(scales, block),
         zeros=Plane(component=zeros, kind="awq", block=block),
-        on_its_side=True,
+        is_transposed=True,
     )
 
 
