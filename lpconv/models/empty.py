@@ -97,11 +97,9 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         elif x.kind != "Conv1D" and _STACKED not in sources.values():
             others.append(x.name)
             fused |= {*sources} if x.kind == "experts" else set()
-    joined = {
-        n: (t.rpartition(".")[0], op) for t, sources in stored.items() for n, op in sources.items() if op != _ALONE
-    }
-    joined = {n: (t, op) for n, (t, op) in joined.items() if op is not None and n.endswith(".weight")}
-    experts = {n: module for n, (module, op) in joined.items() if op == _STACKED}
+    operations = {n: (t.rpartition(".")[0], op) for t, sources in stored.items() for n, op in sources.items()}
+    joined = {n for n, (_, op) in operations.items() if op not in (None, _ALONE) and n.endswith(".weight")}
+    experts = {n: module for n, (module, op) in operations.items() if n in joined and op == _STACKED}
     plain |= {n.removesuffix(".weight"): module for n, module in experts.items()}
     return LinearModules(
         plain=tuple(plain),

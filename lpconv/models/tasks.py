@@ -119,11 +119,10 @@ def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> A
 
 def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
     """Import a class from a checkpoint's own code."""
-    for reference in (
-        r for references in own.values() for r in (references if isinstance(references, list) else [references])
-    ):
-        if isinstance(reference, str) and reference.rpartition(".")[2] == name:
-            return get_class_from_dynamic_module(reference, directory)
+    for references in own.values():
+        for reference in references if isinstance(references, list) else [references]:
+            if isinstance(reference, str) and reference.rpartition(".")[2] == name:
+                return get_class_from_dynamic_module(reference, directory)
     raise UnsupportedError(f"auto_map of config.json does not say where `{name}` is", hint="add it there")
 
 

@@ -160,9 +160,8 @@ def _rounding(plan: Plan) -> int:
     factors = (16 + 4 * walks) * max(cols) ** 2
     experts = MOMENTS_BYTES if any(".experts." in i.name or len(i.shape) == 3 for i in weights) else 0
     matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
-    codes = 3 * max(
-        (i.num_elements for i in weights if len(i.shape) == 3), default=0
-    )  # a layer's experts, in two copies
+    # A layer's experts, in two copies.
+    codes = 3 * max((i.num_elements for i in weights if len(i.shape) == 3), default=0)
     return CALIBRATING_BYTES + 2 * walks * states + factors + experts + matrix + codes
 
 

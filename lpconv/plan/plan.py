@@ -285,13 +285,14 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
     formats: dict[str, set[Format | None]] = {}
     for name, module in linears.experts.items():
         formats.setdefault(module, set()).add(planned[name].format)
-        if planned[name].form.has_input_scale or len(formats[module]) > 1:
+        why = "--calibrate cannot measure the inputs of experts" if planned[name].form.has_input_scale else None
+        if len(formats[module]) > 1:
+            why = "all experts of a layer must have the same format"
+        if why is not None:
             raise UnsupportedError(
-                f"`{name}`: "
-                + ("all experts of a layer must have the same format" if len(formats[module]) > 1
-                   else "--calibrate cannot measure the inputs of experts"),
+                f"`{name}`: {why}",
                 hint="leave all of them unconverted with --exclude '*.experts.*', or use a --granularity that fits",
-            )  # fmt: skip
+            )
 
 
 def _check_cache(planned: Mapping[str, PlannedTensor]) -> None:

@@ -80,16 +80,13 @@ class Blocks(Stored):
         values = dequantize(raw, GGMLQuantizationType[self.kind])
         if self.processed_by is not None:
             stored = values if len(self.codes.shape) > 1 else values.reshape(-1)
-            values = (
-                _processor(*self.processed_by)
-                .process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
-                .weights
-            )
+            processor = _processor(*self.processed_by)
+            made = processor.process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
+            values = made.weights
         numbers = torch.tensor(values, dtype=torch.float32)
         if self.order:
-            numbers = arranged(
-                numbers.view(self.shape[::-1] if self.order == TRANSPOSED else self.shape), self.order, back=True
-            )
+            shape = self.shape[::-1] if self.order == TRANSPOSED else self.shape
+            numbers = arranged(numbers.view(shape), self.order, back=True)
         return numbers.reshape(-1)
 
 
