@@ -20,8 +20,6 @@ _EMBEDDINGS = (
     r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|tok_embeddings|word_embedding)\.weight$",
 )
 _HEADS = r"(^|\.)(lm_head|embed_out|generator_lm_head|predictions\.decoder|lm_head\.decoder|vocab_projector)\.weight$"
-
-
 _PIECE = 2**22  # bytes of two tensors that are compared at a time
 
 
@@ -74,4 +72,5 @@ def _declared(config: Mapping[str, Any]) -> bool | None:
     """Whether the config ties embedding and head; None if it does not say."""
     text = config.get("text_config")
     nested = text.get("tie_word_embeddings") if isinstance(text, dict) else None
-    return config.get("tie_word_embeddings", nested)
+    declared: bool | None = config.get("tie_word_embeddings", nested)
+    return declared
