@@ -33,7 +33,7 @@ from lpconv.storage.checkpoint import Checkpoint, Openable, watch, watched_files
 from lpconv.storage.compressed import quantization_method
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.gguf import GGUF
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, laid_out
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range
@@ -189,7 +189,7 @@ def _write_weights(
     """Write weight files, each with the widest dtype first, and their index. `blocks` yields the values of a tensor."""
     files, infos = [], {}
     for name, members in tensors.items():
-        infos[name] = laid_out(sorted(members, key=lambda t: (-DTYPE_BITS[t[1]], t[0])))
+        infos[name] = lay_out(sorted(members, key=lambda t: (-DTYPE_BITS[t[1]], t[0])))
         header = encode_header(infos[name], {"format": "pt"})
         with ThreadPoolExecutor(1) as flusher:
             part = PartFile(directory, name, len(header) + sum(i.num_bytes for i in infos[name]), flusher)

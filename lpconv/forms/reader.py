@@ -20,7 +20,7 @@ from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import quantization_method
-from lpconv.storage.header import laid_out
+from lpconv.storage.header import lay_out
 from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
@@ -210,7 +210,7 @@ class DecodedSource:
         self._entries: dict[str, TensorEntry] = {}
         self._band = lru_cache(maxsize=_BANDS)(stored.values)  # decoded elements of whole rows
         forms = stored.forms.values()
-        for info in laid_out((f.name, f.dtype if isinstance(f, Kept) else "F32", f.shape) for f in forms):
+        for info in lay_out((f.name, f.dtype if isinstance(f, Kept) else "F32", f.shape) for f in forms):
             where = stored.entries[stored.forms[info.name].data[0].name]
             self._entries[info.name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
 

@@ -14,7 +14,7 @@ from lpconv.plan.plan import OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.plan.policy import decide
 from lpconv.storage.arranged import TRANSPOSED
 from lpconv.storage.gguf import GGUF, WEIGHTS
-from lpconv.storage.header import TensorInfo, laid_out
+from lpconv.storage.header import TensorInfo, lay_out
 
 if TYPE_CHECKING:
     from lpconv.extras import GgufModel
@@ -65,7 +65,7 @@ def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: "GgufModel", 
 def _shard(planned: Sequence[PlannedTensor], options: ConvertOptions, model: "GgufModel") -> PlannedShard:
     """The only file, with tensors in source order."""
     tensors = tuple(t for t in planned if t.action != "tie")
-    infos = laid_out(((c.name, c.dtype, c.shape) for t in tensors for c in t.form.data), alignment=_ALIGNMENT)
+    infos = lay_out(((c.name, c.dtype, c.shape) for t in tensors for c in t.form.data), alignment=_ALIGNMENT)
     described = [(t.name, _type(t), info.shape) for t, info in zip(tensors, infos, strict=True)]
     header = model.header(described, str(options.format))
     root = OutputFile(name=WEIGHTS, header=header, tensors=infos, alignment=_ALIGNMENT)

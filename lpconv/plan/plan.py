@@ -20,7 +20,7 @@ from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.compressed import LinearModules, cache_scale_name
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, laid_out
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
 
@@ -378,5 +378,5 @@ def _sort_key(component: Component, tensor: PlannedTensor) -> tuple[int, int]:
 
 
 def _output_file(name: str, stored: Iterable[Component], metadata: Mapping[str, str]) -> OutputFile:
-    infos = laid_out((c.name, c.dtype, c.shape) for c in stored)
+    infos = lay_out((c.name, c.dtype, c.shape) for c in stored)
     return OutputFile(name=name, header=encode_header(infos, metadata), tensors=infos)

@@ -110,8 +110,8 @@ def check_name(name: object, path: Path) -> None:
         raise InputError(f"`{path}`: tensor name {name!r} has unprintable characters", hint="rename the tensor")
 
 
-def laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, alignment: int = 1) -> tuple[TensorInfo, ...]:
-    """Entries of tensors, as (name, dtype, shape), one after the other, each at a multiple of `alignment` bytes."""
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, alignment: int = 1) -> tuple[TensorInfo, ...]:
+    """Header entries of tensors (name, dtype, shape), one after the other, each at a multiple of `alignment` bytes."""
     position, infos = 0, []
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * DTYPE_BITS[dtype] // 8
