@@ -21,7 +21,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     from lpconv.convert.run import convert
     from lpconv.plan.options import ConvertOptions
     from lpconv.report.compare import run_names
-    from lpconv.report.convert_compare import compare_conversions
+    from lpconv.report.convert import compare_conversions
     from lpconv.report.html import html
     from lpconv.storage.partfile import check_writable, write_small
     from lpconv.storage.staging import is_unused

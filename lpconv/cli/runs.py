@@ -17,8 +17,7 @@ from lpconv.lookup import missing_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
-from lpconv.report.convert import convert_document
-from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.convert import compare_conversions, convert_document
 from lpconv.report.document import Document
 from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.probe import probe_document

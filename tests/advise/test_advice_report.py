@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from advice_examples import a_row, an_advice, gap
 
-from lpconv.report.advise import advice_document, recommendation, unknowns
-from lpconv.report.advise_charts import front_chart
+from lpconv.report.advise import advice_document, front_chart, recommendation, unknowns
 from lpconv.report.document import Code, Folded, Table
 from lpconv.results import AdviceResult, Recommendation, from_json, to_json
 

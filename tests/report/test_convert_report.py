@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from report_examples import bert_result, calibrated_result, llama_result, plan_of
 
-from lpconv.report.convert import convert_document, plan_document
-from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
 from lpconv.report.html import html
 from lpconv.report.tensor_charts import feedback_chart, rms_chart, sqnr_chart

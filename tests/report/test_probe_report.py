@@ -11,8 +11,7 @@ import pytest
 from lpconv.report.document import Bullets, Cell, Document, Section, Table
 from lpconv.report.html import html
 from lpconv.report.numbers import ROLE_WORDS
-from lpconv.report.probe import probe_document
-from lpconv.report.probe_charts import exponent_charts, heat_map
+from lpconv.report.probe import exponent_charts, heat_map, probe_document
 from lpconv.report.terminal import terminal
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
