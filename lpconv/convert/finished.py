@@ -17,7 +17,7 @@ from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.staging import JOURNAL, MARKER, read_marker
 from lpconv.storage.urls import check_url
-from lpconv.verify.hashes import check_hashes
+from lpconv.verify.run import check_hashes
 
 _DEPTH = ("none", "auto", "weights", "logits")
 

@@ -28,8 +28,8 @@ from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.staging import MARKER, SUMS, Staging
 from lpconv.storage.unchanged import watch, watched_files
-from lpconv.verify.hashes import check_hashes
 from lpconv.verify.reader import OutputReader, read_provenance
+from lpconv.verify.run import check_hashes
 from lpconv.version import __version__
 
 

@@ -4,19 +4,22 @@ docs/verify.md shows which planted damage each level detects.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lpconv.data import check_text
-from lpconv.errors import UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
-from lpconv.results import FilesCheck, VerifyResult
+from lpconv.results import FilesCheck, HashCheck, VerifyResult
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.staging import is_output, is_trained
-from lpconv.verify.hashes import check_hashes
+from lpconv.storage.contents import is_plain
+from lpconv.storage.partfile import sha256_of
+from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
@@ -77,7 +80,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or parsed):
         return result
-    from lpconv.verify.against import check_source, prepare_verification  # imports torch (seconds)
+    from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
     depth = "logits" if asked else "auto" if automatic else "weights"
     job = prepare_verification(
@@ -100,7 +103,7 @@ def _open_reference(name: str) -> Checkpoint:
 
 def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
     """Add the comparison of the files next to the weights to `result`."""
-    from lpconv.verify.compare_files import compare_files
+    from lpconv.verify.compare import compare_files
 
     files = compare_files(ours, reference, config=config)
     passed = result.passed and not files.different
@@ -127,3 +130,37 @@ def _with_gates(result: VerifyResult, gates: Sequence[Gate]) -> VerifyResult:
     """Check the gates on all that was measured."""
     met = VERIFY_GATES.check(gates, result)
     return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+
+
+def check_hashes(directory: Path, progress: Progress) -> HashCheck:
+    """Check every file in SHA256SUMS; weights, config and lpconv.json must be among them.
+
+    Raises InputError if there is no such list.
+    """
+    digests = _listed_files(directory)
+    sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(sizes.values()))
+    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
+    mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
+        hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
+        for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
+            mismatched += [] if hashed == digest else [name]
+            progress.advance(sizes.get(name, 0))
+    return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
+
+
+def _listed_files(directory: Path) -> dict[str, str]:
+    """Names and digests from SHA256SUMS (the format of `sha256sum`). Raises InputError if it is missing."""
+    path, digests = directory / SUMS, {}
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
+    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+        digest, separator, name = line.partition("  ")
+        if not separator or not is_plain(name):
+            raise InputError(
+                f"`{path}` has the line {line[:80]!r}, which is not a hash and a file name",
+                hint="download the file again",
+            )
+        digests[name] = digest
+    return digests
