@@ -18,7 +18,7 @@ from lpconv.forms import Component, Headers, grid_of, recognise
 from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.stored import Fetch, Side
-from lpconv.inspect.defects import Findings, fused_groups
+from lpconv.inspect.headers import Findings, fused_groups
 from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult
 from lpconv.storage.checkpoint import Checkpoint, Openable
