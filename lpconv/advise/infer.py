@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from lpconv.advise.candidates import Settings, conversions, describe_conversion, with_feedback
-from lpconv.advise.choice import judge_row
+from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
 from lpconv.advise.forecast import opened_in
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted

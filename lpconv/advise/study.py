@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
-from lpconv.advise.choice import best, rank_rows
+from lpconv.advise.candidates import best, rank_rows
 from lpconv.advise.forecast import forecast
 from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions

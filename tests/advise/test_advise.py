@@ -15,7 +15,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
-from lpconv.advise.choice import judge_row
+from lpconv.advise.candidates import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
