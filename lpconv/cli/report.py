@@ -38,8 +38,7 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.cli.index import show_folder, write_page
-    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind
+    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind, show_folder, write_page
     from lpconv.report.compare import run_names
     from lpconv.storage.urls import check_url, is_url
 

@@ -1,29 +1,34 @@
-"""The kinds of run that `lpconv report` shows: how to find and read each, its page, comparison and summary.
+"""The runs that `lpconv report` shows: how each kind is found, read, shown and compared, and the index of a folder.
 
-Import this module lazily. Reading a probe imports torch.
+Import this module lazily: it loads everything that renders pages. Reading a probe imports torch.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
+from lpconv.cli.command import print_result
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import missing_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
+from lpconv.report.compare import RunEntry, index_document, run_names
 from lpconv.report.convert import compare_conversions, convert_document
-from lpconv.report.document import Document
+from lpconv.report.document import Document, Table
 from lpconv.report.finetune import compare_finetunes, finetune_document
+from lpconv.report.html import html as html_page
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import check_file, write_small
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
@@ -216,3 +221,55 @@ _KINDS = (
         compare=compare_conversions,
     ),
 )
+
+
+def write_page(html: str, document: Document) -> None:
+    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError if it cannot write."""
+    check_file(Path(html))
+    write_small(Path(html), html_page(document))
+
+
+def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
+    """Print the runs in a folder; with `html`, write an index and a comparison page for each kind that has one."""
+    runs = list(runs_in(folder))
+    if not runs:
+        raise InputError(f"neither `{folder}` nor its subfolders contain a run", hint=ANY_RUN)
+    home = Path(html).parent if html is not None else folder
+    entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in runs]
+    if html is not None:
+        compared = _write_comparisons(runs, home / Path(html).stem)
+        write_page(html, index_document(folder.resolve().name, entries, compared))
+    rows = tuple((e.name, e.kind, e.what, e.found) for e in entries)
+    print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
+
+
+def _line(kind: RunKind, result: Any) -> tuple[str, str]:
+    if isinstance(result, InputError):
+        return "", f"cannot be shown: {result.message}"
+    document = kind.document(result)
+    return document.subtitle, document.verdict.text if document.verdict else ""
+
+
+def _entry(kind: RunKind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
+    page = path.parent / kind.page_file
+    has_folder = kind.file is not None
+    return RunEntry(
+        name=os.path.relpath(path.parent if has_folder else path, folder),
+        kind=kind.name,
+        what=line[0],
+        found=line[1],
+        written=datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M"),
+        link=os.path.relpath(page, home) if has_folder and page.is_file() else None,
+    )
+
+
+def _write_comparisons(runs: Sequence[tuple[RunKind, Path, Any]], stem: Path) -> dict[str, str]:
+    """Write a page `STEM-KIND.html` for each kind with several runs; returns file names by kind."""
+    written = {}
+    for kind in {k.name: k for k, _, _ in runs}.values():
+        members = [(path, r) for k, path, r in runs if k is kind and not isinstance(r, InputError)]
+        if len(members) > 1 and kind.compare is not None:
+            names = run_names([name_of(path) for path, _ in members])
+            written[kind.name] = f"{stem.name}-{kind.name.lower()}.html"
+            write_page(str(stem.with_name(written[kind.name])), kind.compare([result for _, result in members], names))
+    return written
