@@ -16,8 +16,7 @@ from lpconv.batch.kinds import (
     SHARED_FIELDS,
     BatchJob,
 )
-from lpconv.batch.parsing import read_document
-from lpconv.batch.reading import read_mapping, read_setting
+from lpconv.batch.reading import read_document, read_mapping, read_setting
 from lpconv.convert.shares import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
