@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
 from lpconv.forms.ranges import block_ranges
 from lpconv.forms.reader import StoredTensors
-from lpconv.gates import VERIFY_GATES, Gate
+from lpconv.gates import Gate, with_gates
 from lpconv.plan.files import CARD, LOADER, model_side_files, plain_config
 from lpconv.plan.tensor_records import sqnr_db
 from lpconv.progress import Progress
@@ -108,7 +108,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
     worst = next((r for r in records if r.sqnr_db < math.inf), None)
     result = VerifyResult(
         level="values",
-        passed=True,
+        passed=True,  # unless there are problems or failed gates
         weights=WeightsCheck(
             max_rel_error=max((r.max_rel_error for r in records), default=0.0),
             min_sqnr_db=worst.sqnr_db if worst else math.inf,
@@ -121,8 +121,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
         tensors=tuple(records),
     )
-    met = VERIFY_GATES.check(gates, result)
-    return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+    return with_gates(result, gates)
 
 
 def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:

@@ -5,14 +5,13 @@ docs/verify.md shows which planted damage each level detects.
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lpconv.data import check_text
 from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
-from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits
+from lpconv.gates import VERIFY_GATES, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, VerifyResult
@@ -40,14 +39,14 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     check_verify(options)
     check_tasks(options)
     against, level = options.against, options.level
+    gates = [VERIFY_GATES.parse(g) for g in options.gates]
     if options.tasks:
         assert against is not None  # required by check_verify
         tasks = load_tasks(options, progress)
         others = tuple(g for g in options.gates if not is_of_task(g))
         checked = verify_output(directory, dataclasses.replace(options, tasks=(), gates=others), progress=progress)
         answers = compare_on_tasks(directory, against, tasks, limit=options.task_limit, progress=progress)
-        result = dataclasses.replace(checked, tasks=answers)
-        return _with_gates(result, [VERIFY_GATES.parse(g) for g in options.gates])
+        return with_gates(dataclasses.replace(checked, tasks=answers), gates)
     is_tuned = is_trained(directory)
     if options.data is not None:
         assert against is not None  # required by check_verify
@@ -56,29 +55,28 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
         before = dataclasses.replace(options, level=shallow, gates=(), data=None)
         checked = verify_output(directory, before, progress=progress)
-        return _with_text(checked, directory, reference, options.data, options, progress)
+        return with_gates(_with_text(checked, directory, reference, options, progress), gates)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained after conversion, so no source has the same weights",
             hint="measure the difference from another checkpoint with --level values --against MODEL",
         )
-    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
     by_value = level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory)))
-    check_measured(parsed, has_outputs=not by_value)
+    check_measured(gates, has_outputs=not by_value)
     if by_value:
         assert against is not None
         ours, reference = open_readable(directory), _open_reference(against)
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
-        return _with_files(compare(ours, reference, gates=parsed, progress=progress), ours, reference)
+        return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
-    asked = level == "logits" or needs_logits(parsed)
+    asked = level == "logits" or needs_logits(gates)
     automatic = level is None and not asked and against is not None
-    if not (asked or automatic or level == "weights" or parsed):
+    if not (asked or automatic or level == "weights" or gates):
         return result
     from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
@@ -87,7 +85,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code
     )
     try:
-        checked = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        checked = check_source(job, directory, provenance, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
         return _with_files(checked, Checkpoint.open(directory), job.checkpoint, config=False)
     finally:
@@ -111,25 +109,18 @@ def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *
 
 
 def _with_text(
-    base: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
+    base: VerifyResult, directory: Path, reference: Checkpoint, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
-    """Add the comparison of both models on a text to `base`, and check the gates."""
+    """Add the comparison of both models on the text of the options to `base`."""
     from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
-    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
+    assert options.data is not None  # a comparison of weights alone does not come here
     logits = compare_on_text(
-        directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
+        directory, reference, options.data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
-    result = dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
-    return _with_gates(result, parsed)
-
-
-def _with_gates(result: VerifyResult, gates: Sequence[Gate]) -> VerifyResult:
-    """Check the gates on all that was measured."""
-    met = VERIFY_GATES.check(gates, result)
-    return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+    return dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:

@@ -10,7 +10,7 @@ from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError,
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.reader import open_readable
-from lpconv.gates import CONVERT_GATES, Gate, needs_logits
+from lpconv.gates import Gate, needs_logits, with_gates
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
@@ -70,8 +70,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     result = VerifyResult(
         level="logits" if ran else "weights", passed=not problems, weights=weights, logits=logits, problems=problems
     )
-    gates = CONVERT_GATES.check(job.gates, result)
-    return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))
+    return with_gates(result, job.gates)
 
 
 def check_stored(
@@ -212,8 +211,7 @@ def check_source(
         level = checked.level if logits.skipped else "logits"
         problems = (*checked.problems, *output_problems(logits, records))
         checked = dataclasses.replace(checked, level=level, logits=logits, problems=problems)
-    met = CONVERT_GATES.check(gates, checked)
-    return dataclasses.replace(checked, gates=met, passed=not checked.problems and all(g.passed for g in met))
+    return with_gates(checked, gates)
 
 
 def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
