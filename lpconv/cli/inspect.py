@@ -50,7 +50,7 @@ def inspect(
 
     checkpoint = Checkpoint.open(model, revision=revision)
     if stats:
-        from lpconv.inspect.statistics import inspect_with_statistics
+        from lpconv.inspect.values import inspect_with_statistics
 
         with progress_for(quiet=quiet) as progress:
             record = inspect_with_statistics(checkpoint, progress)
@@ -58,7 +58,7 @@ def inspect(
         record = inspect_headers(checkpoint)
     record = check_against_model(record, checkpoint, thorough=stats or strict)
     if record.layout in READ and not stats:
-        from lpconv.inspect.scales import judge_scales  # imports torch (seconds)
+        from lpconv.inspect.values import judge_scales  # imports torch (seconds)
 
         record = judge_scales(record, checkpoint)
     wrong = (*record.problems, *(record.warnings if strict else ()))

@@ -1,7 +1,7 @@
 """Inspect a checkpoint from headers and config, without torch or data: its contents, and defects of quantised ones.
 
 *Problems* are contradictions: an incomplete weight, a config that does not match the files. *Warnings* are files that
-some readers refuse, or load with worse results than expected. `scales.py` also reads the scales.
+some readers refuse, or load with worse results than expected. `values.py` also reads the scales.
 """
 
 import dataclasses

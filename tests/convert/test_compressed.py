@@ -28,7 +28,7 @@ from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import FormSettings
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judge_scales
+from lpconv.inspect.values import judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.patterns import FormatRule, matches
 
