@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
 from lpconv.advise.candidates import best, rank_rows
-from lpconv.advise.forecast import forecast
-from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
+from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, open_subject
