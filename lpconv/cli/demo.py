@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lpconv.cli.command import Force, Json, Quiet, Target, print_result
+from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
-from lpconv.cli.questions import next_steps
 from lpconv.errors import OutputExistsError
 
 # One run per method, and fp8 next to fp16 so that the comparison shows the cost of a format.
