@@ -31,7 +31,7 @@ from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
-from lpconv.verify.logits import compare_outputs, outputs_of
+from lpconv.verify.outputs import compare_outputs, outputs_of
 
 _SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
@@ -181,7 +181,7 @@ def _figures(subject: Subject, model: Any) -> dict[str, float]:
     """The metrics that the gates of `convert --verify logits` will check."""
     inputs = example_inputs(subject.model)
     with torch.inference_mode():
-        check = compare_outputs(outputs_of(subject.model, inputs), outputs_of(model, inputs), "", "")
+        check = compare_outputs(outputs_of(subject.model, inputs), outputs_of(model, inputs))
     name, value = ("kl", check.mean_kl) if subject.metric == "loss" else ("logits_rel_error", check.rel_error)
     return {} if value is None else {name: value}
 

@@ -186,7 +186,7 @@ def _check_can_run(job: Job) -> None:
     options = job.plan.options
     if options.verify != "logits" and not needs_logits(job.gates):
         return
-    from lpconv.verify.logits import check_inputs, check_model  # imports transformers (seconds)
+    from lpconv.verify.outputs import check_inputs, check_model  # imports transformers (seconds)
 
     if not job.memory.in_files:
         check_model(job.plain)

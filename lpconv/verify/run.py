@@ -34,7 +34,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     output of a conversion, or was trained.
 
     With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
-    size (`text.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
+    size (`outputs.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
     check_verify(options)
     check_tasks(options)
@@ -112,7 +112,7 @@ def _with_text(
     base: VerifyResult, directory: Path, reference: Checkpoint, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
     """Add the comparison of both models on the text of the options to `base`."""
-    from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
+    from lpconv.verify.outputs import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
     assert options.data is not None  # a comparison of weights alone does not come here

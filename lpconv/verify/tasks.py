@@ -74,7 +74,7 @@ def compare_on_tasks(
     """
     from lpconv.extras import answer_tasks
     from lpconv.models.opening import model_errors
-    from lpconv.verify.text import tokenizer_of
+    from lpconv.verify.outputs import tokenizer_of
 
     checkpoints = Checkpoint.open(reference), Checkpoint.open(model)
     tokenizer = tokenizer_of(checkpoints)
@@ -91,7 +91,7 @@ def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
 
     from lpconv.models.load import load
     from lpconv.models.quiet import quiet_transformers
-    from lpconv.verify.logits import check_model
+    from lpconv.verify.outputs import check_model
 
     check_model(checkpoint)
     progress.start(f"opening {checkpoint.origin.name}", 0)

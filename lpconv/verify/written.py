@@ -116,7 +116,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     if skip is not None:
         return LogitsCheck(skipped=skip)
     from lpconv.models.opening import first_line
-    from lpconv.verify.logits import check_logits, check_model  # imports transformers (seconds)
+    from lpconv.verify.outputs import check_logits, check_model  # imports transformers (seconds)
 
     try:
         if not job.memory.in_files:
