@@ -25,8 +25,10 @@ from lpconv.report.tensors import (
     converted_tensors,
     has_finer_scales,
     in_layer_order,
+    largest_error,
     layer_section,
     listed_tensors,
+    lowest_sqnr,
     nothing_converted,
     num_elements,
     output_errors,
@@ -116,8 +118,12 @@ def part_document(result: PartResult) -> Document:
 
 
 def _size_change(before: int, after: int) -> str:
+    return f"{size_text(before)} → {size_text(after)} ({_change_words(before, after)})"
+
+
+def _change_words(before: int, after: int) -> str:
     share = f", {share_text(after, before)} of the source" if before > 0 else ""
-    return f"{size_text(before)} → {size_text(after)} ({change_text(before, after)}{share})"
+    return f"{change_text(before, after)}{share}"
 
 
 def files_section(files: Sequence[FileRecord]) -> Section | None:
@@ -128,8 +134,7 @@ def files_section(files: Sequence[FileRecord]) -> Section | None:
 
 def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     read, written = result.bytes.read, result.bytes.written
-    share = f", {share_text(written, read)} of the source" if read > 0 else ""
-    size = f"from {size_text(read)}: {change_text(read, written)}{share}"
+    size = f"from {size_text(read)}: {_change_words(read, written)}"
     changed, rate = converted_tensors(result.tensors), rate_text(read + written, result.weights_seconds)
     total = f"of {plural(len(result.tensors), 'tensor')}"
     return (
@@ -173,16 +178,14 @@ def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
 
 
 def _opening_section(result: ConvertResult) -> Section | None:
-    layout = str(result.options.get("layout", "lpconv"))
-    if layout == "lpconv":
-        lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
-    else:
-        lines = opening_lines(layout, result.architecture, result.output)
+    lines = opening_lines(str(result.options.get("layout", "lpconv")), result.architecture, result.output)
     return section("How to open it", Code(lines=lines, language="python"))
 
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
-    """Python code that opens an output in a third-party layout without lpconv."""
+    """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
+    if layout == "lpconv":
+        return ("import lpconv", f"model = lpconv.load({path!r})")
     if layout == "mlx":
         return ("from mlx_lm import load", f"model, tokenizer = load({path!r})")
     if layout == "gguf":
@@ -252,8 +255,9 @@ def headline(result: ConvertResult) -> str:
 
 def summary(result: ConvertResult) -> str:
     """The whole result as one paragraph that can be quoted."""
-    verdict = verify_headline(result.verify)
-    return f"{conversion_summary(result)} {_size_sentence(result)} {verdict[:1].upper()}{verdict[1:]}."
+    verdict, read, written = verify_headline(result.verify), result.bytes.read, result.bytes.written
+    size = f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
+    return f"{conversion_summary(result)} {size} {verdict[:1].upper()}{verdict[1:]}."
 
 
 def conversion_summary(result: ConvertResult) -> str:
@@ -270,10 +274,6 @@ def conversion_summary(result: ConvertResult) -> str:
 def _done_sentence(result: ConvertResult) -> str:
     """A sentence on the model, the method, and what was done to its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
-    return f"{model} was rewritten with {_done_words(result)}."
-
-
-def _done_words(result: ConvertResult) -> str:
     changed = len(converted_tensors(result.tensors))
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
@@ -286,7 +286,7 @@ def _done_words(result: ConvertResult) -> str:
         parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} original bits")
     if tied:
         parts.append(f"{plural(tied, 'tied weight')} {'is' if tied == 1 else 'are'} stored once")
-    return f"{method_name(result.method)}: {', '.join(parts)}"
+    return f"{model} was rewritten with {method_name(result.method)}: {', '.join(parts)}."
 
 
 def has_input_scales(result: ConvertResult) -> bool:
@@ -341,11 +341,6 @@ def scale_words(result: ConvertResult) -> str:
     known = {"tensor": "one scale per tensor", "row": "one scale per row"}
     granularity = str(result.options.get("granularity", "tensor"))
     return known.get(granularity, f"scales of granularity {granularity}")
-
-
-def _size_sentence(result: ConvertResult) -> str:
-    read, written = result.bytes.read, result.bytes.written
-    return f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
 
 
 def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
@@ -409,22 +404,8 @@ def _median_sqnr(r: ConvertResult) -> float | None:
     return statistics.median(measured) if measured else None
 
 
-def _min_sqnr(r: ConvertResult) -> float | None:
-    measured = [t.sqnr_db for t in converted_tensors(r.tensors) if t.sqnr_db is not None]
-    worst = worst_tensors(converted_tensors(r.tensors), 1)
-    return worst[0].sqnr_db if worst else min(measured, default=None)
-
-
-def _max_rel_error(r: ConvertResult) -> float | None:
-    return max((t.max_rel_error for t in converted_tensors(r.tensors) if t.max_rel_error is not None), default=None)
-
-
 def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
     return read(r.verify.logits) if r.verify.logits and not r.verify.logits.skipped else MISSING
-
-
-def _equal(check: LogitsCheck) -> str:
-    return {True: "yes", False: "no", None: MISSING}[check.bit_equal]
 
 
 def _top1(check: LogitsCheck) -> str:
@@ -443,12 +424,12 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "change": lambda r: change_text(r.bytes.read, r.bytes.written),
     "tensors converted": lambda r: count_text(len(converted_tensors(r.tensors))),
     "tensors kept": lambda r: count_text(sum(t.action == "keep" for t in r.tensors)),
-    "smallest SQNR, dB": lambda r: sqnr_text(_min_sqnr(r)),
+    "smallest SQNR, dB": lambda r: sqnr_text(lowest_sqnr(converted_tensors(r.tensors))),
     "median SQNR, dB": lambda r: sqnr_text(_median_sqnr(r)),
-    "largest rel. error": lambda r: error_text(_max_rel_error(r)),
+    "largest rel. error": lambda r: error_text(largest_error(converted_tensors(r.tensors))),
     "elements saturated": lambda r: count_text(sum(t.num_saturated for t in r.tensors)),
     "elements to zero": lambda r: count_text(sum(t.num_flushed for t in r.tensors)),
-    "outputs bit-equal": lambda r: _logits(r, _equal),
+    "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
     "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
     "same top prediction": lambda r: _logits(r, _top1),

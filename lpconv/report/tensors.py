@@ -64,6 +64,17 @@ def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRe
     return tuple(sorted(noisy, key=lambda t: (not math.isnan(t.sqnr_db or 0), t.sqnr_db, t.name))[:count])
 
 
+def lowest_sqnr(tensors: Iterable[TensorRecord]) -> float | None:
+    """The lowest measured SQNR in dB, with NaN (no signal at all) below any number; None if none was measured."""
+    measured = (t.sqnr_db for t in tensors if t.sqnr_db is not None)
+    return min(measured, key=lambda decibels: (not math.isnan(decibels), decibels), default=None)
+
+
+def largest_error(tensors: Iterable[TensorRecord]) -> float | None:
+    """The largest measured relative error of an element; None if none was measured."""
+    return max((t.max_rel_error for t in tensors if t.max_rel_error is not None), default=None)
+
+
 def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
     """Tensors grouped by action and reason: converted, kept, tied; within each, the largest group first."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
@@ -71,13 +82,10 @@ def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, 
         groups.setdefault((t.action, t.source_dtype, t.format, t.reason), []).append(t)
 
     def order(group: tuple[TensorRecord, ...]) -> tuple[int, int, str]:
-        return _rank(group[0].action), -sum(t.bytes_in for t in group), group[0].reason
+        rank = _ACTIONS.index(group[0].action) if group[0].action in _ACTIONS else len(_ACTIONS)
+        return rank, -sum(t.bytes_in for t in group), group[0].reason
 
     return tuple(sorted(map(tuple, groups.values()), key=order))
-
-
-def _rank(action: str) -> int:
-    return _ACTIONS.index(action) if action in _ACTIONS else len(_ACTIONS)
 
 
 def in_layer_order(tensors: Iterable[T]) -> tuple[T, ...]:
@@ -231,9 +239,7 @@ def _feedback_cell(tensors: Sequence[TensorRecord]) -> Cell:
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
     changed = converted_tensors(tensors)
-    worst = next(iter(worst_tensors(changed, 1) or [t for t in changed if t.sqnr_db is not None]), None)
-    lowest = worst.sqnr_db if worst else None
-    error = max((t.max_rel_error for t in changed if t.max_rel_error is not None), default=None)
+    lowest, error = lowest_sqnr(changed), largest_error(changed)
     counts = (len(tensors), len(changed), sum(map(num_elements, tensors)))
     sizes = (sum(t.bytes_in for t in tensors), sum(t.bytes_out for t in tensors))
     lost = (sum(t.num_saturated for t in tensors), sum(t.num_flushed for t in tensors))
