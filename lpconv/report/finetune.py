@@ -21,6 +21,7 @@ from lpconv.report.document import (
     texts_of,
 )
 from lpconv.report.finetune_words import (
+    arithmetic_of,
     diagnostics,
     figure_text,
     gap_table,
@@ -198,9 +199,10 @@ def _training_charts(result: FinetuneResult) -> list[Chart]:
     """Held-out metrics first, which show what precision cost; then losses, their gap, loss scale and update quality."""
     run, twin = main_run(result), twin_run(result)
     charts = [_evaluation_chart(result, s.name) for s in reversed(run.evaluations) if len(s.steps) > 1]
-    losses = [Line(series=run.losses, colour=0, label=result.recipe)]
-    if twin is not None:
-        losses.append(Line(series=twin.losses, colour=1, label=result.twin or ""))
+    losses = [
+        Line(series=r.losses, colour=i, label=arithmetic_of(result, r.role))
+        for i, r in enumerate(filter(None, (run, twin)))
+    ]
     charts.append(line_chart("Training loss", "The loss at the start of every step.", losses))
     if twin is not None:
         words = "Training loss of the run minus that of its twin, at every step; above zero, the twin is better."
@@ -232,9 +234,9 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
     lines: list[Line] = []
     labelled: set[str] = set()
     for run in result.runs:
-        series = next((s for s in run.evaluations if s.name == metric), None)
+        series = _evaluations_of(run, metric)
         if series is not None:
-            label = (result.recipe if run.role == "run" else result.twin or "") if run.role not in labelled else ""
+            label = arithmetic_of(result, run.role) if run.role not in labelled else ""
             labelled.add(run.role)
             errors = (h.standard_error for h in result.held_out if label and (h.role, h.metric) == (run.role, metric))
             error = next(errors, None)  # one band for all seeds, since bands would hide each other
@@ -247,6 +249,10 @@ def _evaluation_chart(result: FinetuneResult, metric: str) -> Chart | None:
     elif level is not None:
         words += f" The baseline guess, {guess(result)}, is outside the chart: {figure_text(metric, level)}."
     return line_chart(metric_title(metric, result), words, lines)
+
+
+def _evaluations_of(run: RunRecord, metric: str) -> Series | None:
+    return next((s for s in run.evaluations if s.name == metric), None)
 
 
 def _is_near(level: float, lines: Sequence[Line]) -> bool:
@@ -327,7 +333,3 @@ def _curves_chart(
     curves = [(label, read(main_run(r))) for label, r in named]
     lines = [Line(series=s, colour=i, label=label) for i, (label, s) in enumerate(curves) if s is not None]
     return line_chart(title, "Runs with the first seed.", lines)
-
-
-def _evaluations_of(run: RunRecord, metric: str) -> Series | None:
-    return next((s for s in run.evaluations if s.name == metric), None)
