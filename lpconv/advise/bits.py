@@ -128,11 +128,9 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
 
 def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
     """The record of a parameter's tensor: transformers may add or remove a prefix of its name."""
-    return next((r for r in records if r.action == "convert" and _same_name(parameter, r.name)), None)
-
-
-def _same_name(a: str, b: str) -> bool:
-    return a == b or a.endswith("." + b) or b.endswith("." + a)
+    ends = f".{parameter}"
+    named = (r for r in records if ends.endswith(f".{r.name}") or r.name.endswith(ends))
+    return next((r for r in named if r.action == "convert"), None)
 
 
 def _part(record: TensorRecord, divergence: float) -> LayerPart:

@@ -158,4 +158,4 @@ def _conclude(result: AdviceResult, options: AdviseOptions, deadline: Deadline, 
         )
         for purpose, row in chosen
     )
-    return replace(result, recommendations=advised, unknowns=unknowns(result))
+    return replace(result, recommendations=advised, unknowns=tuple(unknowns(result)))

@@ -32,7 +32,7 @@ def advice_document(result: AdviceResult) -> Document:
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
-            *(_purpose_section(result, advised) for advised in result.recommendations),
+            *map(_purpose_section, result.recommendations),
             section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), _parts_chart(result)),
             *(_candidate_section(result, p) for p in _HEADINGS),
             section(f"Where {result.parts_of} costs most", parts),
@@ -54,7 +54,7 @@ def _verdict(result: AdviceResult) -> Verdict | None:
     return Verdict(outcome="passed" if is_whole else "not run", text=f"Recommended: {'; '.join(parts)}")
 
 
-def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section | None:
+def _purpose_section(advised: Recommendation) -> Section | None:
     command = Code(lines=(advised.command,)) if advised.command else None
     return section(_HEADINGS[advised.purpose], advised.words, command)
 
@@ -188,12 +188,8 @@ def _no_recommendation(result: AdviceResult, purpose: str) -> str:
     )
 
 
-def unknowns(result: AdviceResult) -> tuple[str, ...]:
+def unknowns(result: AdviceResult) -> Iterator[str]:
     """Sentences about what the advice does not know."""
-    return tuple(_unknowns(result))
-
-
-def _unknowns(result: AdviceResult) -> Iterator[str]:
     measured = [r for r in result.rows if r.status == "measured"]
     sources = {r.time_from for r in measured if r.time_from.startswith("roofline")}
     for source in sorted(sources):

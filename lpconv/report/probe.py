@@ -8,7 +8,6 @@ from pathlib import PurePath
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.report.charts import Axis, Bar, Box, Chart, HeatMap, Loss, Mark, Tick, bar_chart, stepped_axis
 from lpconv.report.document import (
-    Block,
     Bullets,
     Cell,
     Document,
@@ -159,26 +158,18 @@ def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
 
 def _tensor_section(report: ProbeReport) -> Section | None:
     """Every tensor in layer order. For a single format: in detail, worst first, and on terminals too."""
-    if len(report.formats) > 1:
-        lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
-        columns = ("Elements", *lost, "<Held by")
-        rows: list[Row] = [(t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors]
-    else:
+    if len(report.formats) == 1:
         columns = ("To zero", "Subnormal", "Beyond range", "SQNR", "<Held")
-        rows = [(t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)]
-    blocks: list[Block] = [
-        Table(
-            columns=("Layer", "<Tensor", *columns),
-            rows=tuple(rows),
-            has_names=True,
-            sortable=True,
-            filter="attention output gradient",
-        ),
-        _TENSOR_WORDS if len(report.formats) > 1 else _DETAIL_WORDS,
-    ]
-    if len(report.formats) > 1:
-        return section("Every tensor", *blocks, only="page")
-    return section(f"Every tensor in {report.formats[0]}, the worst first", *blocks)
+        table = _tensor_table(columns, ((t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)))
+        return section(f"Every tensor in {report.formats[0]}, the worst first", table, _DETAIL_WORDS)
+    columns = ("Elements", *(f"{n}: {what}" for n in report.formats for what in ("lost", "SQNR")), "<Held by")
+    rows = ((t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors)
+    return section("Every tensor", _tensor_table(columns, rows), _TENSOR_WORDS, only="page")
+
+
+def _tensor_table(columns: tuple[str, ...], rows: Iterable[Row]) -> Table:
+    columns, example = ("Layer", "<Tensor", *columns), "attention output gradient"
+    return Table(columns=columns, rows=tuple(rows), has_names=True, sortable=True, filter=example)
 
 
 def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:

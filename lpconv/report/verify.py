@@ -156,11 +156,10 @@ def verify_headline(v: VerifyResult) -> str:
     if word == "not run":
         return "Not verified"
     if v.logits and not v.logits.skipped:
-        top1 = v.logits.top1_agreement
-        first = (
-            "" if v.logits.bit_equal or top1 is None else f", the same top prediction at {percent(top1)} of positions"
-        )
-        return f"Verified: {_outputs_text(v.logits)}{first}"
+        top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits)}"
+        if v.logits.bit_equal or top1 is None:
+            return text
+        return f"{text}, the same top prediction at {percent(top1)} of positions"
     if v.weights:
         return f"Verified by its weights: {_tensors_text(v.weights)}"
     return f"Verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"Verified at level {v.level}"
