@@ -78,7 +78,6 @@ class Facts:
     """Labelled values."""
 
     values: Mapping[str, str]
-    caption: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
