@@ -54,17 +54,14 @@ class RunKind:
     compare: Callable[[Sequence[Any], Sequence[str]], Document] | None = None
     page_file: str = "report.html"
 
-    def find(self, run: str) -> Path | None:
-        """The file with the result of this kind at a path; None if there is none."""
-        path = Path(run) / self.file if self.file and Path(run).is_dir() else Path(run)
-        if self.kind is None:
-            return path if _is_json(path) else None
-        return path if _is_json(path) and _document(path).get("kind") == self.kind else None
 
-
-def kind_of(run: str) -> RunKind | None:
-    """The kind of the run in a folder or file; None if it holds no run."""
-    return next((kind for kind in _KINDS if kind.find(run) is not None), None)
+def find_run(run: str | Path) -> tuple[RunKind, Path] | None:
+    """The kind of the run in a folder or file, and the file with its result; None if it holds no run."""
+    for kind in _KINDS:
+        path = Path(run) / kind.file if kind.file and Path(run).is_dir() else Path(run)
+        if _is_json(path) and (kind.kind is None or _document(path).get("kind") == kind.kind):
+            return kind, path
+    return None
 
 
 def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
@@ -72,21 +69,16 @@ def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
     kinds: dict[str, RunKind] = {}
     paths = []
     for run in runs:
-        kind = kind_of(run)
-        path = kind.find(run) if kind is not None else None
-        if kind is None or path is None:
-            raise _no_run(Path(run))
-        kinds[kind.name] = kind
-        paths.append(path)
+        found = find_run(run)
+        if found is None and not os.path.exists(run):
+            raise missing_directory(Path(run), hint=ANY_RUN)
+        if found is None:
+            raise InputError(f"`{Path(run)}` has no report.json", hint=ANY_RUN)
+        kinds[found[0].name] = found[0]
+        paths.append(found[1])
     if len(kinds) > 1:
         raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass runs of the same kind")
     return next(iter(kinds.values())), paths
-
-
-def _no_run(run: Path) -> InputError:
-    if not os.path.exists(run):
-        return missing_directory(run, hint=ANY_RUN)
-    return InputError(f"`{run}` has no report.json", hint=ANY_RUN)
 
 
 def name_of(path: Path) -> str:
@@ -111,9 +103,9 @@ def _read_run(path: Path) -> Iterator[tuple[RunKind, Path, Any]]:
     """Yield the run at a path, if there is one."""
     kind: RunKind = _KINDS[-1]
     try:
-        kind = kind_of(str(path)) or kind
-        file = kind.find(str(path))
-        if file is not None:
+        run = find_run(path)
+        if run is not None:
+            kind, file = run
             yield kind, file, kind.read(file)
     except InputError as e:
         yield kind, path / REPORT, e
