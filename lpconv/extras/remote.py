@@ -206,7 +206,7 @@ class RemoteFile:
     def __init__(self, *, store: str, name: str, e_tag: str | None, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._fetch = functools.partial(fetch, store, name, e_tag)
-        self._pieces = -(-size_bytes // _PIECE)
+        self.num_pieces = -(-size_bytes // _PIECE)
         self._little = Counter[int]()
 
     def read_into(self, start: int, out: memoryview) -> None:
@@ -229,10 +229,6 @@ class RemoteFile:
     def fetch_piece(self, index: int) -> Any:
         """Fetch the bytes of a piece."""
         return self._fetch(span=(index * _PIECE, min((index + 1) * _PIECE, self.size_bytes)))
-
-    @property
-    def num_pieces(self) -> int:
-        return self._pieces
 
     def close(self) -> None:
         _window().forget(self)
