@@ -166,53 +166,22 @@ _NO_RUNS = {
 }
 # Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (
+    RunKind(name="Advice", kind="advice", file=ADVICE_FILE, read=read_advice, document=advice_document, page_file=PAGE),
+    RunKind(name="Benches", kind="bench", file=None, read=read_bench, document=bench_document, compare=compare_benches),
+    RunKind(name=PROBES, kind="probe", file=PROBE_FILE, read=ask_probe, document=probe_document),
     RunKind(
-        name="Advice",
-        kind="advice",
-        file=ADVICE_FILE,
-        read=read_advice,
-        document=advice_document,
-        page_file=PAGE,
+        name="Fine-tunings", kind="finetune", file=REPORT, read=lambda path: from_json(FinetuneResult, read_json(path)),
+        document=finetune_document, compare=compare_finetunes,
     ),
     RunKind(
-        name="Benches",
-        kind="bench",
-        file=None,
-        read=read_bench,
-        document=bench_document,
-        compare=compare_benches,
-    ),
-    RunKind(
-        name=PROBES,
-        kind="probe",
-        file=PROBE_FILE,
-        read=ask_probe,
-        document=probe_document,
-    ),
-    RunKind(
-        name="Fine-tunings",
-        kind="finetune",
-        file=REPORT,
-        read=lambda path: from_json(FinetuneResult, read_json(path)),
-        document=finetune_document,
-        compare=compare_finetunes,
-    ),
-    RunKind(
-        name="Verifications",
-        kind="verify",
-        file=None,
-        read=lambda path: from_json(Verification, _document(path)),
+        name="Verifications", kind="verify", file=None, read=lambda path: from_json(Verification, _document(path)),
         document=verify_document,
     ),
     RunKind(
-        name=CONVERSIONS,
-        kind=None,
-        file=REPORT,
-        read=_read_conversion,
-        document=convert_document,
+        name=CONVERSIONS, kind=None, file=REPORT, read=_read_conversion, document=convert_document,
         compare=compare_conversions,
     ),
-)
+)  # fmt: skip
 
 
 def write_page(html: str, document: Document) -> None:
@@ -227,7 +196,7 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     if not runs:
         raise InputError(f"neither `{folder}` nor its subfolders contain a run", hint=ANY_RUN)
     home = Path(html).parent if html is not None else folder
-    entries = [_entry(kind, path, _line(kind, result), folder, home) for kind, path, result in runs]
+    entries = [_entry(kind, path, result, folder, home) for kind, path, result in runs]
     if html is not None:
         compared = _write_comparisons(runs, home / Path(html).stem)
         write_page(html, index_document(folder.resolve().name, entries, compared))
@@ -235,21 +204,19 @@ def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
     print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
 
 
-def _line(kind: RunKind, result: Any) -> tuple[str, str]:
+def _entry(kind: RunKind, path: Path, result: Any, folder: Path, home: Path) -> RunEntry:
     if isinstance(result, InputError):
-        return "", f"cannot be shown: {result.message}"
-    document = kind.document(result)
-    return document.subtitle, document.verdict.text if document.verdict else ""
-
-
-def _entry(kind: RunKind, path: Path, line: tuple[str, str], folder: Path, home: Path) -> RunEntry:
+        what, found = "", f"cannot be shown: {result.message}"
+    else:
+        document = kind.document(result)
+        what, found = document.subtitle, document.verdict.text if document.verdict else ""
     page = path.parent / kind.page_file
     has_folder = kind.file is not None
     return RunEntry(
         name=os.path.relpath(path.parent if has_folder else path, folder),
         kind=kind.name,
-        what=line[0],
-        found=line[1],
+        what=what,
+        found=found,
         written=datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M"),
         link=os.path.relpath(page, home) if has_folder and page.is_file() else None,
     )
