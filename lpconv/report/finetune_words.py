@@ -93,7 +93,7 @@ def _error_text(metric: str, error: float | None) -> str:
     """A standard error as text; in percentage points for accuracy."""
     if error is None:
         return MISSING
-    return f"{100 * error:.2g} points" if metric == "eval_accuracy" else _two_digits(error)
+    return f"{100 * error:.2g} points" if metric in _SHARES else _two_digits(error)
 
 
 def gap_table(result: FinetuneResult) -> Table:
