@@ -214,7 +214,7 @@ class Placement:
                 self._steps.append(self._step(job, "", "--finish"))
 
     def _finish_job(self, job: BatchJob, result: JobResult) -> None:
-        """Record the result of a job; its time includes that of the longest part."""
+        """Record the result of a job; its time includes the time of the longest part."""
         result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
 

@@ -190,10 +190,8 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     if method not in READ:
         return Findings()
     grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
-    problems = [*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms)]
-    return Findings(
-        problems=tuple(problems), warnings=tuple(_block_warnings(grids)) + tuple(_mixed_fused_weights(forms))
-    )
+    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms))
+    return Findings(problems=problems, warnings=(*_block_warnings(grids), *_mixed_fused_weights(forms)))
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -130,7 +130,7 @@ def _gap_text(gap: GapEstimate, unit: str) -> str:
 
 
 def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) -> str:
-    """What to do for a purpose and what it costs, in two or three sentences."""
+    """The recommendation for a purpose and its cost, in two or three sentences."""
     if row is None or row.gap is None:
         return _no_recommendation(result, purpose)
     return _convert_words(result, row) if purpose == "infer" else _train_words(result, row)

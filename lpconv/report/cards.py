@@ -20,7 +20,7 @@ _WORST = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """What a card says about a third-party layout: how to open it, its tag and library on the hub.
+    """Facts about a third-party layout for cards: how to open it, its tag and library on the hub.
 
     `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
     """

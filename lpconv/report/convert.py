@@ -46,7 +46,7 @@ RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
 def convert_document(result: ConvertResult) -> Document:
-    """What was done, saved and lost, how the output was verified, and how to open it."""
+    """Actions, savings and losses of a conversion, its verification, and how to open the output."""
     listed = listed_tensors(result.tensors)
     flat = flat_sqnr_text(converted_tensors(result.tensors))
     residual = f", {result.residual} residual" if result.residual else ""
@@ -261,7 +261,7 @@ def summary(result: ConvertResult) -> str:
 
 
 def conversion_summary(result: ConvertResult) -> str:
-    """What was done, what it cost the weights, and where input scales come from."""
+    """Sentences on the actions, the errors of the weights, and the source of input scales."""
     sentences = (
         _done_sentence(result),
         _error_sentence(result.tensors),

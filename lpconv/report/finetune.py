@@ -54,7 +54,7 @@ _MAX_COLUMNS = 24  # most columns of a heat map
 
 
 def finetune_document(result: FinetuneResult) -> Document:
-    """What was trained, what precision cost, and in which layers."""
+    """The training, the cost of low precision, and the layers where it arose."""
     return Document(
         kind="finetune",
         title=PurePath(result.output).name,

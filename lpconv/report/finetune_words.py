@@ -134,7 +134,7 @@ def held_out_table(result: FinetuneResult) -> Table:
 
 
 def held_out_words(result: FinetuneResult) -> str:
-    """What the held-out metrics are based on; empty if the record does not say."""
+    """Number of examples and the baseline of the held-out metrics; empty if the record has none."""
     if not result.held_out:
         return ""
     h = result.held_out[0]
@@ -213,7 +213,7 @@ def verdict(result: FinetuneResult) -> str:
 
 
 def _recovery_verdict(result: FinetuneResult) -> str:
-    """What a recovery won on held-out examples, and what the published model has."""
+    """Held-out metrics before and after a recovery, and the metrics of the published model."""
     run = main_run(result)
     changes = (
         f"{metric_name(h.metric, result)} from {figure_text(h.metric, h.before)} to {figure_text(h.metric, h.after)}"

@@ -45,14 +45,14 @@ def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ..
 
 
 def nothing_converted(formats: Collection[str], wanted: str) -> str | None:
-    """What to say if no tensor is converted, or none to the format `wanted`; `formats` are those of converted ones."""
+    """A warning if no tensor is converted, or none to `wanted`; `formats` are the formats of converted tensors."""
     if not formats:
         return "no tensor is converted: the output is a copy"
     return None if wanted in formats else f"no tensor was converted to {wanted}"
 
 
 def overflow_text(t: TensorRecord) -> str:
-    """What to say of a tensor whose finite numbers became Inf in its format."""
+    """Description of a tensor with finite numbers that became Inf in its format."""
     numbers = plural(t.num_saturated, "number")
     return f"`{t.name}`: {numbers} beyond the range of {t.format} became Inf (bf16 has the range)"
 
@@ -173,7 +173,7 @@ def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...
 
 
 def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
-    """What was done to groups of tensors, and why; on a page with an example of each."""
+    """Actions by group of tensors, with reasons; on a page with an example of each."""
     groups = action_groups(tensors)
     if not groups:
         return (section("Tensors", "The checkpoint holds no tensors."),)
