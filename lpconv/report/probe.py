@@ -159,17 +159,19 @@ def _fit_count(members: Sequence[ProbedRecord], index: int) -> str:
 def _tensor_section(report: ProbeReport) -> Section | None:
     """Every tensor in layer order. For a single format: in detail, worst first, and on terminals too."""
     if len(report.formats) == 1:
-        columns = ("To zero", "Subnormal", "Beyond range", "SQNR", "<Held")
-        table = _tensor_table(columns, ((t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)))
+        details = [(t.layer, t.words, *_detail_cells(t)) for t in worst_first(report.tensors)]
+        table = _tensor_table(("To zero", "Subnormal", "Beyond range", "SQNR", "<Held"), details)
         return section(f"Every tensor in {report.formats[0]}, the worst first", table, _DETAIL_WORDS)
-    columns = ("Elements", *(f"{n}: {what}" for n in report.formats for what in ("lost", "SQNR")), "<Held by")
-    rows = ((t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors)
-    return section("Every tensor", _tensor_table(columns, rows), _TENSOR_WORDS, only="page")
+    lost = (f"{name}: {what}" for name in report.formats for what in ("lost", "SQNR"))
+    rows: list[Row] = [(t.layer, t.words, _count_cell(t), *_lost_cells(t), _held_by(t)) for t in report.tensors]
+    return section("Every tensor", _tensor_table(("Elements", *lost, "<Held by"), rows), _TENSOR_WORDS, only="page")
 
 
-def _tensor_table(columns: tuple[str, ...], rows: Iterable[Row]) -> Table:
-    columns, example = ("Layer", "<Tensor", *columns), "attention output gradient"
-    return Table(columns=columns, rows=tuple(rows), has_names=True, sortable=True, filter=example)
+def _tensor_table(columns: Iterable[str], rows: Sequence[Row]) -> Table:
+    example = "attention output gradient"
+    return Table(
+        columns=("Layer", "<Tensor", *columns), rows=tuple(rows), has_names=True, sortable=True, filter=example
+    )
 
 
 def worst_first(tensors: Iterable[ProbedRecord]) -> tuple[ProbedRecord, ...]:
