@@ -246,7 +246,7 @@ class _Window:
         with self._lock:
             return (file, index) in self._held
 
-    def piece(self, file: RemoteFile, index: int) -> "Future[Any]":
+    def piece(self, file: RemoteFile, index: int) -> Future[Any]:
         """Future of a piece. After the piece before it (a sequential read), the following ones are prefetched."""
         with self._lock:
             is_going_on = (file, index - 1) in self._held
