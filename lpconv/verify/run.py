@@ -5,13 +5,14 @@ docs/verify.md shows which planted damage each level detects.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lpconv.data import check_text
 from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
-from lpconv.gates import VERIFY_GATES, check_measured, is_of_task, needs_logits, with_gates
+from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, VerifyResult
@@ -38,24 +39,29 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     """
     check_verify(options)
     check_tasks(options)
-    against, level = options.against, options.level
     gates = [VERIFY_GATES.parse(g) for g in options.gates]
-    if options.tasks:
-        assert against is not None  # required by check_verify
-        tasks = load_tasks(options, progress)
-        others = tuple(g for g in options.gates if not is_of_task(g))
-        checked = verify_output(directory, dataclasses.replace(options, tasks=(), gates=others), progress=progress)
-        answers = compare_on_tasks(directory, against, tasks, limit=options.task_limit, progress=progress)
-        return with_gates(dataclasses.replace(checked, tasks=answers), gates)
-    is_tuned = is_trained(directory)
-    if options.data is not None:
-        assert against is not None  # required by check_verify
-        reference = _open_reference(against)
+    tasks = load_tasks(options, progress) if options.tasks else {}
+    if options.data is None:
+        level, early_gates = options.level, [g for g in gates if not is_of_task(g.expression)]
+    else:
+        assert options.against is not None  # required by check_verify, as for tasks
+        reference = _open_reference(options.against)
         check_text(options.data, reference.directory, reference.config, options.seq_len)
-        shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
-        before = dataclasses.replace(options, level=shallow, gates=(), data=None)
-        checked = verify_output(directory, before, progress=progress)
-        return with_gates(_with_text(checked, directory, reference, options, progress), gates)
+        level = options.level or ("weights" if is_output(directory) and not is_trained(directory) else "values")
+        early_gates = []  # all gates wait for the outputs on the text
+    result = _verify_stored(directory, dataclasses.replace(options, level=level), early_gates, progress)
+    if options.data is not None:
+        result = _with_text(result, directory, reference, options, progress)
+    if options.tasks:
+        assert options.against is not None
+        answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
+        result = dataclasses.replace(result, tasks=answers)
+    return with_gates(result, gates) if options.data is not None or options.tasks else result
+
+
+def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate], progress: Progress) -> VerifyResult:
+    """Check an output at the level of the options, without text and tasks."""
+    against, level, is_tuned = options.against, options.level, is_trained(directory)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained after conversion, so no source has the same weights",
