@@ -115,6 +115,12 @@ VERIFY_GATES = GateTable[VerifyResult](
 )
 
 
+def with_gates(result: VerifyResult, gates: Sequence[Gate]) -> VerifyResult:
+    """The result of a verification with its gates; it passes if there are no problems and no failed gates."""
+    met = VERIFY_GATES.check(gates, result)
+    return replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+
+
 def needs_logits(gates: Sequence[Gate]) -> bool:
     """Whether any gate of a conversion needs the logits, and so a run of both models."""
     return any(g.metric in _LOGITS_METRICS for g in gates)

@@ -5,9 +5,12 @@ The figures have the right size, are deterministic and differ per tensor; they a
 
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from lpconv.report.charts import Chart
+from lpconv.report.document import Document, Section
 from lpconv.results import (
     ByteCounts,
     CalibrationRecord,
@@ -23,8 +26,12 @@ from lpconv.results import (
     WeightsCheck,
 )
 
-__all__ = ["bert_result", "bert_shapes", "llama_result", "llama_shapes", "make_tensors", "plan_of"]
+__all__ = [
+    "bert_result", "bert_shapes", "blocks_of", "charts_of", "llama_result", "llama_shapes", "make_tensors", "plan_of",
+    "section_of",
+]  # fmt: skip
 
+T = TypeVar("T")
 Shapes = dict[str, tuple[int, ...]]
 _SQNR = {"fp16": 73.6, "bf16": 55.6, "e4m3fn": 31.5, "e5m2": 25.5, "fp32": math.inf}
 _BYTES = {"fp16": 2, "bf16": 2, "e4m3fn": 1, "e5m2": 1, "fp32": 4}
@@ -205,3 +212,19 @@ def plan_of(result: ConvertResult) -> PlanResult:
         workers=2,
         warnings=result.warnings,
     )
+
+
+def section_of(document: Document, title: str) -> Section:
+    """The section with this title, of which there is one."""
+    (section,) = (s for s in document.sections if s.title == title)
+    return section
+
+
+def blocks_of(document: Document, kind: type[T]) -> Iterator[T]:
+    """All blocks of a kind, in order."""
+    return (block for section in document.sections for block in section.blocks if isinstance(block, kind))
+
+
+def charts_of(document: Document) -> dict[str, Chart]:
+    """The charts by their titles."""
+    return {chart.title: chart for chart in blocks_of(document, Chart)}

@@ -34,8 +34,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judge_scales
-from lpconv.inspect.statistics import inspect_with_statistics
+from lpconv.inspect.values import inspect_with_statistics, judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 

@@ -19,7 +19,7 @@ from lpconv.errors import UsageError
 from lpconv.progress import Progress
 from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
-from lpconv.verify.logits import compare_outputs, outputs_of
+from lpconv.verify.outputs import compare_outputs, outputs_of
 
 # Base settings, widest first, and the format for raised tensors if the source is wider than 16 bits; otherwise raised
 # tensors are kept, at the same size and without loss.
@@ -119,9 +119,7 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
     own_values, own.data = own.data, other.data
     try:
         with torch.inference_mode():
-            checks = [
-                compare_outputs(a, outputs_of(subject.model, w), "", "") for a, w in zip(wanted, windows, strict=True)
-            ]
+            checks = [compare_outputs(a, outputs_of(subject.model, w)) for a, w in zip(wanted, windows, strict=True)]
     finally:
         own.data = own_values
     values = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
@@ -130,11 +128,9 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
 
 def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:
     """The record of a parameter's tensor: transformers may add or remove a prefix of its name."""
-    return next((r for r in records if r.action == "convert" and _same_name(parameter, r.name)), None)
-
-
-def _same_name(a: str, b: str) -> bool:
-    return a == b or a.endswith("." + b) or b.endswith("." + a)
+    ends = f".{parameter}"
+    named = (r for r in records if ends.endswith(f".{r.name}") or r.name.endswith(ends))
+    return next((r for r in named if r.action == "convert"), None)
 
 
 def _part(record: TensorRecord, divergence: float) -> LayerPart:

@@ -1,8 +1,11 @@
-"""Candidates for advice: every conversion in the tables of methods and formats, and every recipe."""
+"""Candidates for advice: every conversion in the tables of methods and formats; judging, ranking and choosing rows."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.forms import FORMS
@@ -10,10 +13,12 @@ from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 from lpconv.plan.options import GPTAQ, ConvertOptions, parse_rule
 from lpconv.plan.settings import fill_options
+from lpconv.results import AdviceRow
 
 Settings = dict[str, Any]  # settings of a conversion, as in a manifest job
 _GRANULARITIES = (*GRAINS, "group:128", "group:32")  # group sizes for which runtimes have kernels
 _WORDS = {"row": "rows", "mx": "MX", "nvfp4": "NVFP4", "group:128": "groups of 128", "group:32": "groups of 32"}
+_ORDER = ("measured", "unmeasured", "pruned", "failed")
 
 
 def convert_options(settings: Settings, **further: Any) -> ConvertOptions:
@@ -92,3 +97,37 @@ def describe_conversion(settings: Settings) -> str:
     if "rounding" in settings:
         words += f", {settings['rounding']}{' and scale search' if 'scale' in settings else ''}"
     return words
+
+
+def judge_row(row: AdviceRow, budget: Budget) -> AdviceRow:
+    """The row with `meets` set: whether it is within the budget."""
+    if row.status != "measured" or row.gap is None:
+        return replace(row, meets=None)
+    fits = row.memory_bytes is None or budget.memory_bytes is None or row.memory_bytes <= budget.memory_bytes
+    return replace(row, meets=row.gap.high <= budget.quality and fits)
+
+
+def rank_rows(rows: Iterable[AdviceRow]) -> tuple[AdviceRow, ...]:
+    """Rows best first, inference before training: those within the budget by cost, others by gap."""
+    return tuple(sorted(rows, key=_place))
+
+
+def _place(row: AdviceRow) -> tuple[object, ...]:
+    status = _ORDER.index(row.status)
+    gap = row.gap.high if row.gap is not None else math.inf
+    value = abs(row.gap.value) if row.gap is not None else math.inf
+    return row.purpose != "infer", status, not row.meets, _ranking_cost(row) if row.meets or status else 0.0, gap, value
+
+
+def _ranking_cost(row: AdviceRow) -> float:
+    """Cost used for ranking: bytes on disk, or bytes of memory in a step.
+
+    It is rounded to two digits, so that noise does not decide.
+    """
+    taken = row.size_bytes if row.purpose == "infer" else row.memory_bytes
+    return math.inf if not taken else float(f"{taken:.1e}")
+
+
+def best(rows: Iterable[AdviceRow], purpose: str) -> AdviceRow | None:
+    """The best row for a purpose within the budget, or None."""
+    return next((r for r in rank_rows(rows) if r.purpose == purpose and r.meets), None)

@@ -13,24 +13,25 @@ on the conversions smaller than the answer, the largest first, until one does no
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lpconv.advise.candidates import Settings, conversions, describe_conversion, with_feedback
-from lpconv.advise.choice import judge_row
-from lpconv.advise.forecast import opened_in
+from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
+from lpconv.bench.cases import PLAIN, Case
+from lpconv.bench.models import gemms_of, running_bytes
+from lpconv.bench.roofline import step_gemm_seconds
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
-from lpconv.models.inputs import example_inputs
+from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.progress import Progress
-from lpconv.results import AdviceRow, GapEstimate
+from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
-from lpconv.verify.logits import compare_outputs, outputs_of
+from lpconv.verify.outputs import compare_outputs, outputs_of
 
 _SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
@@ -41,6 +42,7 @@ _SHARE = 1 / 3  # share of the remaining time for the windows of one candidate; 
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # relative to the signal: 30 dB, as for e4m3fn
 _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quality to be ruled out
+_NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ def _figures(subject: Subject, model: Any) -> dict[str, float]:
     """The metrics that the gates of `convert --verify logits` will check."""
     inputs = example_inputs(subject.model)
     with torch.inference_mode():
-        check = compare_outputs(outputs_of(subject.model, inputs), outputs_of(model, inputs), "", "")
+        check = compare_outputs(outputs_of(subject.model, inputs), outputs_of(model, inputs))
     name, value = ("kl", check.mean_kl) if subject.metric == "loss" else ("logits_rel_error", check.rel_error)
     return {} if value is None else {name: value}
 
@@ -211,3 +213,25 @@ def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:
     if row.size_bytes is None or row.noise is None or than.size_bytes is None or than.noise is None:
         return False
     return row.size_bytes <= than.size_bytes * _SAME_SIZE and row.noise <= than.noise * _SAME_NOISE
+
+
+def opened_in(settings: Mapping[str, Any]) -> str:
+    """The format in which a conversion opens: bf16, or fp32 if its weights have more than 16 bits."""
+    return "bf16" if str(settings["format"]) in _NARROW and "residual" not in settings else "fp32"
+
+
+def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: str) -> dict[str, Any]:
+    """Estimated fields of an `AdviceRow`: memory and time of a step of a model opened in bf16 or fp32."""
+    model, seq_len = subject.model, subject.prepared.seq_len
+    case = Case(
+        model="", layers=None, format=opened, method=PLAIN, mode="infer", optimizer=None, seq=seq_len,
+        batch=batch_size, compiled="off", device="cpu",
+    )  # fmt: skip
+    if opened == "fp32":  # operands have four bytes
+        peaks = replace(peaks, bf16_flops=peaks.fp32_flops, bytes_per_s=peaks.bytes_per_s / 2)
+    return {
+        "memory_bytes": running_bytes(model, case, vocabulary_size(model.config)),
+        "memory_from": f"estimate, opened in {'fp32' if opened == 'fp32' else '16 bits'}",
+        "step_time_s": step_gemm_seconds(gemms_of(model), batch_size * seq_len, peaks, method=None, train=False),
+        "time_from": "roofline of its Linear layers, from measured peaks",
+    }

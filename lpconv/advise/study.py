@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
-from lpconv.advise.choice import best, rank_rows
-from lpconv.advise.forecast import forecast
-from lpconv.advise.infer import Trial, measure_conversion, measure_conversions
+from lpconv.advise.candidates import best, rank_rows
+from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, open_subject
@@ -172,4 +171,4 @@ def _conclude(result: AdviceResult, options: AdviseOptions, deadline: Deadline, 
         )
         for purpose, row in chosen
     )
-    return replace(result, recommendations=advised, unknowns=unknowns(result))
+    return replace(result, recommendations=advised, unknowns=tuple(unknowns(result)))

@@ -33,7 +33,7 @@ from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.staging import Staging
 from lpconv.train.data import is_text, read_rows
-from lpconv.verify.logits import compare_outputs, outputs_of
+from lpconv.verify.outputs import compare_outputs, outputs_of
 
 Window = dict[str, Tensor]
 _NO_TEXT = "use `lpconv convert MODEL --verify logits` to measure what a conversion changes in its outputs"
@@ -93,7 +93,7 @@ class Subject:
         """The gap on each window, from the `figures` of the original and of another model."""
         if self.metric == "loss":
             return [b - a for a, b in zip(wanted, got, strict=True)]
-        checks = (compare_outputs(a, b, "", "") for a, b in zip(wanted, got, strict=True))
+        checks = (compare_outputs(a, b) for a, b in zip(wanted, got, strict=True))
         return [c.rel_error or 0.0 for c in checks]
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lpconv.advise.choice import judge_row
+from lpconv.advise.candidates import judge_row
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text

@@ -54,36 +54,16 @@ def _manifest_fields(record: type[Any]) -> dict[str, Declared]:
     return {name: d for name, d in options_of(record).items() if d.option.only in (None, "manifest")}
 
 
-def _convert_options(settings: dict[str, Any]) -> ConvertOptions:
-    return fill_options(make(ConvertOptions, settings))
-
-
 def _finetune_options(settings: dict[str, Any]) -> FinetuneOptions:
     options = make(FinetuneOptions, settings)
     check_options(options)
     return options
 
 
-def _bench_options(settings: dict[str, Any]) -> BenchOptions:
-    return make(BenchOptions, {"processes": 1} | settings)
-
-
-def _probe_options(settings: dict[str, Any]) -> ProbeOptions:
-    return make(ProbeOptions, settings)
-
-
-def _finetune_words(options: FinetuneOptions) -> str:
-    return options.arithmetic.name + (f" beside {options.twin}" if options.twin != "none" else "")
-
-
-def _bench_words(options: BenchOptions) -> str:
-    return " ".join((*options.formats, *options.methods, *options.modes))
-
-
 KINDS: dict[str, JobKind] = {
     "convert": JobKind(
         fields=_manifest_fields(ConvertOptions),
-        options=_convert_options,
+        options=lambda settings: fill_options(make(ConvertOptions, settings)),
         words=lambda options: f"{options.method} {options.format}",
         proof="SHA256SUMS",
         accepts=lambda proof: True,  # an output that fails its gates is not published
@@ -92,20 +72,20 @@ KINDS: dict[str, JobKind] = {
     "finetune": JobKind(
         fields=_manifest_fields(FinetuneOptions),
         options=_finetune_options,
-        words=_finetune_words,
+        words=lambda options: options.arithmetic.name + (f" beside {options.twin}" if options.twin != "none" else ""),
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
     ),
     "bench": JobKind(
         fields=_manifest_fields(BenchOptions),
-        options=_bench_options,
-        words=_bench_words,
+        options=lambda settings: make(BenchOptions, {"processes": 1} | settings),
+        words=lambda options: " ".join((*options.formats, *options.methods, *options.modes)),
         proof=BENCH_FILE,
         accepts=lambda proof: not (result := read_bench(proof)).interrupted and final_error(result) is None,
     ),
     "probe": JobKind(
         fields=_manifest_fields(ProbeOptions),
-        options=_probe_options,
+        options=lambda settings: make(ProbeOptions, settings),
         words=lambda options: f"{options.steps} steps",
         proof="probe.json",
         accepts=lambda proof: True,

@@ -155,7 +155,7 @@ def stale_reasons(job: BatchJob, entry: LockEntry, folder: Path) -> list[str]:
     proof = job.output / KINDS[job.kind].proof
     if entry.checksums_sha256 is not None and (not proof.is_file() or sha256_of(proof) != entry.checksums_sha256):
         return [f"its {proof.name} differs from the one in the lock file"]
-    changed = [f"{f.name} was changed" for f in entry.files if _size(job.output / f.name) != f.size_bytes]
+    changed = [f"{f.name} was changed" for f in entry.files if not _has_size(job.output / f.name, f)]
     sources = _source_differences(entry, folder, since=proof.stat().st_mtime)
     return [*changed, *_job_differences(job, entry, folder), *sources]
 
@@ -233,7 +233,7 @@ def _source_differences(entry: LockEntry, folder: Path, *, since: float | None) 
 
 def _is_changed(path: Path, record: FileRecord, since: float | None) -> bool:
     """Whether a file has changed: by size, then by time as in `make`, then by hash if one is recorded."""
-    if not path.is_file() or path.stat().st_size != record.size_bytes:
+    if not _has_size(path, record):
         return True
     if since is not None and path.stat().st_mtime < since:
         return False
@@ -242,8 +242,8 @@ def _is_changed(path: Path, record: FileRecord, since: float | None) -> bool:
     return sha256_of(path) != record.sha256
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _has_size(path: Path, record: FileRecord) -> bool:
+    return path.is_file() and path.stat().st_size == record.size_bytes
 
 
 def _move_aside(output: Path) -> Path:

@@ -16,8 +16,7 @@ from lpconv.batch.kinds import (
     SHARED_FIELDS,
     BatchJob,
 )
-from lpconv.batch.parsing import read_document
-from lpconv.batch.reading import read_mapping, read_setting
+from lpconv.batch.reading import read_document, read_mapping, read_setting
 from lpconv.convert.parts import check_shareable
 from lpconv.errors import UsageError
 from lpconv.lookup import find
@@ -117,11 +116,10 @@ def _job(
     job_id = own["id"]
     model, needs = _model_and_needs(own, earlier, place)
     if is_url(str(own.get("output", ""))):
-        with _prefix_errors(f"{place}.output"):
-            raise UsageError(
-                "a job can only write to a local folder",
-                hint="copy the output from there, or run `lpconv convert` directly",
-            )
+        raise UsageError(
+            f"{place}.output: a job can only write to a local folder",
+            hint="copy the output from there, or run `lpconv convert` directly",
+        )
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
         raise UsageError(f"{place}.split: a {kind} job cannot be split", hint="only conversions can be split")

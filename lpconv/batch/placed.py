@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lpconv.batch.kinds import BatchJob
 from lpconv.batch.options import BatchOptions
@@ -16,6 +17,7 @@ from lpconv.batch.records import (
     JobFailedError,
     error_from_answer,
     failed_job,
+    failed_needs,
     job_error,
     job_not_run,
     job_result,
@@ -25,9 +27,20 @@ from lpconv.batch.records import (
 from lpconv.batch.task import Answer, Executor, JobTask, MachineLostError, Needs
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Progress
-from lpconv.results.batch import FAILED, NOT_RUN, JobError, JobResult
+from lpconv.results.batch import NOT_RUN, BatchResult, JobError, JobResult
 
 _MAX_LOST = 3  # machines that may be lost during one task
+
+
+class BatchEvents(Protocol):
+    """Callbacks for the progress of a batch. `index` counts from 0."""
+
+    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
+
+    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
+
+    def batch_finished(self, result: BatchResult) -> None:
+        """Called once before `run_batch` returns or raises, whether or not jobs failed."""
 
 
 def _needs_of(job: BatchJob, executor: Executor) -> Needs:
@@ -66,8 +79,7 @@ class _Step:
 class Placement:
     """Placement of the `jobs` of a manifest on an executor.
 
-    `known` returns the result of a job that is up to date, and raises an error for a job that must not run. `started`
-    and `finished` are called with the index of a job.
+    `known` returns the result of a job that is up to date, and raises an error for a job that must not run.
     """
 
     def __init__(
@@ -79,12 +91,10 @@ class Placement:
         *,
         known: Callable[[BatchJob], JobResult | None],
         progress: Progress,
-        started: Callable[[BatchJob, int], None],
-        finished: Callable[[JobResult, int], None],
+        events: BatchEvents,
     ) -> None:
         self._manifest, self._jobs, self._executor, self._known = manifest, jobs, executor, known
-        self._options, self._progress = options, progress
-        self._started, self._finished = started, finished
+        self._options, self._progress, self._events = options, progress, events
         self._waiting = list(jobs)
         self._steps: list[_Step] = []  # ready to run
         self._parts: dict[str, int] = {}  # number of unfinished parts of each split job
@@ -129,13 +139,11 @@ class Placement:
 
     def _prepare(self, job: BatchJob) -> None:
         """Queue the tasks of a job, or record its result if it is already done or must not run."""
-        lacking = [
-            need for need in job.needs if need in self._results and self._results[need].status in (FAILED, NOT_RUN)
-        ]
+        lacking = failed_needs(job, [self._results[need] for need in job.needs if need in self._results])
         if lacking:
             self._results[job.id] = job_not_run(job, lacking)
             return
-        self._started(job, self._jobs.index(job))
+        self._events.job_started(job, self._jobs.index(job), len(self._jobs))
         try:
             done = self._known(job)
         except Exception as e:
@@ -206,7 +214,7 @@ class Placement:
                 self._steps.append(self._step(job, "", "--finish"))
 
     def _finish_job(self, job: BatchJob, result: JobResult) -> None:
-        """Record the result of a job; its time includes that of the longest part."""
+        """Record the result of a job; its time includes the time of the longest part."""
         result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
 
@@ -214,4 +222,5 @@ class Placement:
         if result.id not in self._results:
             self._results[result.id] = result
             self._failure = error or self._failure
-            self._finished(result, [job.id for job in self._jobs].index(result.id))
+            index = [job.id for job in self._jobs].index(result.id)
+            self._events.job_finished(result, index, len(self._jobs))

@@ -1,7 +1,7 @@
 """Results of jobs as records, for jobs run in this process and in others."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lpconv.batch.kinds import KINDS, BatchJob
@@ -31,6 +31,11 @@ def job_result(job: BatchJob, status: str) -> JobResult:
         what=KINDS[job.kind].words(job.options),
         status=status,
     )
+
+
+def failed_needs(job: BatchJob, results: Iterable[JobResult]) -> list[str]:
+    """Ids of the jobs that `job` needs and that failed or were not run, according to the results so far."""
+    return [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
 
 
 def job_not_run(job: BatchJob, lacking: Sequence[str]) -> JobResult:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.lock import (
@@ -20,28 +19,17 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.placed import Placement
-from lpconv.batch.records import failed_job, fill_outcome, job_error, job_not_run, job_result, stops_batch
+from lpconv.batch.placed import BatchEvents, Placement
+from lpconv.batch.records import failed_job, failed_needs, fill_outcome, job_error, job_not_run, job_result, stops_batch
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
-from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobOutcome, JobResult
+from lpconv.results.batch import DONE, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobResult
 
 _ALL_JOBS = BatchOptions()
-
-
-class BatchEvents(Protocol):
-    """Callbacks for the progress of a batch. `index` counts from 0."""
-
-    def job_started(self, job: BatchJob, index: int, total: int) -> None: ...
-
-    def job_finished(self, result: JobResult, index: int, total: int) -> None: ...
-
-    def batch_finished(self, result: BatchResult) -> None:
-        """Called once before `run_batch` returns or raises, whether or not jobs failed."""
 
 
 class SilentEvents:
@@ -98,11 +86,8 @@ def run_batch(
     if executor is None or options.dry_run:
         results, failure = _run_all(jobs, batch_run.run_job, options.keep_going, events)
     else:
-        placement = Placement(
-            manifest.path, jobs, executor, options, known=batch_run.known_result, progress=batch_run.progress,
-            started=lambda job, index: events.job_started(job, index, len(jobs)),
-            finished=lambda result, index: events.job_finished(result, index, len(jobs)),
-        )  # fmt: skip
+        known, progress = batch_run.known_result, batch_run.progress
+        placement = Placement(manifest.path, jobs, executor, options, known=known, progress=progress, events=events)
         try:
             results, failure = placement.run()
         finally:
@@ -118,22 +103,25 @@ def run_batch(
 def _run_all(
     jobs: tuple[BatchJob, ...], run_job: Callable[[BatchJob], JobResult], keep_going: bool, events: BatchEvents
 ) -> tuple[tuple[JobResult, ...], BaseException | None]:
-    """Run all jobs; returns their results and the exception of the last failed job."""
+    """Run all jobs in order; returns their results and the exception of the last failed job."""
     results: list[JobResult] = []
     failure: BaseException | None = None
     for index, job in enumerate(jobs):
         if failure is not None and stops_batch(failure, keep_going):
             results.append(job_result(job, NOT_RUN))
             continue
-        lacking = [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
+        lacking = failed_needs(job, results)
         if lacking:
             results.append(job_not_run(job, lacking))
             continue
         events.job_started(job, index, len(jobs))
-        result, error = _attempt(run_job, job)
-        failure = error or failure
-        results.append(result)
-        events.job_finished(result, index, len(jobs))
+        started = time.monotonic()
+        try:
+            result = run_job(job)
+        except BaseException as e:  # also bugs, which do not stop the other jobs, and signals, which do
+            failure, result = e, failed_job(job, job_error(e))
+        results.append(replace(result, seconds=time.monotonic() - started))
+        events.job_finished(results[-1], index, len(jobs))
     return tuple(results), failure
 
 
@@ -149,7 +137,19 @@ class _BatchRun:
 
     def run_job(self, job: BatchJob) -> JobResult:
         """Run or plan a job and return its result; raises the job's exception if it fails."""
-        return self.known_result(job) or (self._plan(job) if self.options.dry_run else self._carry_out(job))
+        known = self.known_result(job)
+        if known is not None:
+            return known
+        runner, asked = self.runners[job.kind], self._with_batch_options(job)
+        if self.options.dry_run:
+            return fill_outcome(job_result(job, PLANNED), runner.plan(asked))
+        outcome, entry = runner.run(asked, self.progress), self.lock.get(job.id)
+        if self.options.locked and entry is not None:
+            check_locked_result(job, entry, outcome)
+        else:
+            entry = lock_entry(job, outcome, self.manifest.folder)
+            self.lock = write_entry(self.manifest.lock_path, entry, self.manifest.jobs)
+        return fill_outcome(job_result(job, DONE[job.kind]), outcome)
 
     def known_result(self, job: BatchJob) -> JobResult | None:
         """The result of a job that needs no work, or None. Raises an error for a job that must not run."""
@@ -180,18 +180,6 @@ class _BatchRun:
             hint="delete it, choose another output, or set `force: true` in the job",
         )
 
-    def _plan(self, job: BatchJob) -> JobResult:
-        return fill_outcome(job_result(job, PLANNED), self.runners[job.kind].plan(self._with_batch_options(job)))
-
-    def _carry_out(self, job: BatchJob) -> JobResult:
-        outcome = self.runners[job.kind].run(self._with_batch_options(job), self.progress)
-        entry = self.lock.get(job.id)
-        if self.options.locked and entry is not None:
-            check_locked_result(job, entry, outcome)
-        else:
-            self._record(job, outcome)
-        return fill_outcome(job_result(job, DONE[job.kind]), outcome)
-
     def _with_batch_options(self, job: BatchJob) -> BatchJob:
         """A copy of the job with the batch's `resume`, `force` and locked revision."""
         entry = self.lock.get(job.id)
@@ -200,10 +188,6 @@ class _BatchRun:
         # may come from a run that was killed before it wrote the entry: it is accepted if the same command made it.
         resume = self.options.resume and (not _is_finished(job) or entry is None)
         return replace(job, options=replace(options, resume=resume, force=options.force and not resume))
-
-    def _record(self, job: BatchJob, outcome: JobOutcome) -> None:
-        entry = lock_entry(job, outcome, self.manifest.folder)
-        self.lock = write_entry(self.manifest.lock_path, entry, self.manifest.jobs)
 
     def _output_of(self, job_id: str) -> Path:
         return next(job.output for job in self.manifest.jobs if job.id == job_id)
@@ -220,18 +204,3 @@ def select_jobs(manifest: Manifest, only: Sequence[str]) -> tuple[BatchJob, ...]
     by_id = {job.id: job for job in manifest.jobs}
     selected = {find("job", job_id, by_id).id for job_id in only}
     return tuple(job for job in manifest.jobs if job.id in selected or not only)
-
-
-def _attempt(run_job: Callable[[BatchJob], JobResult], job: BatchJob) -> tuple[JobResult, BaseException | None]:
-    """Run a job and return its result and, if it failed, its exception.
-
-    A bug in one job thus does not stop the others.
-    """
-    started = time.monotonic()
-    error: BaseException | None = None
-    try:
-        result = run_job(job)
-    except BaseException as e:  # signals too: `stops_batch` ends the batch, and the exception is raised at the end
-        error = e
-        result = failed_job(job, job_error(e))
-    return replace(result, seconds=time.monotonic() - started), error

@@ -145,8 +145,7 @@ def _probe(job: BatchJob, progress: Progress) -> JobOutcome:
 
 def _plan_measurement(job: BatchJob) -> JobOutcome:
     """Plan a measurement: only its model is resolved, nothing is estimated."""
-    revision = None if isinstance(job.options, BenchOptions) else job.options.revision
-    return JobOutcome(source=_source(job, revision=revision))
+    return JobOutcome(source=_source(job))
 
 
 RUNNERS: dict[str, JobRunner] = {
@@ -161,11 +160,13 @@ RUNNERS: dict[str, JobRunner] = {
 FINISHING = RUNNERS | {"convert": JobRunner(run=_finish, plan=_plan_conversion)}
 
 
-def _source(job: BatchJob, *, revision: str | None = None) -> SourceRecord:
+def _source(job: BatchJob) -> SourceRecord:
     """The source record of a job's model, with sizes of its weight files. A bench preset has no files."""
-    if isinstance(job.options, BenchOptions) and job.model in PRESETS:
+    if not isinstance(job.options, BenchOptions):
+        return Checkpoint.open(job.model, revision=job.options.revision).record()
+    if job.model in PRESETS:
         return SourceRecord(name=job.model, resolved=job.model)
-    return Checkpoint.open(job.model, revision=revision).record()
+    return Checkpoint.open(job.model).record()
 
 
 def _finetune_figures(result: FinetuneResult) -> dict[str, float]:

@@ -143,6 +143,6 @@ def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progres
         return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
     if parallel in (None, 1):
         return None
-    from lpconv.batch.local import LocalExecutor
+    from lpconv.batch.task import LocalExecutor
 
     return LocalExecutor(parallel or 1, progress.message, wants_gpus=any(job.gpus for job in manifest.jobs))

@@ -33,11 +33,7 @@ def convert(
     output: Output = None,
     list_schemes: Annotated[
         bool,
-        typer.Option(
-            "--list-schemes",
-            callback=_list_schemes,
-            help="List the schemes and exit.",
-        ),
+        typer.Option("--list-schemes", callback=_list_schemes, help="List the schemes and exit."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing anything.")] = False,
     shard: Annotated[

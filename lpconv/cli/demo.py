@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from lpconv.cli.command import Force, Json, Quiet, Target, print_result
+from lpconv.cli.main import next_steps
 from lpconv.cli.progress import progress_for
-from lpconv.cli.questions import next_steps
 from lpconv.errors import OutputExistsError
 
 # One run per method, and fp8 next to fp16 so that the comparison shows the cost of a format.
@@ -21,7 +21,7 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     from lpconv.convert.run import convert
     from lpconv.plan.options import ConvertOptions
     from lpconv.report.compare import run_names
-    from lpconv.report.convert_compare import compare_conversions
+    from lpconv.report.convert import compare_conversions
     from lpconv.report.html import html
     from lpconv.storage.partfile import check_writable, write_small
     from lpconv.storage.staging import is_unused

@@ -26,25 +26,13 @@ def _list_recipes(context: typer.Context, wanted: bool) -> None:
         print_table(("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for"), rows, context)
 
 
-def _show_plan(model: str, options: FinetuneOptions, *, json: bool) -> None:
-    """Print the memory that a step needs on each rank."""
-    from lpconv.report.finetune import memory_document
-    from lpconv.train.run import plan
-
-    print_result(plan(model, options), memory_document, json=json)
-
-
 @with_options
 def finetune(
     model: Model,
     options: FinetuneOptions,
     list_recipes: Annotated[
         bool,
-        typer.Option(
-            "--list-recipes",
-            callback=_list_recipes,
-            help="List the recipes and exit.",
-        ),
+        typer.Option("--list-recipes", callback=_list_recipes, help="List the recipes and exit."),
     ] = False,
     dry_run: Annotated[
         bool,
@@ -72,20 +60,16 @@ def finetune(
 
       torchrun --nproc-per-node 2 -m lpconv finetune gpt2 --recipe collage-bf16
     """
-    if dry_run:
-        _show_plan(model, options, json=json)
-    else:
-        _train(model, options, output, json=json, quiet=quiet)
-
-
-def _train(model: str, options: FinetuneOptions, output: str | None, *, json: bool, quiet: bool) -> None:
     from lpconv.cli.progress import progress_for
     from lpconv.machine import is_first_process
-    from lpconv.report.finetune import finetune_document
+    from lpconv.report.finetune import finetune_document, memory_document
     from lpconv.results import to_json
     from lpconv.train import run
     from lpconv.train.outcome import gate_problem
 
+    if dry_run:
+        print_result(run.plan(model, options), memory_document, json=json)
+        return
     target, is_main = output_of(output, model, options.arithmetic.name, "finetuned"), is_first_process()
     with progress_for(quiet=quiet or not is_main) as progress:
         result = run.finetune(model, target, options, progress=progress, command=typed_command())

@@ -50,7 +50,7 @@ def inspect(
 
     checkpoint = Checkpoint.open(model, revision=revision)
     if stats:
-        from lpconv.inspect.statistics import inspect_with_statistics
+        from lpconv.inspect.values import inspect_with_statistics
 
         with progress_for(quiet=quiet) as progress:
             record = inspect_with_statistics(checkpoint, progress)
@@ -58,7 +58,7 @@ def inspect(
         record = inspect_headers(checkpoint)
     record = check_against_model(record, checkpoint, thorough=stats or strict)
     if record.layout in READ and not stats:
-        from lpconv.inspect.scales import judge_scales  # imports torch (seconds)
+        from lpconv.inspect.values import judge_scales  # imports torch (seconds)
 
         record = judge_scales(record, checkpoint)
     wrong = (*record.problems, *(record.warnings if strict else ()))
@@ -66,11 +66,7 @@ def inspect(
     if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result
         print_result(record, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
-        hint = (
-            "download the checkpoint again, or report it to its author"
-            if record.layout
-            else "download the checkpoint again"
-        )
+        hint = "download the checkpoint again" + (", or report it to its author" if record.layout else "")
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(record))
     if is_unread:

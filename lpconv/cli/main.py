@@ -1,4 +1,4 @@
-"""The `lpconv` command. Starting it, and every `--help`, imports neither torch nor transformers."""
+"""The `lpconv` command and its first screen. Starting it, and any `--help`, imports neither torch nor transformers."""
 
 import gc
 import importlib
@@ -12,7 +12,6 @@ import typer
 
 from lpconv.cli.handling import Commands, handle_failures
 from lpconv.cli.progress import VERBOSE
-from lpconv.cli.questions import first_screen
 from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
@@ -21,6 +20,21 @@ COMMANDS = [
     "advise", "convert", "inspect", "verify", "restore", "init", "probe", "finetune",
     "bench", "report", "batch", "doctor", "demo", "export",
 ]  # fmt: skip
+# README.md has the same table; a test compares the two.
+QUESTIONS = {
+    "What would low precision save and cost?": "lpconv advise MODEL",
+    "Make it smaller": "lpconv convert MODEL --format e4m3fn",
+    "Serve it with vLLM": "lpconv convert MODEL --scheme FP8_DYNAMIC",
+    "Keep more of it in 4 bits": "lpconv convert MODEL --scheme W4A16 --rounding gptaq --calibrate FILE",
+    "Train without fp32 copies of the weights": "lpconv finetune MODEL --recipe collage-bf16",
+    "What would fp8 lose, and where?": "lpconv probe MODEL",
+    "Is it faster on this machine?": "lpconv bench MODEL",
+    "Is this quantised checkpoint valid?": "lpconv inspect PATH",
+    "Does this output still match its source?": "lpconv verify PATH --against MODEL",
+    "How do its outputs differ on my text?": "lpconv verify PATH --against MODEL --data FILE",
+    "Does it still answer questions as well?": "lpconv verify PATH --against MODEL --tasks NAME",
+    "What does my machine support?": "lpconv doctor",
+}
 # torch reads these on import; its profiler, used for measuring memory, would print stages and warnings to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -105,3 +119,28 @@ def run() -> None:
     sys.stdout = own_stdout()
     gc.set_threshold(_OBJECTS)
     app()
+
+
+def first_screen() -> str:
+    """Text that `lpconv` prints if no command is given."""
+    return "\n".join(
+        [
+            f"lpconv {__version__}: make Hugging Face models smaller or train them in low precision, and see the cost.",
+            "",
+            *_lines(QUESTIONS),
+            "",
+            "MODEL is a directory, a URL, a name on the Hugging Face hub, or demo, a small model that is included.",
+            "Try it: lpconv demo. All commands: lpconv --help.",
+        ]
+    )
+
+
+def next_steps() -> str:
+    """Commands to try after the demo, for the user's own model."""
+    wanted = list(QUESTIONS)[:5]
+    return "\n".join(["With a model of your own:", "", *_lines({q: QUESTIONS[q] for q in wanted})])
+
+
+def _lines(questions: dict[str, str]) -> list[str]:
+    width = max(map(len, questions))
+    return [f"  {question:<{width}}  {command}" for question, command in questions.items()]

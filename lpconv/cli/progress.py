@@ -2,11 +2,12 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from lpconv.progress import Silent
+from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import plural, size_text
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
 
 
-class Bars:
+class _Bars:
     """One bar for the current phase: bytes and speed, or steps, metrics and memory; and the remaining time.
 
-    A context manager, so that the terminal is restored at the end.
+    `stop` restores the terminal.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Bars:
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         from rich import progress as bars
 
-        self._stop()
+        self.stop()
         columns: dict[str, tuple[rich.progress.ProgressColumn, ...]] = {
             "bytes": (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()),
             "steps": (
@@ -59,15 +60,9 @@ class Bars:
     def message(self, text: str) -> None:
         self._console.print(text, highlight=False)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        self._stop()
 
 
 def _memory_bytes() -> int:
@@ -87,11 +82,6 @@ class _Messages(Silent):
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None: ...
-
 
 class _Log(_Messages):
     """A line for every phase, each with the seconds since the start."""
@@ -109,16 +99,14 @@ class _Log(_Messages):
         super().message(f"{time.monotonic() - self._started:8.1f} s  {text}")
 
 
-class _Quiet(_Messages):
-    """Prints nothing."""
-
-    def message(self, text: str) -> None: ...
-
-
-def progress_for(*, quiet: bool) -> Bars | _Messages:
+@contextmanager
+def progress_for(*, quiet: bool) -> Iterator[Progress]:
     """The progress display for this stderr: bars on a terminal, lines otherwise or with -v, nothing with --quiet."""
-    if quiet:
-        return _Quiet()
-    if VERBOSE.get():
-        return _Log()
-    return Bars() if sys.stderr.isatty() else _Messages()
+    if quiet or VERBOSE.get() or not sys.stderr.isatty():
+        yield Silent() if quiet else _Log() if VERBOSE.get() else _Messages()
+        return
+    bars = _Bars()
+    try:
+        yield bars
+    finally:
+        bars.stop()

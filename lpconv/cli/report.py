@@ -38,8 +38,7 @@ def report(
 
       lpconv report ./bert-large-probe --what-if e5m2
     """
-    from lpconv.cli.index import show_folder, write_page
-    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, kind_of, name_of, one_kind
+    from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder, write_page
     from lpconv.report.compare import run_names
     from lpconv.storage.urls import check_url, is_url
 
@@ -47,7 +46,7 @@ def report(
         from lpconv.extras import copy_of
 
         runs = [str(copy_of(check_url(run), "report.json")) if is_url(run) else run for run in runs]
-    if len(runs) == 1 and Path(runs[0]).is_dir() and kind_of(runs[0]) is None:
+    if len(runs) == 1 and Path(runs[0]).is_dir() and find_run(runs[0]) is None:
         show_folder(Path(runs[0]), html, json=json)
         return
     kind, paths = one_kind(runs)

@@ -1,30 +1,34 @@
-"""The kinds of run that `lpconv report` shows: how to find and read each, its page, comparison and summary.
+"""The runs that `lpconv report` shows: how each kind is found, read, shown and compared, and the index of a folder.
 
-Import this module lazily. Reading a probe imports torch.
+Import this module lazily: it loads everything that renders pages. Reading a probe imports torch.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from lpconv.advise.options import ADVICE_FILE
 from lpconv.advise.record import PAGE, read_advice
 from lpconv.bench.outcome import read_bench
+from lpconv.cli.command import print_result
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import missing_directory
 from lpconv.probe.options import PROBE_FILE
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
-from lpconv.report.convert import convert_document
-from lpconv.report.convert_compare import compare_conversions
-from lpconv.report.document import Document
+from lpconv.report.compare import RunEntry, index_document, run_names
+from lpconv.report.convert import compare_conversions, convert_document
+from lpconv.report.document import Document, Table
 from lpconv.report.finetune import compare_finetunes, finetune_document
+from lpconv.report.html import html as html_page
 from lpconv.report.probe import probe_document
 from lpconv.report.verify import verify_document
 from lpconv.results import ConvertResult, FinetuneResult, ProbeReport, Verification, from_json
 from lpconv.storage.contents import read_json
+from lpconv.storage.partfile import check_file, write_small
 from lpconv.train.folder import REPORT
 
 CONVERSIONS, PROBES = "Conversions", "Probes"
@@ -50,17 +54,14 @@ class RunKind:
     compare: Callable[[Sequence[Any], Sequence[str]], Document] | None = None
     page_file: str = "report.html"
 
-    def find(self, run: str) -> Path | None:
-        """The file with the result of this kind at a path; None if there is none."""
-        path = Path(run) / self.file if self.file and Path(run).is_dir() else Path(run)
-        if self.kind is None:
-            return path if _is_json(path) else None
-        return path if _is_json(path) and _document(path).get("kind") == self.kind else None
 
-
-def kind_of(run: str) -> RunKind | None:
-    """The kind of the run in a folder or file; None if it holds no run."""
-    return next((kind for kind in _KINDS if kind.find(run) is not None), None)
+def find_run(run: str | Path) -> tuple[RunKind, Path] | None:
+    """The kind of the run in a folder or file, and the file with its result; None if it holds no run."""
+    for kind in _KINDS:
+        path = Path(run) / kind.file if kind.file and Path(run).is_dir() else Path(run)
+        if _is_json(path) and (kind.kind is None or _document(path).get("kind") == kind.kind):
+            return kind, path
+    return None
 
 
 def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
@@ -68,21 +69,16 @@ def one_kind(runs: Sequence[str]) -> tuple[RunKind, list[Path]]:
     kinds: dict[str, RunKind] = {}
     paths = []
     for run in runs:
-        kind = kind_of(run)
-        path = kind.find(run) if kind is not None else None
-        if kind is None or path is None:
-            raise _no_run(Path(run))
-        kinds[kind.name] = kind
-        paths.append(path)
+        found = find_run(run)
+        if found is None and not os.path.exists(run):
+            raise missing_directory(Path(run), hint=ANY_RUN)
+        if found is None:
+            raise InputError(f"`{Path(run)}` has no report.json", hint=ANY_RUN)
+        kinds[found[0].name] = found[0]
+        paths.append(found[1])
     if len(kinds) > 1:
         raise UsageError(f"{' and '.join(kinds)} cannot be compared".lower(), hint="pass runs of the same kind")
     return next(iter(kinds.values())), paths
-
-
-def _no_run(run: Path) -> InputError:
-    if not os.path.exists(run):
-        return missing_directory(run, hint=ANY_RUN)
-    return InputError(f"`{run}` has no report.json", hint=ANY_RUN)
 
 
 def name_of(path: Path) -> str:
@@ -107,9 +103,9 @@ def _read_run(path: Path) -> Iterator[tuple[RunKind, Path, Any]]:
     """Yield the run at a path, if there is one."""
     kind: RunKind = _KINDS[-1]
     try:
-        kind = kind_of(str(path)) or kind
-        file = kind.find(str(path))
-        if file is not None:
+        run = find_run(path)
+        if run is not None:
+            kind, file = run
             yield kind, file, kind.read(file)
     except InputError as e:
         yield kind, path / REPORT, e
@@ -170,50 +166,69 @@ _NO_RUNS = {
 }
 # Conversions last: any other report.json is read as one, and rejected then if it is none.
 _KINDS = (
+    RunKind(name="Advice", kind="advice", file=ADVICE_FILE, read=read_advice, document=advice_document, page_file=PAGE),
+    RunKind(name="Benches", kind="bench", file=None, read=read_bench, document=bench_document, compare=compare_benches),
+    RunKind(name=PROBES, kind="probe", file=PROBE_FILE, read=ask_probe, document=probe_document),
     RunKind(
-        name="Advice",
-        kind="advice",
-        file=ADVICE_FILE,
-        read=read_advice,
-        document=advice_document,
-        page_file=PAGE,
+        name="Fine-tunings", kind="finetune", file=REPORT, read=lambda path: from_json(FinetuneResult, read_json(path)),
+        document=finetune_document, compare=compare_finetunes,
     ),
     RunKind(
-        name="Benches",
-        kind="bench",
-        file=None,
-        read=read_bench,
-        document=bench_document,
-        compare=compare_benches,
-    ),
-    RunKind(
-        name=PROBES,
-        kind="probe",
-        file=PROBE_FILE,
-        read=ask_probe,
-        document=probe_document,
-    ),
-    RunKind(
-        name="Fine-tunings",
-        kind="finetune",
-        file=REPORT,
-        read=lambda path: from_json(FinetuneResult, read_json(path)),
-        document=finetune_document,
-        compare=compare_finetunes,
-    ),
-    RunKind(
-        name="Verifications",
-        kind="verify",
-        file=None,
-        read=lambda path: from_json(Verification, _document(path)),
+        name="Verifications", kind="verify", file=None, read=lambda path: from_json(Verification, _document(path)),
         document=verify_document,
     ),
     RunKind(
-        name=CONVERSIONS,
-        kind=None,
-        file=REPORT,
-        read=_read_conversion,
-        document=convert_document,
+        name=CONVERSIONS, kind=None, file=REPORT, read=_read_conversion, document=convert_document,
         compare=compare_conversions,
     ),
-)
+)  # fmt: skip
+
+
+def write_page(html: str, document: Document) -> None:
+    """Write the page of a document. Raises OutputExistsError for a directory, ResourceError if it cannot write."""
+    check_file(Path(html))
+    write_small(Path(html), html_page(document))
+
+
+def show_folder(folder: Path, html: str | None, *, json: bool) -> None:
+    """Print the runs in a folder; with `html`, write an index and a comparison page for each kind that has one."""
+    runs = list(runs_in(folder))
+    if not runs:
+        raise InputError(f"neither `{folder}` nor its subfolders contain a run", hint=ANY_RUN)
+    home = Path(html).parent if html is not None else folder
+    entries = [_entry(kind, path, result, folder, home) for kind, path, result in runs]
+    if html is not None:
+        compared = _write_comparisons(runs, home / Path(html).stem)
+        write_page(html, index_document(folder.resolve().name, entries, compared))
+    rows = tuple((e.name, e.kind, e.what, e.found) for e in entries)
+    print_result(entries, lambda _: Table(columns=("Run", "<Kind", "<What", "<Result"), rows=rows), json=json)
+
+
+def _entry(kind: RunKind, path: Path, result: Any, folder: Path, home: Path) -> RunEntry:
+    if isinstance(result, InputError):
+        what, found = "", f"cannot be shown: {result.message}"
+    else:
+        document = kind.document(result)
+        what, found = document.subtitle, document.verdict.text if document.verdict else ""
+    page = path.parent / kind.page_file
+    has_folder = kind.file is not None
+    return RunEntry(
+        name=os.path.relpath(path.parent if has_folder else path, folder),
+        kind=kind.name,
+        what=what,
+        found=found,
+        written=datetime.fromtimestamp(path.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M"),
+        link=os.path.relpath(page, home) if has_folder and page.is_file() else None,
+    )
+
+
+def _write_comparisons(runs: Sequence[tuple[RunKind, Path, Any]], stem: Path) -> dict[str, str]:
+    """Write a page `STEM-KIND.html` for each kind with several runs; returns file names by kind."""
+    written = {}
+    for kind in {k.name: k for k, _, _ in runs}.values():
+        members = [(path, r) for k, path, r in runs if k is kind and not isinstance(r, InputError)]
+        if len(members) > 1 and kind.compare is not None:
+            names = run_names([name_of(path) for path, _ in members])
+            written[kind.name] = f"{stem.name}-{kind.name.lower()}.html"
+            write_page(str(stem.with_name(written[kind.name])), kind.compare([result for _, result in members], names))
+    return written

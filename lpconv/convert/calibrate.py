@@ -28,7 +28,7 @@ from lpconv.report.numbers import code_list
 from lpconv.results import CalibrationRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
-from lpconv.verify.text import calibration_windows, windows_together
+from lpconv.verify.outputs import calibration_windows, windows_together
 
 _LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale
 _HINT = "leave --calibrate out to keep inputs unquantized"

@@ -38,8 +38,8 @@ from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range
 from lpconv.storage.staging import MARKER, SUMS, Staging, check_apart
-from lpconv.verify.hashes import check_hashes
 from lpconv.verify.reader import OutputReader, read_provenance
+from lpconv.verify.run import check_hashes
 from lpconv.version import __version__
 
 DTYPES = ("fp32", "bf16", "fp16")

@@ -58,7 +58,7 @@ from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.partfile import write_small
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
-from lpconv.verify.text import windows_together
+from lpconv.verify.outputs import windows_together
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"

@@ -55,7 +55,7 @@ from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import sha256_of, write_small
 from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_free, read_marker
 from lpconv.storage.urls import check_url, is_url
-from lpconv.verify.hashes import check_hashes
+from lpconv.verify.run import check_hashes
 
 _CALIBRATION = "calibration"  # marks a journal line among the lines of weight files
 _DEPTH = ("none", "auto", "weights", "logits")  # of verification, least first
@@ -262,7 +262,7 @@ def _check_can_run(job: Job) -> None:
     options = job.plan.options
     if options.verify != "logits" and not needs_logits(job.gates):
         return
-    from lpconv.verify.logits import check_inputs, check_model  # imports transformers (seconds)
+    from lpconv.verify.outputs import check_inputs, check_model  # imports transformers (seconds)
 
     if not job.memory.in_files:
         check_model(job.plain)

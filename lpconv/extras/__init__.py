@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from lpconv.extras.gguf_model import GgufModel as GgufModel, gguf_model as gguf_model
     from lpconv.extras.lm_eval import answer_tasks as answer_tasks, read_tasks as read_tasks
     from lpconv.extras.ray import RayExecutor as RayExecutor
-    from lpconv.extras.remote import head as head, upload_bytes as upload_bytes
-    from lpconv.extras.remote_file import WINDOW_BYTES as WINDOW_BYTES, RemoteFile as RemoteFile
+    from lpconv.extras.remote import (
+        WINDOW_BYTES as WINDOW_BYTES,
+        RemoteFile as RemoteFile,
+        head as head,
+        upload_bytes as upload_bytes,
+    )
     from lpconv.extras.remote_output import (
         RemoteStaging as RemoteStaging,
         check_free_url as check_free_url,

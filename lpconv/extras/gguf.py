@@ -25,6 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import (
 )
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.models.quiet import quiet_transformers
 from lpconv.storage.gguf import BLOCKS, GGUF, WEIGHTS
 from lpconv.storage.partfile import write_error
 
@@ -73,8 +74,8 @@ def _read(file: Path) -> Any:
         named = reader.get_field("general.architecture")
         is_named = named is not None and isinstance(named.contents(), str)
     except Exception as e:  # a damaged file raises ValueError, IndexError, OverflowError, KeyError and others
-        first = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise InputError(f"`{file}` is not a valid GGUF file: {first:.120}", hint="download the file again") from e
+        what = f"`{file}` is not a valid GGUF file: {_first_line(e):.120}"
+        raise InputError(what, hint="download the file again") from e
     if not is_named:
         raise InputError(f"`{file}` does not name its architecture", hint="download the file again")
     if reader.byte_order != "I":
@@ -90,24 +91,20 @@ def _read(file: Path) -> Any:
 
 @contextmanager
 def _as_error(what: str) -> Iterator[None]:
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
     try:
-        yield
+        with quiet_transformers():
+            yield
     except Exception as e:  # transformers raises arbitrary exceptions for unexpected metadata
-        first = next(iter(str(e).splitlines()), "") or type(e).__name__
-        raise UnsupportedError(f"{what}: {first:.160}", hint=_KNOWN) from e
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
+        raise UnsupportedError(f"{what}: {_first_line(e):.160}", hint=_KNOWN) from e
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _model_class(config: Any) -> Any:
     named = next(iter(config.architectures or ()), None)
     return getattr(transformers, named) if named else transformers.AutoModelForCausalLM.from_config
-
-
-class _Unseen:
-    """Placeholder for weights whose values are not used."""
 
 
 def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, Any]:
@@ -131,7 +128,7 @@ def _entry(t: Any, shape: list[int], processor: Any, file: Path) -> dict[str, An
 
 def _is_processed(processor: Any, name: str) -> bool:
     """Whether transformers changes the values of a tensor: the processor returns something else, or fails."""
-    unseen = _Unseen()
+    unseen = object()  # in place of the values
     try:
         return processor.process(weights=unseen, name=name).weights is not unseen
     except Exception:  # the processor tried to use the values

@@ -2,19 +2,20 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lpconv.errors import InputError
 from lpconv.lookup import find
 from lpconv.progress import Progress
+from lpconv.verify.tasks import is_path
 
 _SEED = 1234  # of the examples in prompts; lm-eval's default
 _BATCH_SIZE = 4  # few, because the logits of a batch for a whole vocabulary take gigabytes
 
 
-def read_tasks(names: Sequence[str], is_path: Callable[[str], bool]) -> dict[str, Any]:
+def read_tasks(names: Sequence[str]) -> dict[str, Any]:
     """The tasks by name, with their questions. Groups and folders stand for their tasks.
 
     Raises UsageError for an unknown name, and InputError for a task that cannot be loaded.

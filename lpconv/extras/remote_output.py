@@ -43,13 +43,8 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
         raise UnsupportedError(
             f"lpconv cannot write to `{url}`", hint=f"write to {known}, or convert to a local folder and upload it"
         )
-    _check(url, {o.name for o in listing(url)}, resume=resume, force=force)
-    return url
-
-
-def _check(url: str, names: set[str], *, resume: bool, force: bool) -> None:
-    is_ours = MARKER in names or _CLAIM in names
-    if names and not is_ours:
+    names = {o.name for o in listing(url)}
+    if names and not names & {MARKER, _CLAIM}:
         raise OutputExistsError(f"`{url}` exists and was not written by lpconv", hint="choose another --output")
     if MARKER in names and not force and not resume:
         raise OutputExistsError(f"`{url}` exists", hint="choose another --output, or replace it with --force")
@@ -58,6 +53,7 @@ def _check(url: str, names: set[str], *, resume: bool, force: bool) -> None:
             f"another run is writing `{url}`, or was interrupted",
             hint="continue it with --resume, or start over with --force",
         )
+    return url
 
 
 def working_folder(url: str) -> Path:

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.inspect.statistics import inspect_with_statistics as inspect_with_statistics
+    from lpconv.inspect.values import inspect_with_statistics as inspect_with_statistics
 
 __all__ = lazily(__name__)

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
-from lpconv.report.advise_charts import front_chart, parts_chart
+from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
 from lpconv.report.document import Bullets, Code, Document, Folded, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
 from lpconv.results import AdviceResult, AdviceRow, GapEstimate, LossScaleRecord, RecipeNoise, Recommendation
@@ -16,6 +17,8 @@ _COLUMNS = {
     "train": ("Recipe", "Memory", "Step", "Gap", "<95 % interval", "<Why"),
 }
 _PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
+_BARS = 8  # most tensors in the chart
+_ITSELF = Mark(kind="series-2", shape="square", title="the model itself")
 
 
 def advice_document(result: AdviceResult) -> Document:
@@ -29,8 +32,8 @@ def advice_document(result: AdviceResult) -> Document:
         tiles=_tiles(result),
         warnings=result.warnings,
         sections=sections_of(
-            *(_purpose_section(result, advised) for advised in result.recommendations),
-            section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), parts_chart(result)),
+            *map(_purpose_section, result.recommendations),
+            section("", *(front_chart(result, p, heading) for p, heading in _HEADINGS.items()), _parts_chart(result)),
             *(_candidate_section(result, p) for p in _HEADINGS),
             section(f"Where {result.parts_of} costs most", parts),
             section("One step in low precision", Bullets(lines=result.findings)),
@@ -51,7 +54,7 @@ def _verdict(result: AdviceResult) -> Verdict | None:
     return Verdict(outcome="passed" if is_whole else "not run", text=f"Recommended: {'; '.join(parts)}")
 
 
-def _purpose_section(result: AdviceResult, advised: Recommendation) -> Section | None:
+def _purpose_section(advised: Recommendation) -> Section | None:
     command = Code(lines=(advised.command,)) if advised.command else None
     return section(_HEADINGS[advised.purpose], advised.words, command)
 
@@ -127,7 +130,7 @@ def _gap_text(gap: GapEstimate, unit: str) -> str:
 
 
 def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) -> str:
-    """What to do for a purpose and what it costs, in two or three sentences."""
+    """The recommendation for a purpose and its cost, in two or three sentences."""
     if row is None or row.gap is None:
         return _no_recommendation(result, purpose)
     return _convert_words(result, row) if purpose == "infer" else _train_words(result, row)
@@ -185,12 +188,8 @@ def _no_recommendation(result: AdviceResult, purpose: str) -> str:
     )
 
 
-def unknowns(result: AdviceResult) -> tuple[str, ...]:
+def unknowns(result: AdviceResult) -> Iterator[str]:
     """Sentences about what the advice does not know."""
-    return tuple(_unknowns(result))
-
-
-def _unknowns(result: AdviceResult) -> Iterator[str]:
     measured = [r for r in result.rows if r.status == "measured"]
     sources = {r.time_from for r in measured if r.time_from.startswith("roofline")}
     for source in sorted(sources):
@@ -238,3 +237,84 @@ def _part_rows(result: AdviceResult) -> tuple[tuple[str, ...], ...]:
         (p.tensor, p.format, f"{p.bits:.3g}", sqnr_text(p.sqnr_db), f"{p.divergence:.1e}{unit}")
         for p in result.parts[:_PARTS]
     )
+
+
+def front_chart(result: AdviceResult, purpose: str, heading: str) -> Chart | None:
+    """Gap against size (for training, memory) with intervals; None with fewer than two points.
+
+    Gaps may have either sign, so the axis is asinh: linear up to a tenth of the budget's power of ten, logarithmic
+    beyond.
+    """
+    rows = [r for r in result.rows if r.purpose == purpose and _is_drawn(r)]
+    start = float(result.source_bytes) if purpose == "infer" else 0.0
+    if len(rows) + bool(start) < 2 or not rows:
+        return None
+    quality = float(result.options["budget"]["quality"])
+    unit = 10.0 ** (math.floor(math.log10(quality)) - 1)
+    ends = [0.0, quality, *(e for r in rows if r.gap for e in (r.gap.low, r.gap.high))]
+    right = 1.05 * max(start, *(_cost(r) for r in rows))
+    advised = {a.row for a in result.recommendations if a.purpose == purpose}
+    budget = math.asinh(quality / unit)
+    marks = [Mark(kind="move", shape="line", title="budget", points=((0, budget), (right, budget)))]
+    if start:
+        marks.append(replace(_ITSELF, points=((start, 0.0),)))
+    measured = Mark(kind="series-0", shape="circle", title="gap, measured")
+    best = Mark(kind="series-1", shape="diamond", title="recommended")
+    for r in rows:
+        marks += _front_marks(r, best if r.name in advised else measured, unit)
+    labels = ((_cost(r), _height(r, unit), r.name) for r in rows if r.name in advised)
+    title = f"{heading}: quality against {'size' if purpose == 'infer' else 'memory'}"
+    what = "size on disk" if purpose == "infer" else "memory of a step"
+    return Chart(
+        title=title,
+        description="Lower and further left is better. Bars are 95 % intervals, the line is the budget. The scale of "
+        f"gaps is linear around zero and logarithmic beyond {unit:g}.",
+        x=stepped_axis(0.0, right, round_step(right / 4), size_text, what),
+        y=_gap_axis(unit, min(ends), max(ends)),
+        marks=tuple(marks),
+        labels=tuple(labels),
+        legend=(best, measured, *([_ITSELF] if start else [])),
+    )
+
+
+def _gap_axis(unit: float, low: float, high: float) -> Axis:
+    """Axis with ticks at zero and at powers of ten from `unit` up, on both sides as far as the gaps go."""
+    powers = [unit * 10.0**n for n in range(20)]
+    gaps = [*(-p for p in powers if -p >= low), 0.0, *(p for p in powers if p <= high)]
+    return Axis(
+        low=math.asinh(low / unit) - 0.3,
+        high=math.asinh(high / unit) + 0.3,
+        ticks=tuple(Tick(at=math.asinh(gap / unit), label=f"{gap:g}") for gap in gaps),
+    )
+
+
+def _front_marks(row: AdviceRow, mark: Mark, unit: float) -> tuple[Mark, Mark]:
+    assert row.gap is not None
+    x, ends = _cost(row), (row.gap.high, row.gap.low)
+    interval = tuple((x, math.asinh(gap / unit)) for gap in ends)
+    return (
+        Mark(kind=f"line {mark.kind}", shape="line", title=row.name, points=interval),
+        replace(mark, title=row.name, points=((x, _height(row, unit)),)),
+    )
+
+
+def _height(row: AdviceRow, unit: float) -> float:
+    assert row.gap is not None
+    return math.asinh(row.gap.value / unit)
+
+
+def _cost(row: AdviceRow) -> float:
+    """Cost of a candidate: bytes on disk, or for training bytes of memory."""
+    return float((row.size_bytes if row.purpose == "infer" else row.memory_bytes) or 0)
+
+
+def _is_drawn(row: AdviceRow) -> bool:
+    return row.status == "measured" and row.gap is not None and math.isfinite(row.gap.high) and _cost(row) > 0
+
+
+def _parts_chart(result: AdviceResult) -> Chart | None:
+    """The tensors that cost most, as bars."""
+    bars = [Bar(name=p.tensor, text=f"{p.divergence:.1e}", lengths=(p.divergence,)) for p in result.parts[:_BARS]]
+    words = "nats of divergence" if result.metric == "loss" else "relative error of the output"
+    about = f"Cost of storing only that tensor as {result.parts_of}; the most expensive ones."
+    return bar_chart("Cost of each tensor", about, bars, x_label=words, tick=lambda value: f"{value:.2g}")

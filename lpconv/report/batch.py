@@ -1,12 +1,11 @@
 """The document of a batch, with a row per job, and its JUnit XML for the dashboards of CI systems."""
 
-import math
 import re
 import xml.etree.ElementTree as ET
 
 from lpconv.errors import VerificationError
 from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Table, Verdict, section, sections_of
-from lpconv.report.numbers import size_text
+from lpconv.report.numbers import size_text, sqnr_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
 _OUTCOMES: dict[str, Outcome] = dict.fromkeys((*DONE.values(), UP_TO_DATE), "passed")
@@ -49,8 +48,9 @@ def _cells(job: JobResult) -> Row:
 def _result_text(job: JobResult) -> str:
     """Sizes and error of a conversion, or the first metrics of a measurement."""
     sizes = f"{size_text(job.bytes.read)} → {size_text(job.bytes.written)}" if job.bytes else ""
+    sqnr = sqnr_text(job.verify.weights.min_sqnr_db, " dB") if job.verify and job.verify.weights else ""
     figures = (f"{name}: {value:.4g}" for name, value in list(job.figures.items())[:_MAX_FIGURES])
-    return ", ".join(part for part in (sizes, _sqnr(job), *figures) if part)
+    return ", ".join(part for part in (sizes, sqnr, *figures) if part)
 
 
 def _note(job: JobResult) -> str:
@@ -61,13 +61,6 @@ def _note(job: JobResult) -> str:
         memory, disk = size_text(needs.memory_bytes), size_text(needs.disk_bytes)
         return f"needs {memory} memory, {disk} disk, about {needs.seconds:.0f} s"
     return job.warnings[0] if job.warnings else ""
-
-
-def _sqnr(job: JobResult) -> str:
-    if job.verify is None or job.verify.weights is None:
-        return ""
-    sqnr_db = job.verify.weights.min_sqnr_db
-    return "exact" if math.isinf(sqnr_db) else f"{sqnr_db:.1f} dB"
 
 
 def _count(result: BatchResult) -> str:

@@ -33,6 +33,7 @@ from lpconv.report.numbers import (
 )
 from lpconv.results import BenchResult, BenchRow, GateRecord, PeakRecord, RatioRecord, VerdictRecord
 
+_Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -64,9 +65,6 @@ def bench_document(result: BenchResult) -> Document:
         command=result.command,
         versions=result.versions,
     )
-
-
-_Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
 
 
 def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:
@@ -204,7 +202,7 @@ def _row_table(rows: Sequence[BenchRow]) -> Table:
     return Table(columns=tuple(shown), rows=tuple(zip(*(cells[name] for name in shown), strict=True)), sortable=True)
 
 
-def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
+def _memory_section(named: _Named) -> Section | None:
     """The peak memory of each row, with the share of each part."""
     rows = []
     for label, r in named:
@@ -216,7 +214,7 @@ def _memory_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
     return section("Memory of tensors at the peak of a step", table)
 
 
-def _energy_section(named: Sequence[tuple[str, BenchRow]]) -> Section | None:
+def _energy_section(named: _Named) -> Section | None:
     rows = []
     for label, r in named:
         if r.gpu is not None:
@@ -250,7 +248,7 @@ def _linear_table(verdict: VerdictRecord) -> Table:
     return Table(columns=(*columns, *more), rows=tuple(rows), has_names=True)
 
 
-def _speed_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
+def _speed_chart(named: _Named) -> Chart | None:
     """Speed-up of every variant over its baseline, with 95 % intervals; None without variants."""
     bars = [
         Bar(name=n, text=ratio_text(r.ratio), lengths=(r.ratio.value,), interval=(r.ratio.low, r.ratio.high))
@@ -261,7 +259,7 @@ def _speed_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
     return bar_chart("Speed-up over the baseline", words, bars, x_label="speed-up", reference=1.0)
 
 
-def _memory_chart(named: Sequence[tuple[str, BenchRow]]) -> Chart | None:
+def _memory_chart(named: _Named) -> Chart | None:
     """Peak memory of every row by part, weights first; None if no memory was measured."""
     shown = [(n, dataclasses.asdict(r.memory.parts)) for n, r in named if r.memory]
     if not shown:

@@ -5,14 +5,11 @@ import math
 import re
 from pathlib import PurePath
 
-from lpconv.report.convert import auto_class, opening_lines
-from lpconv.report.convert_compare import RUN_FIGURES, figures
-from lpconv.report.convert_tables import action_row, worst_table
-from lpconv.report.convert_words import method_name, scale_words, summary
+from lpconv.report.convert import RUN_FIGURES, auto_class, figures, method_name, opening_lines, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
-from lpconv.report.tensors import action_groups, converted_tensors
+from lpconv.report.tensors import action_groups, action_row, converted_tensors, worst_table
 from lpconv.report.verify import verification_section
 from lpconv.results import ConvertResult, FinetuneResult
 
@@ -23,7 +20,7 @@ _WORST = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """What a card says about a third-party layout: how to open it, its tag and library on the hub.
+    """Facts about a third-party layout for cards: how to open it, its tag and library on the hub.
 
     `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
     """

@@ -1,12 +1,12 @@
-"""Documents of a conversion: what was done, what it saved, what it cost in accuracy, and how it was verified."""
+"""Documents and sentences of a conversion: what was done, what it cost and how it was verified; and comparisons."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from lpconv.report.convert_tables import action_sections, layer_section, listed_tensors, tensor_section, worst_section
-from lpconv.report.convert_words import conversion_summary, has_input_scales, headline, method_name
-from lpconv.report.document import Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
+from lpconv.report.compare import compare_document
+from lpconv.report.document import Cell, Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
     MISSING,
     change_text,
@@ -20,15 +20,33 @@ from lpconv.report.numbers import (
     sqnr_text,
 )
 from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_chart, sqnr_chart
-from lpconv.report.tensors import converted_tensors, nothing_converted, output_errors, worst_tensors
-from lpconv.report.verify import outcome_of, verification_section
-from lpconv.results import ConvertResult, FileRecord, PartResult, PlanResult, TensorRecord
+from lpconv.report.tensors import (
+    action_sections,
+    converted_tensors,
+    has_finer_scales,
+    in_layer_order,
+    largest_error,
+    layer_section,
+    listed_tensors,
+    lowest_sqnr,
+    nothing_converted,
+    num_elements,
+    output_errors,
+    tensor_section,
+    worst_section,
+    worst_tensors,
+)
+from lpconv.report.verify import outcome_of, verification_section, verify_headline
+from lpconv.results import ConvertResult, FileRecord, LogitsCheck, PartResult, PlanResult, TensorRecord
 
 _SHARDS = 8  # most files shown on a terminal
+_METHODS = {"unit": "unit scaling", "scalify": "Scalify", "collage": "Collage", "multipoint": "Multipoint"}
+# Figures that differ between runs of the same conversion.
+RUN_FIGURES = frozenset({"time", "speed", "peak memory"})
 
 
 def convert_document(result: ConvertResult) -> Document:
-    """What was done, saved and lost, how the output was verified, and how to open it."""
+    """Actions, savings and losses of a conversion, its verification, and how to open the output."""
     listed = listed_tensors(result.tensors)
     flat = flat_sqnr_text(converted_tensors(result.tensors))
     residual = f", {result.residual} residual" if result.residual else ""
@@ -100,8 +118,12 @@ def part_document(result: PartResult) -> Document:
 
 
 def _size_change(before: int, after: int) -> str:
+    return f"{size_text(before)} → {size_text(after)} ({_change_words(before, after)})"
+
+
+def _change_words(before: int, after: int) -> str:
     share = f", {share_text(after, before)} of the source" if before > 0 else ""
-    return f"{size_text(before)} → {size_text(after)} ({change_text(before, after)}{share})"
+    return f"{change_text(before, after)}{share}"
 
 
 def files_section(files: Sequence[FileRecord]) -> Section | None:
@@ -112,8 +134,7 @@ def files_section(files: Sequence[FileRecord]) -> Section | None:
 
 def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
     read, written = result.bytes.read, result.bytes.written
-    share = f", {share_text(written, read)} of the source" if read > 0 else ""
-    size = f"from {size_text(read)}: {change_text(read, written)}{share}"
+    size = f"from {size_text(read)}: {_change_words(read, written)}"
     changed, rate = converted_tensors(result.tensors), rate_text(read + written, result.weights_seconds)
     total = f"of {plural(len(result.tensors), 'tensor')}"
     return (
@@ -157,16 +178,14 @@ def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
 
 
 def _opening_section(result: ConvertResult) -> Section | None:
-    layout = str(result.options.get("layout", "lpconv"))
-    if layout == "lpconv":
-        lines: tuple[str, ...] = ("import lpconv", f"model = lpconv.load({result.output!r})")
-    else:
-        lines = opening_lines(layout, result.architecture, result.output)
+    lines = opening_lines(str(result.options.get("layout", "lpconv")), result.architecture, result.output)
     return section("How to open it", Code(lines=lines, language="python"))
 
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
-    """Python code that opens an output in a third-party layout without lpconv."""
+    """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
+    if layout == "lpconv":
+        return ("import lpconv", f"model = lpconv.load({path!r})")
     if layout == "mlx":
         return ("from mlx_lm import load", f"model, tokenizer = load({path!r})")
     if layout == "gguf":
@@ -221,3 +240,204 @@ def _option_text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return MISSING if value is None or value == "" else str(value)
+
+
+def method_name(method: str) -> str:
+    """The method's name in its paper; parts of a compound (``unit+collage``) are translated one by one."""
+    return " + ".join(_METHODS.get(part, part) for part in method.split("+"))
+
+
+def headline(result: ConvertResult) -> str:
+    """The verdict of the verification and the change of size, in one line."""
+    verdict, size = verify_headline(result.verify), change_text(result.bytes.read, result.bytes.written)
+    return verdict if outcome_of(result.verify) == "failed" else f"{verdict}; weights {size}"
+
+
+def summary(result: ConvertResult) -> str:
+    """The whole result as one paragraph that can be quoted."""
+    verdict, read, written = verify_headline(result.verify), result.bytes.read, result.bytes.written
+    size = f"The weights went from {size_text(read)} to {size_text(written)} ({change_text(read, written)})."
+    return f"{conversion_summary(result)} {size} {verdict[:1].upper()}{verdict[1:]}."
+
+
+def conversion_summary(result: ConvertResult) -> str:
+    """Sentences on the actions, the errors of the weights, and the source of input scales."""
+    sentences = (
+        _done_sentence(result),
+        _error_sentence(result.tensors),
+        _feedback_sentence(result),
+        _inputs_sentence(result),
+    )
+    return " ".join(filter(None, sentences))
+
+
+def _done_sentence(result: ConvertResult) -> str:
+    """A sentence on the model, the method, and what was done to its tensors."""
+    model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
+    changed = len(converted_tensors(result.tensors))
+    kept = sum(t.action == "keep" for t in result.tensors)
+    tied = sum(t.action == "tie" for t in result.tensors)
+    parts = [f"{count_text(changed)} of {plural(len(result.tensors), 'tensor')} became {_stored_form(result)}"]
+    on_grid = sum(t.on_grid for t in result.tensors)
+    if on_grid:
+        verb = "is" if on_grid == 1 else "are"
+        parts.append(f"{count_text(on_grid)} of these had such values already and {verb} kept exactly")
+    if kept:
+        parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} original bits")
+    if tied:
+        parts.append(f"{plural(tied, 'tied weight')} {'is' if tied == 1 else 'are'} stored once")
+    return f"{model} was rewritten with {method_name(result.method)}: {', '.join(parts)}."
+
+
+def has_input_scales(result: ConvertResult) -> bool:
+    """Whether the files have input scales. Comparisons of a conversion do not apply them."""
+    return result.calibration is not None and any(
+        not n.endswith(("k_scale", "v_scale")) for n in result.calibration.absmax
+    )
+
+
+def _text_words(result: ConvertResult) -> str:
+    """Name and length of the calibration text: "8,192 tokens of plays.txt"."""
+    assert result.calibration is not None
+    return f"{count_text(result.calibration.num_tokens)} tokens of {result.calibration.text}"
+
+
+def _inputs_sentence(result: ConvertResult) -> str:
+    """The source of input scales, and the error that was not measured; empty without input scales."""
+    if not has_input_scales(result):
+        return ""
+    return (
+        f"Input scales are stored in the file, calibrated on {_text_words(result)}. Comparisons here do not quantise "
+        "inputs, which costs extra accuracy."
+    )
+
+
+def _feedback_sentence(result: ConvertResult) -> str:
+    """Mean output errors with error feedback and to nearest; empty without error feedback."""
+    errors = output_errors(t.rounding for t in result.tensors)
+    if errors is None:
+        return ""
+    before, after = errors
+    return (
+        f"Error feedback on {_text_words(result)} removed {share_text(before - after, before)} of the error of layer "
+        f"outputs: on average {share_text(after, 1)} of their squared size is lost, and {share_text(before, 1)} by "
+        "rounding to nearest."
+    )
+
+
+def _stored_form(result: ConvertResult) -> str:
+    changed = converted_tensors(result.tensors)
+    formats = sorted({t.format for t in changed}) or [result.format]
+    if result.residual:
+        return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
+    if any(t.points for t in changed):
+        return f"{' or '.join(formats)} codes, with one scale per row and point"
+    scaled = has_finer_scales(result) or any(t.scale is not None for t in changed)
+    return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
+
+
+def scale_words(result: ConvertResult) -> str:
+    """Description of the scale granularity."""
+    known = {"tensor": "one scale per tensor", "row": "one scale per row"}
+    granularity = str(result.options.get("granularity", "tensor"))
+    return known.get(granularity, f"scales of granularity {granularity}")
+
+
+def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
+    """The worst error, and the number of elements outside of the format's range; empty if nothing was measured."""
+    changed = converted_tensors(tensors)
+    measured = [t for t in changed if t.sqnr_db is not None]
+    if not measured:
+        return ""
+    worst = worst_tensors(measured, 1)
+    if not worst:
+        return "Every measured tensor equals its source exactly."
+    ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} ({worst[0].name})"
+    return f"{ratio}; {_range_words(changed)}."
+
+
+def _range_words(changed: Sequence[TensorRecord]) -> str:
+    elements = sum(map(num_elements, changed))
+    saturated = sum(t.num_saturated for t in changed)
+    flushed = sum(t.num_flushed for t in changed)
+    if not saturated and not flushed:
+        return "no element exceeded the format's range"
+    clipped = f"{plural(saturated, 'element')} saturated" if saturated else "no element saturated"
+    zeroed = f"{count_text(flushed)} ({share_text(flushed, elements)}) became zero" if flushed else "none became zero"
+    return f"{clipped} and {zeroed}"
+
+
+def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) -> Document:
+    """Several conversions: the SQNR of every tensor in one chart, and their figures side by side."""
+    charts = [sqnr_chart([(name, converted_tensors(r.tensors)) for name, r in zip(names, results, strict=True)])]
+    charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
+    verdicts = [Verdict(outcome=outcome_of(r.verify), text=summary(r)) for r in results]
+    return compare_document(
+        names, list(map(figures, results)), verdicts, charts=charts, table=_sqnr_section(results, names)
+    )
+
+
+def figures(result: ConvertResult) -> dict[str, str]:
+    """The figures for comparing conversions; a dash if a conversion does not have one."""
+    return {label: value(result) for label, value in _FIGURES.items()}
+
+
+def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
+    by_name = [{t.name: t for t in converted_tensors(r.tensors)} for r in results]
+    tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
+    table = Table(
+        columns=("Tensor", *names),
+        rows=tuple((t.name, *(_sqnr_cell(run.get(t.name)) for run in by_name)) for t in tensors),
+        has_names=True,
+        sortable=True,
+        filter="attention",
+    )
+    return section("SQNR of every tensor, dB", table, only="page")
+
+
+def _sqnr_cell(t: TensorRecord | None) -> str | Cell:
+    return MISSING if t is None else Cell(text=f"{t.format}, {sqnr_text(t.sqnr_db)}", sort=t.sqnr_db)
+
+
+def _median_sqnr(r: ConvertResult) -> float | None:
+    measured = [t.sqnr_db for t in converted_tensors(r.tensors) if t.sqnr_db is not None]
+    return statistics.median(measured) if measured else None
+
+
+def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
+    return read(r.verify.logits) if r.verify.logits and not r.verify.logits.skipped else MISSING
+
+
+def _top1(check: LogitsCheck) -> str:
+    return MISSING if check.top1_agreement is None else f"{check.top1_agreement:.2%}".replace("%", " %")
+
+
+_FIGURES: dict[str, Callable[[ConvertResult], str]] = {
+    "source": lambda r: r.source.name,
+    "method": lambda r: r.method,
+    "format": lambda r: r.format,
+    "granularity": lambda r: MISSING if r.residual else str(r.options.get("granularity", MISSING)),
+    "layout": lambda r: str(r.options.get("layout", MISSING)),
+    "residual": lambda r: r.residual or MISSING,
+    "size before": lambda r: size_text(r.bytes.read),
+    "size after": lambda r: size_text(r.bytes.written),
+    "change": lambda r: change_text(r.bytes.read, r.bytes.written),
+    "tensors converted": lambda r: count_text(len(converted_tensors(r.tensors))),
+    "tensors kept": lambda r: count_text(sum(t.action == "keep" for t in r.tensors)),
+    "smallest SQNR, dB": lambda r: sqnr_text(lowest_sqnr(converted_tensors(r.tensors))),
+    "median SQNR, dB": lambda r: sqnr_text(_median_sqnr(r)),
+    "largest rel. error": lambda r: error_text(largest_error(converted_tensors(r.tensors))),
+    "elements saturated": lambda r: count_text(sum(t.num_saturated for t in r.tensors)),
+    "elements to zero": lambda r: count_text(sum(t.num_flushed for t in r.tensors)),
+    "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
+    "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
+    "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
+    "same top prediction": lambda r: _logits(r, _top1),
+    "KL, nats": lambda r: _logits(r, lambda c: error_text(c.mean_kl)),
+    "verification": lambda r: outcome_of(r.verify),
+    "level": lambda r: r.verify.level,
+    "time": lambda r: duration_text(r.seconds),
+    "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.weights_seconds),
+    "peak memory": lambda r: size_text(r.peak_rss_bytes),
+    "warnings": lambda r: count_text(len(r.warnings)),
+}

@@ -5,15 +5,13 @@ The builders of this package, one file per kind of result, make a `Document` fro
 files: renderers make them printable.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from lpconv.report.charts import Chart, HeatMap
 from lpconv.report.numbers import number_text
 from lpconv.results import GateRecord
-
-T = TypeVar("T")
 
 # A good result, a bad one, and one that proves nothing.
 Outcome: TypeAlias = Literal["passed", "failed", "not run"]
@@ -78,7 +76,6 @@ class Facts:
     """Labelled values."""
 
     values: Mapping[str, str]
-    caption: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,22 +160,6 @@ class Document:
     command: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     front_matter: Mapping[str, object] = field(default_factory=dict)
-
-    def section(self, title: str) -> Section:
-        """The section with this title. Raises KeyError if there is none."""
-        match = next((s for s in self.sections if s.title == title), None)
-        if match is None:
-            raise KeyError(title)
-        return match
-
-    def all_of(self, kind: type[T]) -> Iterator[T]:
-        """All blocks of type `kind`, in order."""
-        return (block for section in self.sections for block in section.blocks if isinstance(block, kind))
-
-    @property
-    def charts(self) -> dict[str, Chart]:
-        """The charts by their titles."""
-        return {chart.title: chart for chart in self.all_of(Chart)}
 
 
 def section(

@@ -8,7 +8,7 @@ from lpconv.results import ExportResult, OnnxCheck
 
 
 def export_document(result: ExportResult) -> Document:
-    """What was written, how the weights are stored, and how the file compares with the model."""
+    """Files written, storage of the weights, and the comparison of the file with the model."""
     rows = tuple((w.form, str(w.num_tensors), size_text(w.size_bytes)) for w in result.weights)
     return Document(
         kind="export",

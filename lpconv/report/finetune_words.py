@@ -93,7 +93,7 @@ def _error_text(metric: str, error: float | None) -> str:
     """A standard error as text; in percentage points for accuracy."""
     if error is None:
         return MISSING
-    return f"{100 * error:.2g} points" if metric == "eval_accuracy" else _two_digits(error)
+    return f"{100 * error:.2g} points" if metric in _SHARES else _two_digits(error)
 
 
 def gap_table(result: FinetuneResult) -> Table:
@@ -122,7 +122,7 @@ def held_out_table(result: FinetuneResult) -> Table:
     rows = tuple(
         (
             metric_name(h.metric, result),
-            _arithmetic_of(result, h.role),
+            arithmetic_of(result, h.role),
             figure_text(h.metric, h.before),
             figure_text(h.metric, h.after),
             _error_text(h.metric, h.standard_error),
@@ -134,7 +134,7 @@ def held_out_table(result: FinetuneResult) -> Table:
 
 
 def held_out_words(result: FinetuneResult) -> str:
-    """What the held-out metrics are based on; empty if the record does not say."""
+    """Number of examples and the baseline of the held-out metrics; empty if the record has none."""
     if not result.held_out:
         return ""
     h = result.held_out[0]
@@ -151,14 +151,15 @@ def guess(result: FinetuneResult) -> str:
     return "the largest class" if result.task == "classification" else "the unigram distribution of tokens"
 
 
-def _arithmetic_of(result: FinetuneResult, role: str) -> str:
+def arithmetic_of(result: FinetuneResult, role: str) -> str:
+    """Name of the arithmetic of a run or of its twin."""
     return result.recipe if role == "run" else result.twin or ""
 
 
 def nothing_learned(result: FinetuneResult) -> tuple[str, ...]:
     """Warnings for run and twin if the held-out metrics do not show that they learned anything."""
     return tuple(
-        f"{_arithmetic_of(result, role)} learned nothing measurable on the held-out examples: {_progress(result, role)}"
+        f"{arithmetic_of(result, role)} learned nothing measurable on the held-out examples: {_progress(result, role)}"
         for role in ("run", "twin")
         if result.learned(role) is False
     )
@@ -212,7 +213,7 @@ def verdict(result: FinetuneResult) -> str:
 
 
 def _recovery_verdict(result: FinetuneResult) -> str:
-    """What a recovery won on held-out examples, and what the published model has."""
+    """Held-out metrics before and after a recovery, and the metrics of the published model."""
     run = main_run(result)
     changes = (
         f"{metric_name(h.metric, result)} from {figure_text(h.metric, h.before)} to {figure_text(h.metric, h.after)}"
@@ -232,15 +233,15 @@ def _recovery_verdict(result: FinetuneResult) -> str:
 def diagnostics(result: FinetuneResult) -> tuple[str, ...]:
     """Diagnostics of the run, one sentence each."""
     run = main_run(result)
-    sentences = [f"time per step: {duration_text(run.step_time_s)}" + _twin_time(result), *_time_spent(result)]
+    twin = twin_run(result)
+    of_twin = f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
+    sentences = [f"time per step: {duration_text(run.step_time_s)}{of_twin}", *_time_spent(result)]
     for watched in (r for r in result.runs if r.tracked):
         steps, whose = len({t.step for t in watched.tracked}), "" if watched is run else " of the twin"
         cost = share_text(watched.overhead, 1)
         sentences.append(f"recording {plural(steps, 'step')}{whose} added {cost} to the step time")
-    if run.num_skipped:
-        sentences.append(f"{plural(run.num_skipped, 'step')} skipped because of non-finite gradients")
-    else:
-        sentences.append("no step was skipped")
+    skipped = f"{plural(run.num_skipped, 'step')} skipped because of non-finite gradients"
+    sentences.append(skipped if run.num_skipped else "no step was skipped")
     first = run.first_nonfinite
     if first is not None:
         sentences.append(
@@ -268,11 +269,6 @@ def _allocation_text(a: LossAllocation) -> str:
         f"by {a.loss_after - a.loss_before:+.3g} to {a.loss_after:.5g}; rounding took {share} of the intended change; "
         f"the layers' changes differ from the true one by {share_text(a.closure_error, 1)} (closure error)"
     )
-
-
-def _twin_time(result: FinetuneResult) -> str:
-    twin = twin_run(result)
-    return f" (twin {duration_text(twin.step_time_s)})" if twin is not None else ""
 
 
 def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
@@ -306,24 +302,16 @@ def _products(run: RunRecord) -> Iterator[tuple[float, str, str]]:
                 clipped, flushed = (sum(x or 0.0 for x in part) for part in zip(
                     *((t.clipped_energy, t.flushed_energy) for t in operands), strict=True))  # fmt: skip
                 name = f"{words} of {layer}"
-                yield (
-                    sqnr_db,
-                    name,
-                    (
-                        f"{name}: SQNR {sqnr_db:.1f} dB; of its operands' energy {share_text(clipped, 1)} clipped, "
-                        f"{share_text(flushed, 1)} flushed to zero (step {step})"
-                    ),
-                )
+                lost = f"{share_text(clipped, 1)} clipped, {share_text(flushed, 1)} flushed to zero (step {step})"
+                yield sqnr_db, name, f"{name}: SQNR {sqnr_db:.1f} dB; of its operands' energy {lost}"
 
 
 def _worst_tensors(result: FinetuneResult) -> tuple[str, ...]:
     worst: dict[tuple[str, str], tuple[float, str]] = {}
-    for run in result.runs:
-        for t in run.tracked:
-            lost = t.underflow + t.overflow
-            text = lost_text(t)
-            if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
-                worst[t.layer, t.role] = lost, text
+    for t in (t for run in result.runs for t in run.tracked):
+        lost = t.underflow + t.overflow
+        if lost > worst.get((t.layer, t.role), (0.0, ""))[0]:
+            worst[t.layer, t.role] = lost, lost_text(t)
     return tuple(text for _, text in sorted(worst.values(), reverse=True)[:_WORST])
 
 

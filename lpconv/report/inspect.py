@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from lpconv.report.convert import files_section
-from lpconv.report.convert_words import method_name
+from lpconv.report.convert import files_section, method_name
 from lpconv.report.document import Bullets, Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.results import InspectResult, StoredTensor

@@ -1,11 +1,24 @@
-"""Select, sort and group tensor records for reports."""
+"""Select, sort and group tensor records, and tables of them: groups, the worst tensors, each layer and each tensor."""
 
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
-from lpconv.report.numbers import plural
+from lpconv.report.document import Cell, Row, Section, Table, section
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    error_text,
+    number_text,
+    plural,
+    scale_text,
+    shape_text,
+    share_text,
+    size_text,
+    sqnr_text,
+)
 from lpconv.results import ComparedTensor, ConvertResult, RoundingRecord, TensorRecord
 
 T = TypeVar("T", bound=TensorRecord | ComparedTensor)
@@ -13,6 +26,12 @@ T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
+_MOST = 1000  # most tensors and layers on a page
+_FEEDBACK = "Output error, %"  # the column of error feedback
+_WORST, _GROUPS = 10, 12  # most tensors and groups of tensors on a terminal
+
+# Columns of a table of tensor records, by heading.
+_Columns: TypeAlias = dict[str, Callable[[TensorRecord], str | Cell]]
 
 
 def num_elements(tensor: TensorRecord) -> int:
@@ -26,14 +45,14 @@ def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ..
 
 
 def nothing_converted(formats: Collection[str], wanted: str) -> str | None:
-    """What to say if no tensor is converted, or none to the format `wanted`; `formats` are those of converted ones."""
+    """A warning if no tensor is converted, or none to `wanted`; `formats` are the formats of converted tensors."""
     if not formats:
         return "no tensor is converted: the output is a copy"
     return None if wanted in formats else f"no tensor was converted to {wanted}"
 
 
 def overflow_text(t: TensorRecord) -> str:
-    """What to say of a tensor whose finite numbers became Inf in its format."""
+    """Description of a tensor with finite numbers that became Inf in its format."""
     numbers = plural(t.num_saturated, "number")
     return f"`{t.name}`: {numbers} beyond the range of {t.format} became Inf (bf16 has the range)"
 
@@ -45,6 +64,17 @@ def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRe
     return tuple(sorted(noisy, key=lambda t: (not math.isnan(t.sqnr_db or 0), t.sqnr_db, t.name))[:count])
 
 
+def lowest_sqnr(tensors: Iterable[TensorRecord]) -> float | None:
+    """The lowest measured SQNR in dB, with NaN (no signal at all) below any number; None if none was measured."""
+    measured = (t.sqnr_db for t in tensors if t.sqnr_db is not None)
+    return min(measured, key=lambda decibels: (not math.isnan(decibels), decibels), default=None)
+
+
+def largest_error(tensors: Iterable[TensorRecord]) -> float | None:
+    """The largest measured relative error of an element; None if none was measured."""
+    return max((t.max_rel_error for t in tensors if t.max_rel_error is not None), default=None)
+
+
 def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
     """Tensors grouped by action and reason: converted, kept, tied; within each, the largest group first."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
@@ -52,13 +82,10 @@ def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, 
         groups.setdefault((t.action, t.source_dtype, t.format, t.reason), []).append(t)
 
     def order(group: tuple[TensorRecord, ...]) -> tuple[int, int, str]:
-        return _rank(group[0].action), -sum(t.bytes_in for t in group), group[0].reason
+        rank = _ACTIONS.index(group[0].action) if group[0].action in _ACTIONS else len(_ACTIONS)
+        return rank, -sum(t.bytes_in for t in group), group[0].reason
 
     return tuple(sorted(map(tuple, groups.values()), key=order))
-
-
-def _rank(action: str) -> int:
-    return _ACTIONS.index(action) if action in _ACTIONS else len(_ACTIONS)
 
 
 def in_layer_order(tensors: Iterable[T]) -> tuple[T, ...]:
@@ -135,3 +162,159 @@ def output_errors(records: Iterable[RoundingRecord | None]) -> tuple[float, floa
         return None
     before, after = (sum(each) / len(errors) for each in zip(*errors, strict=True))
     return before, after
+
+
+def listed_tensors(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:
+    """The tensors shown on a page: of very many, the worst ones and an even sample of the others."""
+    if len(tensors) <= _MOST:
+        return tensors
+    worst, step = {t.name for t in worst_tensors(tensors, _MOST // 2)}, -(-len(tensors) // (_MOST // 2))
+    return tuple(t for i, t in enumerate(tensors) if i % step == 0 or t.name in worst)
+
+
+def action_sections(tensors: Sequence[TensorRecord]) -> tuple[Section | None, ...]:
+    """Actions by group of tensors, with reasons; on a page with an example of each."""
+    groups = action_groups(tensors)
+    if not groups:
+        return (section("Tensors", "The checkpoint holds no tensors."),)
+    columns = ("Action", "Tensors", "<Format", "Before", "After", "<Why")
+    whole = Table(columns=(*columns, "<For example"), rows=tuple((*action_row(g), g[0].name) for g in groups))
+    brief = Table(columns=columns, rows=tuple(map(action_row, groups)), most=_GROUPS)
+    return section("What was done and why", whole, only="page"), section("Tensors", brief, only="terminal")
+
+
+def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
+    """A table row for a group of tensors: action, count, formats, size before and after, reason."""
+    t, before, after = group[0], sum(t.bytes_in for t in group), sum(t.bytes_out for t in group)
+    formats = f"{t.source_dtype} → {t.format}" if t.action == "convert" else t.source_dtype
+    return t.action, count_text(len(group)), formats, size_text(before), size_text(after), t.reason
+
+
+def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
+    """The tensors with the lowest SQNR, and any causes of error besides rounding."""
+    rows = tuple(
+        (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), error_causes(t))
+        for t in worst_tensors(tensors, count)
+    )
+    columns = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
+    return Table(columns=columns, rows=rows, has_names=True)
+
+
+def worst_section(tensors: Sequence[TensorRecord]) -> Section | None:
+    table = worst_table(tensors, _WORST)
+    if any(row[-1] != "nothing" for row in table.rows):
+        return section("Lowest signal-to-noise", table, only="terminal")
+    brief = replace(table, columns=table.columns[:-1], rows=tuple(row[:-1] for row in table.rows))
+    return section("Lowest signal-to-noise (from rounding alone)", brief, only="terminal")
+
+
+def _number(text: str, value: float | None) -> Cell:
+    return Cell(text=text, sort=value)
+
+
+def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
+    groups = layer_groups(tensors)
+    columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
+    has_feedback = output_errors(t.rounding for t in tensors) is not None
+    table = Table(
+        columns=(*columns, "Saturated", "To zero", *([_FEEDBACK] if has_feedback else [])),
+        rows=tuple(
+            _layer_row(module, group) + ((_feedback_cell(group),) if has_feedback else ())
+            for module, group in list(groups.items())[:_MOST]
+        ),
+        has_names=True,
+        sortable=True,
+    )
+    of_all = f": {count_text(_MOST)} of {count_text(len(groups))}" if len(groups) > _MOST else ""
+    return section(f"By layer{of_all}", table, only="page")
+
+
+def _feedback_cell(tensors: Sequence[TensorRecord]) -> Cell:
+    """Mean output errors to nearest and with error feedback: "0.34 → 0.14" per cent."""
+    errors = output_errors(t.rounding for t in tensors)
+    if errors is None:
+        return _number(MISSING, None)
+    return _number(" → ".join(f"{100 * e:.2g}" for e in errors), errors[1])
+
+
+def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
+    changed = converted_tensors(tensors)
+    lowest, error = lowest_sqnr(changed), largest_error(changed)
+    counts = (len(tensors), len(changed), sum(map(num_elements, tensors)))
+    sizes = (sum(t.bytes_in for t in tensors), sum(t.bytes_out for t in tensors))
+    lost = (sum(t.num_saturated for t in tensors), sum(t.num_flushed for t in tensors))
+    return (
+        module,
+        *(_number(count_text(n), n) for n in counts),
+        *(_number(size_text(n), n) for n in sizes),
+        _number(sqnr_text(lowest), lowest),
+        _number(error_text(error), error),
+        *(_number(count_text(n), n) for n in lost),
+    )
+
+
+def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Section | None:
+    """Every tensor in layer order, without empty columns."""
+    columns = _tensor_columns(result, listed)
+    table = Table(
+        columns=tuple(columns),
+        rows=tuple(tuple(cell(t) for cell in columns.values()) for t in in_layer_order(listed)),
+        has_names=True,
+        sortable=True,
+        filter="attention kept e4m3fn",
+    )
+    if len(listed) == len(result.tensors):
+        return section("Every tensor", table, only="page")
+    title = f"{count_text(len(listed))} of {count_text(len(result.tensors))} tensors"
+    sample = "The worst tensors and an even sample of the others, here and in the charts; report.json lists all."
+    return section(title, sample, table, only="page")
+
+
+def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _Columns:
+    """The columns of the table of tensors, by heading. "Largest input" comes from the calibration."""
+    largest = result.calibration.absmax if result.calibration else {}
+    inputs = {f"{module}.weight": value for module, value in largest.items()}
+    columns: _Columns = {
+        "Tensor": lambda t: t.name,
+        "Shape": lambda t: _number(shape_text(t.shape), num_elements(t)),
+        "<Stored as": _stored_as,
+        "Scale": lambda t: _number(scale_text(t.scale), t.scale),
+        "RMS": lambda t: _number(number_text(t.rms), t.rms),
+        "Largest": lambda t: _number(number_text(t.absmax), t.absmax),
+        "Largest input": lambda t: _number(number_text(inputs.get(t.name)), inputs.get(t.name)),
+        "SQNR, dB": lambda t: _number(sqnr_text(t.sqnr_db), t.sqnr_db),
+        "Max rel.": lambda t: _number(error_text(t.max_rel_error), t.max_rel_error),
+        _FEEDBACK: lambda t: _feedback_cell([t]),
+        "Saturated": lambda t: _number(count_text(t.num_saturated), t.num_saturated),
+        "To zero": lambda t: _number(count_text(t.num_flushed), t.num_flushed),
+        "NaN, Inf": lambda t: _number(count_text(t.num_nan + t.num_inf), t.num_nan + t.num_inf),
+        "Size": lambda t: _number(size_text(t.bytes_out), t.bytes_out),
+        "<Why": lambda t: t.reason + (f" ({t.tied_to})" if t.tied_to else ""),
+    }
+    is_empty = {
+        "Scale": all(t.scale is None for t in tensors),
+        "Largest input": not inputs,
+        _FEEDBACK: output_errors(t.rounding for t in tensors) is None,
+        "Saturated": not any(t.num_saturated for t in tensors),
+        "To zero": not any(t.num_flushed for t in tensors),
+        "NaN, Inf": not any(t.num_nan or t.num_inf for t in tensors),
+    }
+    return {heading: cell for heading, cell in columns.items() if not is_empty.get(heading)}
+
+
+def _stored_as(t: TensorRecord) -> str:
+    if t.action == "convert":
+        return f"{t.source_dtype} → {t.format}"
+    return f"{t.source_dtype}, kept" if t.action == "keep" else t.action
+
+
+def error_causes(t: TensorRecord) -> str:
+    """Causes of error besides rounding: "3 saturated", "0.06 % to zero", "nothing"."""
+    causes = []
+    if t.num_nan or t.num_inf:
+        causes.append(f"{count_text(t.num_nan + t.num_inf)} NaN or Inf in the source")
+    if t.num_saturated:
+        causes.append(f"{count_text(t.num_saturated)} saturated")
+    if t.num_flushed:
+        causes.append(f"{share_text(t.num_flushed, num_elements(t))} to zero")
+    return ", ".join(causes) or "nothing"

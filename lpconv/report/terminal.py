@@ -5,7 +5,7 @@ Import this module lazily: it loads rich. Strings become `Text` here, never mark
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -54,7 +54,7 @@ def terminal(document: Document) -> RenderableType:
         parts.append(Text.assemble((f"{shown.title}: ", "bold"), (verdict.text, _STYLES[verdict.outcome])))
     parts += [Text(text, overflow="fold") for text in (shown.subtitle, shown.summary) if text]
     tiles = {tile.label: ", ".join(filter(None, (tile.figure, tile.detail))) for tile in shown.tiles}
-    parts += [_with_gap(_facts_grid(values)) for values in (tiles, shown.facts) if values]
+    parts += [_with_gap(_grid(values.items())) for values in (tiles, shown.facts) if values]
     for part in sections_of(*shown.sections, section("Warnings", Bullets(lines=shown.warnings))):
         parts += _section(part) if part.only != "page" else ()
     return Group(*parts)
@@ -81,7 +81,7 @@ def _block(block: Block) -> RenderableType | None:
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Facts):
-        return _facts_grid(block.values)
+        return _grid(block.values.items())
     if isinstance(block, Code):
         return Text("\n".join(f"  {line}" for line in block.lines), overflow="fold")
     return Text(f"{block.title}: see the HTML page") if isinstance(block, Folded) else None
@@ -92,10 +92,6 @@ def _grid(rows: Iterable[tuple[str | Text, ...]], gap: int = 2) -> _RichTable:
     for row in rows:
         grid.add_row(*(Text(cell, overflow="fold") if isinstance(cell, str) else cell for cell in row))
     return grid
-
-
-def _facts_grid(values: Mapping[str, str]) -> RenderableType:
-    return _grid(values.items())
 
 
 def _cell(cell: str | Cell) -> str | Text:

@@ -1,4 +1,4 @@
-"""Documents of a verification: the checks, their results, and the distance between two checkpoints."""
+"""Documents of a verification: the checks, their results, the distance between two checkpoints, and scores in tasks."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from lpconv.report.document import (
     sections_of,
 )
 from lpconv.report.numbers import MISSING, count_text, error_text, name_list, number_text, plural, share_text, sqnr_text
-from lpconv.report.tasks import task_text, task_tile, tasks_section
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
@@ -27,6 +26,7 @@ from lpconv.results import (
     FilesCheck,
     HashCheck,
     LogitsCheck,
+    TaskCheck,
     Verification,
     VerifyResult,
     WeightsCheck,
@@ -49,7 +49,7 @@ def verify_document(result: Verification) -> Document:
             verification_section(result),
             section("Worst tensors", _worst_table(result.tensors), only="terminal"),
             _outputs_section(logits) if logits else None,
-            tasks_section(result.tasks),
+            _tasks_section(result.tasks),
             section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
             section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
@@ -85,7 +85,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
     if logits and logits.perplexity is not None:
         detail = f"{_perplexity(logits.source_perplexity)} for the other model"
         tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
-    tiles += map(task_tile, result.tasks)
+    tiles += map(_task_tile, result.tasks)
     if not tiles and result.hash:
         detail = f"{count_text(len(result.hash.mismatched))} differ"
         tiles.append(Tile(label="Files", figure=count_text(result.hash.num_files), detail=detail))
@@ -156,11 +156,10 @@ def verify_headline(v: VerifyResult) -> str:
     if word == "not run":
         return "Not verified"
     if v.logits and not v.logits.skipped:
-        top1 = v.logits.top1_agreement
-        first = (
-            "" if v.logits.bit_equal or top1 is None else f", the same top prediction at {percent(top1)} of positions"
-        )
-        return f"Verified: {_outputs_text(v.logits)}{first}"
+        top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits)}"
+        if v.logits.bit_equal or top1 is None:
+            return text
+        return f"{text}, the same top prediction at {percent(top1)} of positions"
     if v.weights:
         return f"Verified by its weights: {_tensors_text(v.weights)}"
     return f"Verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"Verified at level {v.level}"
@@ -292,3 +291,56 @@ def percent(share: float) -> str:
     """A share of positions in per cent."""
     # In millionths, so that share_text can tell 99.999 % from 100 %.
     return share_text(round(share * 1_000_000), 1_000_000)
+
+
+def task_text(check: TaskCheck) -> str:
+    """The result for one score: "loses 1.2 ± 0.8 points on arc_easy (acc, 400 questions)"."""
+    questions = plural(check.num_questions, "question")
+    if check.drop is None:
+        scores = f"{_score_text(check, check.score)}, and {_score_text(check, check.source_score)} for the source"
+        return f"{check.metric} on {check.task} is {scores} ({questions}; not a mean, so without an interval)"
+    if check.drop.low <= 0 <= check.drop.high:
+        gain = _gain_text(check, 0.0 - check.drop.value)
+        return f"no difference on {check.task} that {questions} could show ({check.metric}: {gain})"
+    word = "loses" if check.drop.value > 0 else "gains"
+    gain = _gain_text(check, abs(check.drop.value)).removeprefix("+")
+    return f"{word} {gain} on {check.task} ({check.metric}, {questions})"
+
+
+def _task_tile(check: TaskCheck) -> Tile:
+    """The gain in one score as a headline number, or the score if there is no gain to give."""
+    figure = _gain_text(check, 0.0 - check.drop.value) if check.drop else _score_text(check, check.score)
+    detail = f"{plural(check.num_questions, 'question')}, answered by both models"
+    return Tile(label=f"{check.task}, {check.metric}", figure=figure, detail=detail)
+
+
+def _tasks_section(checks: Sequence[TaskCheck]) -> Section | None:
+    """The scores of both models, and the difference with its interval."""
+    flips = ("Right → wrong", "Wrong → right") if any(c.num_lost is not None for c in checks) else ()
+    columns = ("Task", "<Score", "Questions", "Compared with", "This model", "Gain", *flips)
+    about = (
+        "Both models answered the same questions. ± is the 95 % interval of the gain, from the differences question by "
+        "question."
+    )
+    rows = tuple(_row(c)[: len(columns)] for c in checks)
+    return section("Answers to tasks", Table(columns=columns, rows=rows), about) if checks else None
+
+
+def _row(check: TaskCheck) -> tuple[str, ...]:
+    scores = (_score_text(check, score) for score in (check.source_score, check.score))
+    gain = _gain_text(check, 0.0 - check.drop.value) if check.drop else MISSING
+    flips = (MISSING if n is None else count_text(n) for n in (check.num_lost, check.num_won))
+    return (check.task, check.metric, count_text(check.num_questions), *scores, gain, *flips)
+
+
+def _score_text(check: TaskCheck, score: float) -> str:
+    return number_text(score) if check.num_lost is None else share_text(score, 1)
+
+
+def _gain_text(check: TaskCheck, gain: float) -> str:
+    """A gain with its interval, in percentage points for scores that are shares: "-1.2 ± 0.8 points"."""
+    assert check.drop is not None
+    half = check.drop.high - check.drop.value
+    if check.num_lost is None:
+        return f"{gain:+.3g} ± {half:.2g}"
+    return f"{100 * gain:+.1f} ± {100 * half:.1f} points"

@@ -38,22 +38,23 @@ if TYPE_CHECKING:
         VerdictRecord as VerdictRecord,
     )
     from lpconv.results.checkpoint import (
-        DtypeRecord as DtypeRecord,
-        FileRecord as FileRecord,
-        InspectResult as InspectResult,
-        SourceRecord as SourceRecord,
-        StoredTensor as StoredTensor,
-    )
-    from lpconv.results.convert import (
         ByteCounts as ByteCounts,
         CalibrationRecord as CalibrationRecord,
         ConvertResult as ConvertResult,
+        DtypeRecord as DtypeRecord,
+        ExportResult as ExportResult,
+        FileRecord as FileRecord,
+        FormatCount as FormatCount,
         InitResult as InitResult,
+        InspectResult as InspectResult,
         JobEstimate as JobEstimate,
+        OnnxCheck as OnnxCheck,
         PartResult as PartResult,
         PlanResult as PlanResult,
         RestoreResult as RestoreResult,
         RoundingRecord as RoundingRecord,
+        SourceRecord as SourceRecord,
+        StoredTensor as StoredTensor,
         TensorRecord as TensorRecord,
         WrittenShard as WrittenShard,
     )
@@ -72,30 +73,27 @@ if TYPE_CHECKING:
         ordered_json_text as ordered_json_text,
         to_json as to_json,
     )
-    from lpconv.results.export import ExportResult as ExportResult, FormatCount as FormatCount, OnnxCheck as OnnxCheck
-    from lpconv.results.finetune import (
+    from lpconv.results.training import (
         EvaluationRecord as EvaluationRecord,
         FinetuneResult as FinetuneResult,
+        FormatRates as FormatRates,
         GapRecord as GapRecord,
+        GradientNoise as GradientNoise,
         HeldOutRecord as HeldOutRecord,
         LayerChange as LayerChange,
         LossAllocation as LossAllocation,
+        LossScaleRecord as LossScaleRecord,
         MemoryPlan as MemoryPlan,
         NonfiniteRecord as NonfiniteRecord,
         PeakMemory as PeakMemory,
+        ProbedRecord as ProbedRecord,
+        ProbeReport as ProbeReport,
         RecipeMemory as RecipeMemory,
+        RecipeNoise as RecipeNoise,
         RunRecord as RunRecord,
         Series as Series,
         TrackedRecord as TrackedRecord,
         UpdateQuality as UpdateQuality,
-    )
-    from lpconv.results.probe import (
-        FormatRates as FormatRates,
-        GradientNoise as GradientNoise,
-        LossScaleRecord as LossScaleRecord,
-        ProbedRecord as ProbedRecord,
-        ProbeReport as ProbeReport,
-        RecipeNoise as RecipeNoise,
     )
     from lpconv.results.verify import (
         ComparedTensor as ComparedTensor,

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.results.checkpoint import FileRecord, SourceRecord
-from lpconv.results.convert import ByteCounts, JobEstimate
+from lpconv.results.checkpoint import ByteCounts, FileRecord, JobEstimate, SourceRecord
 from lpconv.results.documents import Result
 from lpconv.results.verify import VerifyResult
 

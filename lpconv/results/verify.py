@@ -83,7 +83,7 @@ class LogitsCheck:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong if outputs are not finite although the source's are; None also if they were not compared."""
+        """Description of outputs that are not finite although the source's are; None also if they were not compared."""
         is_finite = self.max_abs_diff is None or math.isfinite(self.max_abs_diff)
         return None if is_finite else "outputs are NaN or infinite, unlike the source's"
 

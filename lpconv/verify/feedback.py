@@ -23,8 +23,8 @@ from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
 from lpconv.storage.arranged import arranged
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.source import read_range
+from lpconv.verify.outputs import calibration_windows, windows_together
 from lpconv.verify.reader import OutputReader
-from lpconv.verify.text import calibration_windows, windows_together
 
 _TOLERANCE = 0.02  # relative: other processors sum in another order
 

@@ -4,19 +4,22 @@ docs/verify.md shows which planted damage each level detects.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lpconv.data import check_text
-from lpconv.errors import UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
-from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits
+from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.progress import Progress
-from lpconv.results import FilesCheck, VerifyResult
+from lpconv.results import FilesCheck, HashCheck, VerifyResult
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.staging import is_output, is_trained
-from lpconv.verify.hashes import check_hashes
+from lpconv.storage.contents import is_plain
+from lpconv.storage.partfile import sha256_of
+from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
@@ -32,59 +35,63 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     output of a conversion, or was trained.
 
     With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
-    size (`text.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
+    size (`outputs.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
     check_verify(options)
     check_tasks(options)
-    against, level = options.against, options.level
-    if options.tasks:
-        assert against is not None  # required by check_verify
-        tasks = load_tasks(options, progress)
-        others = tuple(g for g in options.gates if not is_of_task(g))
-        checked = verify_output(directory, dataclasses.replace(options, tasks=(), gates=others), progress=progress)
-        answers = compare_on_tasks(directory, against, tasks, limit=options.task_limit, progress=progress)
-        result = dataclasses.replace(checked, tasks=answers)
-        return _with_gates(result, [VERIFY_GATES.parse(g) for g in options.gates])
-    is_tuned = is_trained(directory)
-    if options.data is not None:
-        assert against is not None  # required by check_verify
-        reference = _open_reference(against)
+    gates = [VERIFY_GATES.parse(g) for g in options.gates]
+    tasks = load_tasks(options, progress) if options.tasks else {}
+    if options.data is None:
+        level, early_gates = options.level, [g for g in gates if not is_of_task(g.expression)]
+    else:
+        assert options.against is not None  # required by check_verify, as for tasks
+        reference = _open_reference(options.against)
         check_text(options.data, reference.directory, reference.config, options.seq_len)
-        shallow = level or ("weights" if is_output(directory) and not is_tuned else "values")
-        before = dataclasses.replace(options, level=shallow, gates=(), data=None)
-        checked = verify_output(directory, before, progress=progress)
-        return _with_text(checked, directory, reference, options.data, options, progress)
+        level = options.level or ("weights" if is_output(directory) and not is_trained(directory) else "values")
+        early_gates = []  # all gates wait for the outputs on the text
+    result = _verify_stored(directory, dataclasses.replace(options, level=level), early_gates, progress)
+    if options.data is not None:
+        result = _with_text(result, directory, reference, options, progress)
+    if options.tasks:
+        assert options.against is not None
+        answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
+        result = dataclasses.replace(result, tasks=answers)
+    return with_gates(result, gates) if options.data is not None or options.tasks else result
+
+
+def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate], progress: Progress) -> VerifyResult:
+    """Check an output at the level of the options, without text and tasks."""
+    against, level, is_tuned = options.against, options.level, is_trained(directory)
     if is_tuned and level in ("weights", "logits"):
         raise UsageError(
             f"the weights of `{directory}` were trained after conversion, so no source has the same weights",
             hint="measure the difference from another checkpoint with --level values --against MODEL",
         )
-    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
     by_value = level == "values" or (level is None and against is not None and (is_tuned or not is_output(directory)))
-    check_measured(parsed, has_outputs=not by_value)
+    check_measured(gates, has_outputs=not by_value)
     if by_value:
         assert against is not None
         ours, reference = open_readable(directory), _open_reference(against)
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
-        return _with_files(compare(ours, reference, gates=parsed, progress=progress), ours, reference)
+        return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
-    asked = level == "logits" or needs_logits(parsed)
+    asked = level == "logits" or needs_logits(gates)
     automatic = level is None and not asked and against is not None
-    if not (asked or automatic or level == "weights" or parsed):
+    if not (asked or automatic or level == "weights" or gates):
         return result
-    from lpconv.verify.against import check_source, prepare_verification  # imports torch (seconds)
+    from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
     depth = "logits" if asked else "auto" if automatic else "weights"
     job = prepare_verification(
         provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code
     )
     try:
-        checked = check_source(job, directory, provenance, result, gates=parsed, progress=progress)
+        checked = check_source(job, directory, provenance, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
         return _with_files(checked, Checkpoint.open(directory), job.checkpoint, config=False)
     finally:
@@ -100,7 +107,7 @@ def _open_reference(name: str) -> Checkpoint:
 
 def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
     """Add the comparison of the files next to the weights to `result`."""
-    from lpconv.verify.compare_files import compare_files
+    from lpconv.verify.compare import compare_files
 
     files = compare_files(ours, reference, config=config)
     passed = result.passed and not files.different
@@ -108,22 +115,49 @@ def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *
 
 
 def _with_text(
-    base: VerifyResult, directory: Path, reference: Checkpoint, data: Path, options: VerifyOptions, progress: Progress
+    base: VerifyResult, directory: Path, reference: Checkpoint, options: VerifyOptions, progress: Progress
 ) -> VerifyResult:
-    """Add the comparison of both models on a text to `base`, and check the gates."""
-    from lpconv.verify.text import compare_on_text  # imports transformers (seconds)
+    """Add the comparison of both models on the text of the options to `base`."""
+    from lpconv.verify.outputs import compare_on_text  # imports transformers (seconds)
     from lpconv.verify.written import output_problems
 
-    parsed = [VERIFY_GATES.parse(g) for g in options.gates]
+    assert options.data is not None  # a comparison of weights alone does not come here
     logits = compare_on_text(
-        directory, reference, data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
+        directory, reference, options.data, seq_len=options.seq_len, max_tokens=options.max_tokens, progress=progress
     )
     unknown = dataclasses.replace(logits, bit_equal=None)  # whether outputs should be equal is unknown here
-    result = dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
-    return _with_gates(result, parsed)
+    return dataclasses.replace(base, logits=logits, problems=(*base.problems, *output_problems(unknown, ())))
 
 
-def _with_gates(result: VerifyResult, gates: Sequence[Gate]) -> VerifyResult:
-    """Check the gates on all that was measured."""
-    met = VERIFY_GATES.check(gates, result)
-    return dataclasses.replace(result, gates=met, passed=not result.problems and all(g.passed for g in met))
+def check_hashes(directory: Path, progress: Progress) -> HashCheck:
+    """Check every file in SHA256SUMS; weights, config and lpconv.json must be among them.
+
+    Raises InputError if there is no such list.
+    """
+    digests = _listed_files(directory)
+    sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
+    progress.start("hashing", sum(sizes.values()))
+    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
+    mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
+        hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
+        for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
+            mismatched += [] if hashed == digest else [name]
+            progress.advance(sizes.get(name, 0))
+    return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
+
+
+def _listed_files(directory: Path) -> dict[str, str]:
+    """Names and digests from SHA256SUMS (the format of `sha256sum`). Raises InputError if it is missing."""
+    path, digests = directory / SUMS, {}
+    if not path.exists():
+        raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
+    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+        digest, separator, name = line.partition("  ")
+        if not separator or not is_plain(name):
+            raise InputError(
+                f"`{path}` has the line {line[:80]!r}, which is not a hash and a file name",
+                hint="download the file again",
+            )
+        digests[name] = digest
+    return digests

@@ -33,7 +33,7 @@ def check_tasks(options: VerifyOptions) -> None:
     for gate in filter(is_of_task, options.gates):
         if not options.tasks:
             raise UsageError(f"gate `{gate}` needs the answers to a task", hint="pass the task to --tasks")
-    for path in map(Path, filter(_is_path, options.tasks)):
+    for path in map(Path, filter(is_path, options.tasks)):
         if not path.exists():
             near = nearest(path.name, [p.name for p in path.parent.glob("*")])
             hint = f"did you mean `{path.parent / near}`?" if near else "pass the path of a task file for lm-eval"
@@ -42,7 +42,7 @@ def check_tasks(options: VerifyOptions) -> None:
         raise UnsupportedError("--tasks needs the package lm-eval", hint="pip install 'lpconv[eval]'")
 
 
-def _is_path(task: str) -> bool:
+def is_path(task: str) -> bool:
     """Whether a task is given by a path: of a YAML file, or of a folder with a slash."""
     return "/" in task or task.endswith((".yaml", ".yml"))
 
@@ -56,7 +56,7 @@ def load_tasks(options: VerifyOptions, progress: Progress) -> Mapping[str, Any]:
     from lpconv.extras import read_tasks
 
     progress.start("loading tasks", 0)
-    tasks = read_tasks(options.tasks, _is_path)
+    tasks = read_tasks(options.tasks)
     scores = [f"task:{name}:{metric}_drop" for name, task in tasks.items() for metric in task.aggregation()]
     for gate in filter(is_of_task, options.gates):
         metric = re.sub(r",[^:]*(?=_drop)", "", VERIFY_GATES.parse(gate).metric)  # without the name of a filter
@@ -74,7 +74,7 @@ def compare_on_tasks(
     """
     from lpconv.extras import answer_tasks
     from lpconv.models.opening import model_errors
-    from lpconv.verify.text import tokenizer_of
+    from lpconv.verify.outputs import tokenizer_of
 
     checkpoints = Checkpoint.open(reference), Checkpoint.open(model)
     tokenizer = tokenizer_of(checkpoints)
@@ -91,7 +91,7 @@ def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
 
     from lpconv.models.load import load
     from lpconv.models.quiet import quiet_transformers
-    from lpconv.verify.logits import check_model
+    from lpconv.verify.outputs import check_model
 
     check_model(checkpoint)
     progress.start(f"opening {checkpoint.origin.name}", 0)

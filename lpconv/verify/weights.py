@@ -118,7 +118,7 @@ def check_weights(
             waiting += [] if left is None else [left]
             checked += t.info.num_elements
         else:
-            compared, count = record, 0
+            compared = record
             count, right = _compare_pieces(t, output, workers)
             checked += count
             progress.advance(t.info.num_bytes)

@@ -1,23 +1,46 @@
-"""Verify the files of a conversion before they are published, and again in `lpconv verify`."""
+"""Verify the files of a conversion against its source: before they are published, and again in `lpconv verify`."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from lpconv.errors import InputError, LpconvError, UnsupportedError, VerificationError, problem_text
-from lpconv.gates import CONVERT_GATES, needs_logits
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError, problem_text
+from lpconv.formats.spec import FORMATS
+from lpconv.forms import Kept
+from lpconv.forms.reader import open_readable
+from lpconv.gates import Gate, needs_logits, with_gates
+from lpconv.lookup import find
 from lpconv.machine import out_of_memory
-from lpconv.plan.job import Job
-from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
+from lpconv.plan.job import Job, prepare
+from lpconv.plan.options import ConvertOptions
+from lpconv.plan.plan import Plan, PlannedTensor
+from lpconv.plan.policy import settings_for
+from lpconv.plan.settings import fill_options
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
 from lpconv.report.tensors import overflow_text
-from lpconv.results import LogitsCheck, TensorRecord, VerifyResult, WeightsCheck
+from lpconv.results import (
+    CalibrationRecord,
+    ComparedTensor,
+    LogitsCheck,
+    SourceRecord,
+    TensorRecord,
+    VerifyResult,
+    WeightsCheck,
+    from_json,
+)
+from lpconv.storage.contents import read_json
 from lpconv.storage.residual import find_residual
+from lpconv.storage.staging import MARKER
+from lpconv.storage.urls import is_url
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.weights import check_weights, whole_tensors
 
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
+_ABSENT = object()
 
 
 def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], progress: Progress) -> VerifyResult:
@@ -47,8 +70,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     result = VerifyResult(
         level="logits" if ran else "weights", passed=not problems, weights=weights, logits=logits, problems=problems
     )
-    gates = CONVERT_GATES.check(job.gates, result)
-    return dataclasses.replace(result, gates=gates, passed=result.passed and all(g.passed for g in gates))
+    return with_gates(result, job.gates)
 
 
 def check_stored(
@@ -94,7 +116,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     if skip is not None:
         return LogitsCheck(skipped=skip)
     from lpconv.models.opening import first_line
-    from lpconv.verify.logits import check_logits, check_model  # imports transformers (seconds)
+    from lpconv.verify.outputs import check_logits, check_model  # imports transformers (seconds)
 
     try:
         if not job.memory.in_files:
@@ -123,3 +145,187 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
             hint = f"run again with --verify weights{gates}, and with --resume to keep the files already written"
             raise out_of_memory(e) or UnsupportedError(text, hint=hint) from e
         return LogitsCheck(skipped=text)
+
+
+def prepare_verification(
+    provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
+) -> Job:
+    """The conversion that made an output, prepared for verification at level `verify`. The caller closes its source.
+
+    The records determine which tensors it converts. Raises InputError if the source is not found.
+    """
+    recorded = from_json(SourceRecord, provenance["source"])
+    if against is None and is_url(recorded.name):
+        raise InputError(
+            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
+            hint="if you trust it, pass it to --against",
+        )
+    options = dataclasses.replace(
+        from_json(ConvertOptions, provenance["options"]),
+        include=(),
+        exclude=(),
+        rules=(),
+        max_shard_size=None,
+        revision=None if against else recorded.revision,
+        verify=verify,
+        allow_missing=True,  # the output is published already
+        trust_remote_code=trust_remote_code,
+    )
+    try:
+        options = fill_options(options)
+    except UsageError as e:
+        raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
+    try:
+        source = open_readable(against or recorded.name, revision=options.revision)
+    except InputError as e:
+        if against is not None:
+            raise
+        hint = "pass the source to --against"
+        raise InputError(f"the source of `{directory}` is not here: {e.message}", hint=hint) from e
+    return prepare(source, directory, options)
+
+
+def check_source(
+    job: Job,
+    directory: Path,
+    provenance: Mapping[str, Any],
+    result: VerifyResult,
+    *,
+    gates: Sequence[Gate],
+    progress: Progress,
+) -> VerifyResult:
+    """Add to `result` (hashes of an output) the comparison with the source of `job`, and the gates.
+
+    Raises InputError if the source is not the one that was converted, UnreadError if disk or network fail.
+    """
+    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
+    _check_same_tensors(job, records)
+    try:
+        checked = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
+    except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
+        return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, problem_text(e)))
+    depth = job.plan.options.verify
+    if depth != "weights":
+        progress.start("running both models", 0)
+        logits = check_outputs(job, directory, automatic=depth == "auto")
+        level = checked.level if logits.skipped else "logits"
+        problems = (*checked.problems, *output_problems(logits, records))
+        checked = dataclasses.replace(checked, level=level, logits=logits, problems=problems)
+    return with_gates(checked, gates)
+
+
+def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
+    recorded, present = {r.name for r in records}, set(job.source.entries)
+    for name in sorted(recorded ^ present)[:1]:
+        raise InputError(
+            f"the {'source' if name in recorded else 'output'} has no tensor `{name}`: it is not the checkpoint that "
+            "was converted",
+            hint="pass the right checkpoint to --against",
+        )
+
+
+def _check_weights(
+    job: Job,
+    directory: Path,
+    provenance: Mapping[str, Any],
+    records: Mapping[str, TensorRecord],
+    result: VerifyResult,
+    progress: Progress,
+) -> VerifyResult:
+    """Add the comparison of weights, config and index to `result`."""
+    from lpconv.verify.feedback import check_output_errors  # imports transformers (seconds)
+
+    plan = _with_recorded_decisions(job.plan, records)
+    if plan.num_calibrated:
+        plan = _with_calibration(plan, provenance)
+    with OutputReader.from_directory(directory) as output:
+        plan = plan.with_forms(lambda t: output.as_chosen(t.form))
+        planned = {t.name: t for t in plan.tensors if t.action != "tie"}
+        weights = check_stored(job, output, planned, progress)
+        wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
+        weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
+        feedback = check_output_errors(job, directory, output, provenance, progress)
+        names = {c.name for t in planned.values() for c in t.root}
+        stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
+        files = {n: e.file for n, e in output.entries.items()}
+        index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
+    ties = {t.name: t.tied_to for t in job.plan.tensors}
+    untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
+    problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
+    wrong = (*weights_problems(weights, records.values()), *(feedback.wrong if feedback else ()))
+    problems = (*result.problems, *wrong, *problems)
+    tensors = _compare_records(planned, records, set(weights.mismatched))
+    return dataclasses.replace(
+        result,
+        level="weights",
+        passed=not problems,
+        weights=weights,
+        feedback=feedback,
+        problems=problems,
+        tensors=tensors,
+    )
+
+
+def _compare_records(
+    planned: Mapping[str, PlannedTensor], records: Mapping[str, TensorRecord], wrong: set[str]
+) -> tuple[ComparedTensor, ...]:
+    """The recorded figures of each tensor, worst first. Verified tensors (not in `wrong`) have met theirs."""
+    compared = [
+        ComparedTensor(
+            name=name,
+            stored_as=t.form.words,
+            reference=t.info.dtype,
+            sqnr_db=math.inf if (noise := records[name].sqnr_db) is None else noise,
+            max_rel_error=records[name].max_rel_error or 0.0,
+            problem="differs from the source" if name in wrong else None,
+        )
+        for name, t in planned.items()
+    ]
+    return tuple(sorted(compared, key=lambda c: (c.problem is None, c.sqnr_db)))
+
+
+def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) -> Plan:
+    """The plan with the recorded decision for each tensor, because another lpconv version may decide differently."""
+    tensors = []
+    for t in plan.tensors:
+        settings = settings_for(plan.options, plan.linears, t.name)
+        record = records[t.name]
+        form: Any = Kept(name=t.name, shape=t.info.shape, dtype=t.info.dtype)
+        if record.action == "convert":
+            fmt = find("format", record.format, FORMATS, error=InputError)
+            refused = plan.form.refusal(t.form.shape, fmt, settings)
+            if refused is not None:
+                raise InputError(
+                    f"tensor `{t.name}` is not stored as {MARKER} describes: {refused}", hint="download it again"
+                )
+            form = plan.form.of(t.name, t.form.shape, fmt, settings)
+        tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
+    return dataclasses.replace(plan, tensors=tuple(tensors))
+
+
+def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
+    """The plan with the recorded calibration, so that the text is not read again."""
+    absmax = from_json(CalibrationRecord, provenance.get("calibration")).absmax
+    needed = [t.module for t in plan.tensors if t.form.has_input_scale]
+    missing = [name for name in (*needed, *plan.cache_scales) if name not in absmax]
+    if missing:
+        raise InputError(
+            f"{MARKER} does not record the largest value for `{missing[0]}`", hint="download the output again"
+        )
+    return plan.with_inputs(absmax)
+
+
+def _document_problems(
+    job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
+) -> list[str]:
+    """Differences of config.json, the index and lpconv.json from the source and the conversion."""
+    wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
+    keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
+    problems = [f"config.json: `{k}` does not match the source and the conversion" for k in keys]
+    if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
+        problems.append(f"{INDEX} does not match these files")
+    if provenance["source_config"] != replaced_config(job.plain, plan):
+        problems.append(f"{MARKER}: `source_config` differs from the source's config")
+    options = plan.options
+    own = {"method": options.method, "format": options.format, "residual": options.residual}
+    return problems + [f"{MARKER}: `{k}` does not match the options" for k, v in own.items() if provenance.get(k) != v]

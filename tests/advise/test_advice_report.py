@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from advice_examples import a_row, an_advice, gap
+from report_examples import blocks_of
 
-from lpconv.report.advise import advice_document, recommendation, unknowns
-from lpconv.report.advise_charts import front_chart
+from lpconv.report.advise import advice_document, front_chart, recommendation, unknowns
 from lpconv.report.document import Code, Folded, Table
 from lpconv.results import AdviceResult, Recommendation, from_json, to_json
 
@@ -45,12 +45,12 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
     assert ": unit e4m3fn, rows" in document.verdict.text
-    assert [code.lines for code in document.all_of(Code)] == [("lpconv x",)]
-    table, *_ = document.all_of(Table)
+    assert [code.lines for code in blocks_of(document, Code)] == [("lpconv x",)]
+    table, *_ = blocks_of(document, Table)
     assert [(row[0], row[-1]) for row in table.rows] == [
         ("unit e4m3fn, rows", "8 windows"), ("unit fp16", "failed: inf"),
     ]  # fmt: skip
-    (folded,) = document.all_of(Folded)
+    (folded,) = blocks_of(document, Folded)
     assert folded.title.startswith("1 ")
     assert folded.table.rows[0][0] == "unit e5m2"
 

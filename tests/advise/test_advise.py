@@ -15,7 +15,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
 from lpconv.advise import candidates, infer, train
-from lpconv.advise.choice import judge_row
+from lpconv.advise.candidates import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
@@ -191,7 +191,7 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert("demo", tmp_path / "fp16", ConvertOptions(format="fp16", verify="none"))
-    monkeypatch.setattr("lpconv.cli.progress._Quiet.start", Stop().start)
+    monkeypatch.setattr("lpconv.cli.progress.Silent", Stop)
     out = tmp_path / "a"
     command = ["advise", str(tmp_path / "fp16"), "--for", "infer", "--seq-len", "16", "-o", str(out), "-q"]
     done = CliRunner().invoke(app, command)

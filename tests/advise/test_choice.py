@@ -9,8 +9,7 @@ import pytest
 from advice_examples import a_row, gap
 
 from lpconv.advise import infer
-from lpconv.advise.candidates import describe_conversion, with_feedback
-from lpconv.advise.choice import best, judge_row, rank_rows
+from lpconv.advise.candidates import best, describe_conversion, judge_row, rank_rows, with_feedback
 from lpconv.advise.infer import Trial, least_gap, measure_conversions, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text

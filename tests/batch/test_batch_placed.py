@@ -20,13 +20,12 @@ from checkpoints import files_of, write_checkpoint
 from typer.testing import CliRunner
 
 import lpconv
-from lpconv.batch.local import LocalExecutor
 from lpconv.batch.lock import begin_lock, read_lock, write_entry
 from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, run_batch
 from lpconv.batch.runners import RUNNERS
-from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
+from lpconv.batch.task import Answer, JobTask, LocalExecutor, MachineLostError, Needs, run_task
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from report_examples import blocks_of, section_of
 
 from lpconv.batch.kinds import BatchJob
 from lpconv.batch.lock import Lock, read_lock
@@ -599,7 +600,7 @@ class TestReports:
         assert rows[0]["status"] == UP_TO_DATE
         assert rows[1]["note"] == "verification (exit 5)"
         document = batch_document(mixed)
-        assert "hint: loosen" in str(document.section("Errors"))
+        assert "hint: loosen" in str(section_of(document, "Errors"))
         assert document.verdict is not None
         assert document.verdict.outcome == "failed"
         assert re.search(r"1 .*, 1 failed, 1 .*$", document.verdict.text)
@@ -616,7 +617,7 @@ class TestReports:
 
 def rows_of(result: BatchResult) -> list[dict[str, str]]:
     """The rows of the table of jobs, by heading."""
-    (table,) = batch_document(result).all_of(Table)
+    (table,) = blocks_of(batch_document(result), Table)
     headings = [column.removeprefix("<") for column in table.columns]
     texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
     return [dict(zip(headings, row, strict=True)) for row in texts]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from bench_records import CPU_PEAKS, GEMMS, result, row
+from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.bench.roofline import roofline_verdict
 from lpconv.bench.rows import TOO_LARGE
@@ -23,7 +24,7 @@ def judged(*rows: BenchRow, **fields: Any) -> BenchResult:
 
 
 def table(document: Document, title: str) -> Table:
-    (found,) = (b for b in document.section(title).blocks if isinstance(b, Table))
+    (found,) = (b for b in section_of(document, title).blocks if isinstance(b, Table))
     return found
 
 
@@ -47,7 +48,7 @@ def test_memory_linears_and_sentences_have_their_sections() -> None:
     assert memory.rows[0][2].startswith("weights 10 %, gradients 5 %")  # type: ignore[union-attr]  # a text
     (linears,) = (s for s in document.sections if "shape" in s.title)
     assert "14336" in str(linears)
-    assert any("emulates fp8" in line for bullets in document.all_of(Bullets) for line in bullets.lines)
+    assert any("emulates fp8" in line for bullets in blocks_of(document, Bullets) for line in bullets.lines)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +81,13 @@ def test_a_gate_that_failed_is_the_verdict() -> None:
     assert document.verdict is not None
     assert document.verdict.outcome == "failed"
     assert document.verdict.text.partition(" ")[2].startswith("speedup>=2 ")
-    assert document.section("1 of 1 gates failed").outcome == "failed"
+    assert section_of(document, "1 of 1 gates failed").outcome == "failed"
 
 
 def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:
     lost = [row(m, status=TOO_LARGE, reason="room", timing=None, device="cpu") for m in ("te", "mx")]
     document = bench_document(result(*lost, row("plain")))
-    assert document.section("Not measured").blocks == (Bullets(lines=(f"fp8 te; fp8 mx: {TOO_LARGE}, room",)),)
+    assert section_of(document, "Not measured").blocks == (Bullets(lines=(f"fp8 te; fp8 mx: {TOO_LARGE}, room",)),)
     assert document.facts["Device"] == "GPU"
 
 
@@ -98,14 +99,14 @@ def test_random_weights_are_a_warning() -> None:
 
 
 def test_intervals_and_parts_of_memory_are_drawn() -> None:
-    charts = bench_document(judged(*ROWS)).charts
+    charts = charts_of(bench_document(judged(*ROWS)))
     speed, memory = charts["Speed-up over the baseline"], charts["Memory of tensors at the peak"]
     (whisker,) = (m for m in speed.marks if m.shape == "whisker" and m.title == "fp8 static")
     assert [x for x, _ in whisker.points] == [1.2, 1.4]
     assert ("fp8 static", "1.30 [1.20, 1.40]") in speed.rows
     assert [m.title for m in memory.legend] == ["weights", "gradients", "optimizer", "activations", "other"]
     assert max(box.x[1] for box in memory.boxes) == 1000
-    assert not any("baseline" in title for title in bench_document(result(row("plain"))).charts)
+    assert not any("baseline" in title for title in charts_of(bench_document(result(row("plain")))))
 
 
 def test_benches_are_compared_row_by_row() -> None:
@@ -114,6 +115,6 @@ def test_benches_are_compared_row_by_row() -> None:
     assert re.match(r"fp8 static: monday .*: 1\.30 \[", document.verdict.text)
     rows = {first: rest for first, *rest in table(document, "Figures").rows}
     assert rows["fp8 static, train, 2 x 4096: speed-up"] == ["1.30 [1.20, 1.40]"] * 2
-    assert [name for name, _ in document.charts["Speed-up over the baseline"].rows] == [
+    assert [name for name, _ in charts_of(document)["Speed-up over the baseline"].rows] == [
         "fp8 static: monday", "fp8 te: monday", "fp8 static: tuesday", "fp8 te: tuesday",
     ]  # fmt: skip

@@ -6,8 +6,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from lpconv.cli.main import app
-from lpconv.cli.questions import QUESTIONS
+from lpconv.cli.main import QUESTIONS, app
 
 README = Path(__file__).parent.parent.parent / "README.md"
 

@@ -28,7 +28,7 @@ from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import FormSettings
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judge_scales
+from lpconv.inspect.values import judge_scales
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
 
 # Runs where lpconv cannot be imported, and saves what each model says.

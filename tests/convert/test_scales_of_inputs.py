@@ -29,7 +29,7 @@ from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judge_scales
+from lpconv.inspect.values import judge_scales
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule

@@ -28,7 +28,7 @@ from lpconv.plan.plan import PlannedTensor
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.storage.header import TensorInfo
-from lpconv.verify.logits import compare_outputs
+from lpconv.verify.outputs import compare_outputs
 from lpconv.verify.run import verify_output
 from lpconv.verify.weights import whole_tensors
 from lpconv.verify.written import output_problems
@@ -127,7 +127,7 @@ def test_an_output_that_does_not_open_is_not_published(tmp_path: Path, monkeypat
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("size mismatch for experts")
 
-    monkeypatch.setattr("lpconv.verify.logits.load", refuse)
+    monkeypatch.setattr("lpconv.verify.outputs.load", refuse)
     with pytest.raises(VerificationError, match=r"RuntimeError: .*experts"):
         convert(str(tiny("llama", tmp_path / "source")), tmp_path / "out", ConvertOptions())
     assert not published(tmp_path / "out")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_examples import blocks_of
 
 import lpconv
 from lpconv import doctor
@@ -184,7 +185,7 @@ def test_the_document_shows_devices_formats_and_problems(here: DoctorResult) -> 
         assert expected in document.facts["cuda:0"]
     levels_by_row = {
         row[:2]: (cell.text, cell.outcome)
-        for table in document.all_of(Table)
+        for table in blocks_of(document, Table)
         for row in table.rows
         if isinstance(cell := row[2], Cell)
     }

@@ -20,7 +20,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
 from lpconv.plan.options import ConvertOptions
-from lpconv.results.export import ExportResult
+from lpconv.results.checkpoint import ExportResult
 
 # family, method, format → opset, ONNX types of the matrices, forms in the record
 CASES = {

@@ -21,7 +21,7 @@ from lpconv.forms.facts import Measurement
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
-from lpconv.report.convert_words import summary
+from lpconv.report.convert import summary
 from lpconv.verify.run import verify_output
 
 ROWS, COLS, CUT = 140, 160, 77  # tails of blocks, and blocks that end within a tile

@@ -12,9 +12,7 @@ from lpconv.bench.roofline import roofline_verdict
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.compare import RunEntry, index_document
-from lpconv.report.convert import convert_document
-from lpconv.report.convert_compare import compare_conversions
-from lpconv.report.convert_words import summary
+from lpconv.report.convert import compare_conversions, convert_document, summary
 from lpconv.report.finetune import compare_finetunes, finetune_document
 from lpconv.report.html import html
 from lpconv.report.numbers import ROLE_WORDS

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report_examples import bert_result
+from report_examples import bert_result, blocks_of, section_of
 
 from lpconv.plan.options import LAYOUTS
 from lpconv.report import cards
@@ -21,11 +21,11 @@ def card(**changes: Any) -> Document:
 
 
 def programs(document: Document) -> str:
-    return "\n".join(line for code in document.all_of(Code) for line in code.lines)
+    return "\n".join(line for code in blocks_of(document, Code) for line in code.lines)
 
 
 def prose(document: Document) -> str:
-    return " ".join(block.text for block in document.all_of(Prose))
+    return " ".join(block.text for block in blocks_of(document, Prose))
 
 
 def test_front_matter_names_the_base_model_and_repeats_the_licence() -> None:
@@ -111,12 +111,12 @@ def test_other_layouts_need_no_lpconv(layout: str) -> None:
 )
 def test_restoring_is_called_exact_only_where_it_was_measured_to_be(sqnr_db: float | None, words: str) -> None:
     tensors = tuple(replace(t, sqnr_db=sqnr_db) for t in bert_result().tensors)
-    assert words in str(card(tensors=tensors).section("How to get the original back"))
+    assert words in str(section_of(card(tensors=tensors), "How to get the original back"))
 
 
 def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
     document = card()
-    figures, done, worst = document.all_of(Table)
+    figures, done, worst = blocks_of(document, Table)
     rows = dict(texts_of(figures))  # type: ignore[arg-type]  # rows of two
     assert (rows["size before"], rows["outputs max diff."], rows["same top prediction"]) == (
         "90.9 MB",

@@ -8,10 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from report_examples import bert_result, calibrated_result, llama_result, plan_of
+from report_examples import bert_result, blocks_of, calibrated_result, charts_of, llama_result, plan_of, section_of
 
-from lpconv.report.convert import convert_document, plan_document
-from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
 from lpconv.report.html import html
 from lpconv.report.tensor_charts import feedback_chart, rms_chart, sqnr_chart
@@ -53,8 +52,8 @@ def test_the_first_questions_are_answered() -> None:
     assert tiles["Lowest SQNR of a tensor"] == ("72.2 dB", "encoder.layer.0.attention.self.key.weight")
     assert tiles["Time"][0] == "420 ms"
     assert "325 MB/s" in tiles["Time"][1]
-    assert [c.outcome for checks in document.all_of(Checks) for c in checks.checks] == ["passed"] * 4
-    (provenance,) = document.all_of(Facts)
+    assert [c.outcome for checks in blocks_of(document, Checks) for c in checks.checks] == ["passed"] * 4
+    (provenance,) = blocks_of(document, Facts)
     assert provenance.values["Revision"] == "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
     assert provenance.values["Option scale"] == "pow2"
     assert document.versions["torch"] == "2.13.0"
@@ -63,22 +62,22 @@ def test_the_first_questions_are_answered() -> None:
 
 def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
     document, result = described(), bert_result()
-    every = table_of(document.section("Every tensor"))
+    every = table_of(section_of(document, "Every tensor"))
     assert {row[0] for row in every.rows} == {t.name for t in result.tensors}
-    assert (document.section("Every tensor").only, every.sortable) == ("page", True)
-    worst = document.section("Lowest signal-to-noise (from rounding alone)")
+    assert (section_of(document, "Every tensor").only, every.sortable) == ("page", True)
+    worst = section_of(document, "Lowest signal-to-noise (from rounding alone)")
     assert worst.only == "terminal"
     assert len(table_of(worst).rows) == 10
     assert "<Besides rounding" not in table_of(worst).columns
-    flushed = table_of(convert_document(llama_result()).section("Lowest signal-to-noise"))
+    flushed = table_of(section_of(convert_document(llama_result()), "Lowest signal-to-noise"))
     assert any(str(row[-1]).endswith("zero") for row in flushed.rows)
-    layers = {row[0]: row[1:3] for row in texts_of(table_of(document.section("By layer")))}
+    layers = {row[0]: row[1:3] for row in texts_of(table_of(section_of(document, "By layer")))}
     assert layers["encoder.layer.5"] == ["16", "6"]
 
 
 def test_columns_without_a_value_are_left_out() -> None:
     plain, calibrated = (
-        table_of(convert_document(r).section("Every tensor")) for r in (bert_result(), calibrated_result())
+        table_of(section_of(convert_document(r), "Every tensor")) for r in (bert_result(), calibrated_result())
     )
     assert ("Scale" in plain.columns, "Scale" in calibrated.columns) == (True, False)
     (column,) = [i for i, name in enumerate(calibrated.columns) if "input" in name]
@@ -91,7 +90,7 @@ def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() ->
     assert re.search(r" 4,096 tokens .*plays\.txt", document.summary)
     assert "extra" in document.summary
     assert document.tiles[3].detail.endswith("rounded")
-    (provenance,) = document.all_of(Facts)
+    (provenance,) = blocks_of(document, Facts)
     assert re.search(r"^plays\.txt, 4,096 tokens .* 128, SHA-256 ab", provenance.values["Calibrated on"])
 
 
@@ -99,7 +98,7 @@ def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() ->
     ("layout", "opens"), [("lpconv", "lpconv.load("), ("transformers", "AutoModel.from_pretrained(")]
 )
 def test_it_says_how_to_open_the_output(layout: str, opens: str) -> None:
-    (code,) = described(options={"layout": layout}).all_of(Code)
+    (code,) = blocks_of(described(options={"layout": layout}), Code)
     assert opens in code.lines[-1]
     assert "out/minilm-unit-fp16" in code.lines[-1]
 
@@ -127,15 +126,15 @@ def test_exact_and_flat_ratios_are_words() -> None:
     exact = tuple(replace(t, sqnr_db=math.inf, max_rel_error=0.0) for t in bert_result("fp32").tensors)
     document = described(tensors=exact)
     assert "exactly" in document.summary
-    (equal,) = document.section("Signal-to-noise ratios").blocks
+    (equal,) = section_of(document, "Signal-to-noise ratios").blocks
     assert re.search(r"exact .*40 .*fp32", str(equal))
     chart = sqnr_chart([("a", exact)])
     assert chart is not None
     assert ([t.label for t in chart.y.ticks], chart.y.label) == (["exact"], ""), "a title would hide the label"
-    assert {row[6] for row in texts_of(table_of(document.section("By layer")))} == {"exact"}
+    assert {row[6] for row in texts_of(table_of(section_of(document, "By layer")))} == {"exact"}
     flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
-    assert not any("Signal-to-noise" in title for title in flat.charts)
-    (close,) = flat.section("Signal-to-noise ratios").blocks
+    assert not any("Signal-to-noise" in title for title in charts_of(flat))
+    (close,) = section_of(flat, "Signal-to-noise ratios").blocks
     assert re.search(r"31\.5 dB .*40 tensors .*fp16", str(close))
 
 
@@ -193,8 +192,8 @@ def test_odd_figures_do_not_break_the_document() -> None:
         replace(first, name="scalar", shape=()),
     ]
     document = described(tensors=(*odd, *rest))
-    assert {t.name for t in odd} <= {row[0] for row in table_of(document.section("Every tensor")).rows}
-    assert "NaN, Inf" in table_of(document.section("Every tensor")).columns
+    assert {t.name for t in odd} <= {row[0] for row in table_of(section_of(document, "Every tensor")).rows}
+    assert "NaN, Inf" in table_of(section_of(document, "Every tensor")).columns
     assert html(document)
 
 
@@ -215,7 +214,7 @@ def test_missing_fields_and_no_tensors(verify: VerifyResult) -> None:
     )  # fmt: skip
     document = convert_document(result)
     assert "0 of 0 tensors" in document.summary
-    assert all(isinstance(block, str) for block in document.section("Tensors").blocks)
+    assert all(isinstance(block, str) for block in section_of(document, "Tensors").blocks)
     for shown in (document, compare_conversions([result, result], ["a", "b"]), plan_document(plan_of(result))):
         assert "None" not in html(shown)
         assert terminal(shown)
@@ -241,7 +240,7 @@ def test_a_plan_that_converts_nothing_says_so_first(changes: dict[str, Any], nam
 
 def figures_of(results: Sequence[ConvertResult]) -> dict[str, list[str]]:
     document = compare_conversions(results, [f"run {i}" for i in range(len(results))])
-    return {first: rest for first, *rest in texts_of(table_of(document.section("Figures")))}
+    return {first: rest for first, *rest in texts_of(table_of(section_of(document, "Figures")))}
 
 
 def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> None:
@@ -254,8 +253,8 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
     document = compare_conversions([*results[:2], failed], ["a", "b", "c"])
     assert document.verdict is not None
     assert (document.verdict.outcome, document.verdict.text) == ("failed", "2 of 3 passed; failed: c")
-    assert [title.partition(": ")[0] for title in document.charts][1] == "a"
-    rows = {first: rest for first, *rest in texts_of(table_of(document.section("SQNR of every tensor, dB")))}
+    assert [title.partition(": ")[0] for title in charts_of(document)][1] == "a"
+    rows = {first: rest for first, *rest in texts_of(table_of(section_of(document, "SQNR of every tensor, dB")))}
     assert rows["model.layers.0.self_attn.q_proj.weight"][:2] == ["–", "–"]
     assert rows["pooler.dense.weight"][0].startswith("fp16, 7")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.errors import InputError
 from lpconv.report.cards import finetune_card
@@ -82,11 +83,11 @@ def test_perplexity_is_that_of_the_losses() -> None:
 
 def test_curves_losses_and_layers_are_described() -> None:
     document = finetune_document(result())
-    assert {"Held-out loss", "Training loss", "The gap", "Loss scale, log2"} <= document.charts.keys()
-    assert any("updates" in title for title in document.charts)
+    assert {"Held-out loss", "Training loss", "The gap", "Loss scale, log2"} <= charts_of(document).keys()
+    assert any("updates" in title for title in charts_of(document))
     assert document.tiles[0].figure == "+0.25 ± 0.10"
-    assert ": a.c, backward, step 2" in str(document.section("During training"))
-    (heat,) = document.all_of(HeatMap)
+    assert ": a.c, backward, step 2" in str(section_of(document, "During training"))
+    (heat,) = blocks_of(document, HeatMap)
     assert (heat.blocks, heat.columns) == (("weight", ROLE_WORDS["grad_output"]), ("1",))
     assert re.search(r"weight \w+ a\.c: 0 % .* 50 % .* e4m3fn .* 1\)", heat.description)
 
@@ -107,9 +108,9 @@ def test_a_guess_far_off_is_told_instead_of_drawn() -> None:
         finetune_document(result(held_out=(replace(held_out("run", "eval_loss", 2.0, 1.5), baseline=guess),)))
         for guess in (2.1, 60.0)
     )
-    assert [m.title for m in near.charts["Held-out loss"].legend][-1].startswith("guess")
-    assert near.charts["Held-out loss"].marks[0].shape == "area"
-    assert ": 60" in far.charts["Held-out loss"].description
+    assert [m.title for m in charts_of(near)["Held-out loss"].legend][-1].startswith("guess")
+    assert charts_of(near)["Held-out loss"].marks[0].shape == "area"
+    assert ": 60" in charts_of(far)["Held-out loss"].description
 
 
 def held_out(role: str, metric: str, before: float, after: float, error: float = 0.01) -> HeldOutRecord:
@@ -158,12 +159,12 @@ def test_a_recovery_is_titled_by_its_divergence() -> None:
 
 
 def test_the_card_says_how_to_open_what_was_saved() -> None:
-    (code,) = finetune_card(result()).all_of(Code)
+    (code,) = blocks_of(finetune_card(result()), Code)
     assert code.lines[0].startswith("import lpconv.hf")
     pair = finetune_card(result(saved_as="collage bf16"))
-    (code,) = pair.all_of(Code)
+    (code,) = blocks_of(pair, Code)
     assert "AutoModelForCausalLM" in code.lines[0]
-    (prose,) = pair.all_of(Prose)
+    (prose,) = blocks_of(pair, Prose)
     assert "`collage/`" in prose.text
 
 
@@ -250,10 +251,10 @@ def test_a_series_without_its_figures_is_refused(field: str) -> None:
 
 def test_fine_tunings_are_compared() -> None:
     document = compare_finetunes([result(), result(recipe="bf16")], ["a", "b"])
-    (figures,) = (t for t in document.all_of(Table))
+    (figures,) = (t for t in blocks_of(document, Table))
     rows = {first: rest for first, *rest in texts_of(figures)}
     assert rows["recipe"] == ["unit-fp8", "bf16"]
     assert rows["held-out loss, gap"] == ["+0.25 ± 0.10"] * 2
-    gap = document.charts["What precision cost: gap of held-out loss"]
+    gap = charts_of(document)["What precision cost: gap of held-out loss"]
     assert [name for name, _ in gap.rows] == ["a", "b"]
-    assert [m.title for m in document.charts["Training loss"].legend] == ["a", "b"]
+    assert [m.title for m in charts_of(document)["Training loss"].legend] == ["a", "b"]

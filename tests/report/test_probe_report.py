@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from report_examples import section_of
 
 from lpconv.report.document import Bullets, Cell, Document, Section, Table
 from lpconv.report.html import html
 from lpconv.report.numbers import ROLE_WORDS
-from lpconv.report.probe import probe_document
-from lpconv.report.probe_charts import exponent_charts, heat_map
+from lpconv.report.probe import exponent_charts, heat_map, probe_document
 from lpconv.report.terminal import terminal
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
 
@@ -81,14 +81,14 @@ def test_the_verdict_counts_what_each_format_holds() -> None:
 
 def test_losses_scales_and_fits_are_told() -> None:
     document = described()
-    assert document.section("Worst in fp16").blocks[0] == Bullets(lines=report().findings["fp16"])
-    assert len(document.section("Worst in e4m3fn").blocks) == 1
+    assert section_of(document, "Worst in fp16").blocks[0] == Bullets(lines=report().findings["fp16"])
+    assert len(section_of(document, "Worst in e4m3fn").blocks) == 1
     assert document.facts["Loss"] == "2.5, 2.25"
     assert "corpus.txt" in document.subtitle
-    scales = document.section("Recommended loss scale, for the worst gradient of the model")
+    scales = section_of(document, "Recommended loss scale, for the worst gradient of the model")
     assert only_table(scales).rows[0] == ("fp16", "2^7", "2^12", "60 %", "0.05 %")
     assert re.search(r"e4m3fn.* 0\.1 %", str(scales.blocks[-1]))
-    fits = only_table(document.section("Tensors that each format holds"))
+    fits = only_table(section_of(document, "Tensors that each format holds"))
     assert fits.rows[0] == ("weight", "3 (4) of 4", "3 (4) of 4")  # a scale of its own saves what is beyond the range
     assert fits.rows[1] == (ROLE_WORDS["grad_output"], "4 of 4", "4 of 4")  # at the recommended scale
 
@@ -96,12 +96,12 @@ def test_losses_scales_and_fits_are_told() -> None:
 def test_one_format_lists_every_tensor_worst_first_on_the_terminal_too() -> None:
     tensors = tuple(replace(t, plain=t.plain[:1], scaled=t.scaled[:1]) for t in report().tensors)
     alone = described(formats=("fp16",), tensors=tensors, loss_scales=report().loss_scales[:1])
-    section = alone.section("Every tensor in fp16, the worst first")
+    section = section_of(alone, "Every tensor in fp16, the worst first")
     assert section.only is None
     table = only_table(section)
     assert [row[0] for row in table.rows][:4] == [LAYERS[3], LAYERS[1], LAYERS[3], LAYERS[2]]
     assert table.columns[5] == "SQNR"
-    both = described().section("Every tensor")
+    both = section_of(described(), "Every tensor")
     assert both.only == "page"
     assert len(only_table(both).rows) == len(report().tensors)
     assert all(len(row) == len(only_table(both).columns) for row in only_table(both).rows)
@@ -151,7 +151,7 @@ def test_the_heat_map_has_a_cell_for_each_tensor_and_format() -> None:
 
 def test_a_tensor_without_signal_has_a_rate_and_no_ratio() -> None:
     silent = replace(tensor("a", "weight"), exponents=(), plain=(rates("fp16", sqnr=math.nan),) * 2)
-    row = only_table(described(tensors=(silent,)).section("Every tensor")).rows[0]
+    row = only_table(section_of(described(tensors=(silent,)), "Every tensor")).rows[0]
     assert isinstance(row[4], Cell)
     assert row[4].text == "–"
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from report_examples import bert_result, llama_result, plan_of
 
-from lpconv.report.convert import convert_document, plan_document
-from lpconv.report.convert_compare import compare_conversions
+from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Document, Table
 from lpconv.report.terminal import show
 from lpconv.results import ConvertResult

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.report.document import Checks, Document, Table
 from lpconv.report.verify import verify_document
@@ -26,7 +27,7 @@ def described(**fields: Any) -> Document:
 
 
 def steps(document: Document) -> dict[str, tuple[str, str]]:
-    return {c.name: (c.outcome, c.text) for checks in document.all_of(Checks) for c in checks.checks}
+    return {c.name: (c.outcome, c.text) for checks in blocks_of(document, Checks) for c in checks.checks}
 
 
 def weights(**fields: Any) -> WeightsCheck:
@@ -45,7 +46,7 @@ def test_every_step_of_a_failure_says_what_failed() -> None:
     )
     assert document.verdict is not None
     assert document.verdict.outcome == "failed"
-    assert document.section("Verification: failed (level weights)").outcome == "failed"
+    assert section_of(document, "Verification: failed (level weights)").outcome == "failed"
     found = steps(document)
     assert {name: outcome for name, (outcome, _) in found.items()} == {
         "hashes": "failed", "weights": "failed", "outputs": "not run", "gate sqnr>=25": "failed",
@@ -70,7 +71,7 @@ def test_no_verification_is_not_a_pass() -> None:
     assert document.verdict is not None
     assert document.verdict.outcome == "not run"
     assert not steps(document)
-    assert document.section("Verification: not run").blocks
+    assert section_of(document, "Verification: not run").blocks
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_terminal_gets_the_tensors_that_are_not_exact_and_a_page_all() -> None
     shown = {s.only: b.rows for s in document.sections for b in s.blocks if isinstance(b, Table)}
     assert [row[0] for row in shown["terminal"]] == ["30.0.weight"]
     assert [row[0] for row in shown["page"]] == ["30.0.weight", "inf.weight"]
-    assert document.charts["Signal-to-noise ratio of every tensor"].y.ticks[-1].label == "exact"
+    assert charts_of(document)["Signal-to-noise ratio of every tensor"].y.ticks[-1].label == "exact"
     exact = described(level="values", passed=True, tensors=tensors[1:])
     assert not [s for s in exact.sections if s.only == "terminal"]
 
@@ -121,5 +122,5 @@ def test_answers_to_tasks_are_a_step_a_headline_and_a_table() -> None:
     assert re.match(r"loses 2\.5 ± 2\.0 points .*quiz \(acc, 400 ", said)
     tile = next(t for t in document.tiles if t.label == "quiz, acc")
     assert tile.figure == "-2.5 ± 2.0 points"
-    (table,) = (b for b in document.section("Answers to tasks").blocks if isinstance(b, Table))
+    (table,) = (b for b in section_of(document, "Answers to tasks").blocks if isinstance(b, Table))
     assert table.rows == (("quiz", "acc", "400", "52.5 %", "50 %", "-2.5 ± 2.0 points", "14", "4"),)

@@ -322,10 +322,10 @@ class TestMemory:
         store.objects["large"] = mmap.mmap(-1, size)
         code = (
             "import psutil, sys; from concurrent.futures import ThreadPoolExecutor; from lpconv.machine import *;"
-            "from lpconv.extras import remote, remote_file;"
+            "from lpconv.extras import remote;"
             "remote.head('s3://bucket', 'large'); before = psutil.Process().memory_info().rss;"
             "size, step = int(sys.argv[1]), 2**20;"
-            "file = remote_file.RemoteFile(store='s3://bucket', name='large', e_tag=None, size_bytes=size);"
+            "file = remote.RemoteFile(store='s3://bucket', name='large', e_tag=None, size_bytes=size);"
             "read = lambda at: file.read_into(at, memoryview(bytearray(step)));"
             "list(ThreadPoolExecutor(2).map(read, range(0, size, step))); print(peak_rss_bytes() - before)"
         )

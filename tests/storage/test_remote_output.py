@@ -30,8 +30,8 @@ from lpconv.extras import WINDOW_BYTES, remote
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.urls import UNFINISHED
-from lpconv.verify.against import prepare_verification
 from lpconv.verify.reader import read_provenance
+from lpconv.verify.written import prepare_verification
 
 URL = "s3://bucket/out"
 

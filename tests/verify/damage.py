@@ -22,10 +22,9 @@ from lpconv.errors import LpconvError
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.storage.header import TensorInfo, read_header
-from lpconv.verify.hashes import check_hashes
-from lpconv.verify.logits import check_logits
+from lpconv.verify.outputs import check_logits
 from lpconv.verify.reader import OutputReader
-from lpconv.verify.run import verify_output
+from lpconv.verify.run import check_hashes, verify_output
 from lpconv.verify.written import output_problems
 
 __all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]

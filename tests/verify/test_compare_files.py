@@ -15,7 +15,7 @@ from lpconv.plan.files import write_sums
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
-from lpconv.verify.compare_files import compare_files
+from lpconv.verify.compare import compare_files
 from lpconv.verify.run import verify_output
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.inspect.headers import inspect
-from lpconv.inspect.scales import judge_scales
-from lpconv.inspect.statistics import inspect_with_statistics
+from lpconv.inspect.values import inspect_with_statistics, judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.resolve import directory_of

@@ -14,7 +14,7 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 import lpconv
-import lpconv.verify.text as text_module
+import lpconv.verify.outputs as text_module
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
@@ -22,8 +22,7 @@ from lpconv.errors import LpconvError
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
-from lpconv.verify.logits import compare_outputs
-from lpconv.verify.text import compare_on_text
+from lpconv.verify.outputs import compare_on_text, compare_outputs
 
 LENGTH, TOKENS = 24, 120
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -16,7 +16,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UnsupportedError
 from lpconv.plan.options import ConvertOptions, VerifyOptions
-from lpconv.report.tasks import task_text
+from lpconv.report.verify import task_text
 from lpconv.results import GapEstimate, TaskCheck
 from lpconv.verify.tasks import check_tasks, compare_answers
 

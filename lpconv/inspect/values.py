@@ -1,7 +1,11 @@
-"""Defects in the scales of a checkpoint quantised by another tool. Reads scales, and codes only if necessary.
+"""What an inspection reads of the weights: scales of quantised ones, and with `--stats` statistics of all values.
 
 Scales that cannot decode a code are problems. Unequal scales in fused weights, or a weight far larger than the others,
-are no contradictions, but most files that load and produce wrong text have one of these.
+are no contradictions, but most files that load and produce wrong text have one of these. Codes are read only if
+necessary.
+
+Statistics are those of the decoded weights for checkpoints quantised by another tool, and saturated codes are counted:
+only few codes have the largest magnitude, unless scales are too small.
 """
 
 import math
@@ -14,13 +18,18 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import Component, Headers, grid_of, recognise
+from lpconv.forms import Component, Headers, Stored, grid_of, recognise
+from lpconv.forms.blocks import Workspace, block_stats
+from lpconv.forms.facts import BlockStats, block_ranges
+from lpconv.forms.foreign import READ
 from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
 from lpconv.forms.form import Fetch, Side
-from lpconv.inspect.defects import Findings, fused_groups
+from lpconv.forms.reader import DecodedSource, StoredTensors
+from lpconv.inspect.headers import VALUES, Findings, describe, fused_groups, inspect
+from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
-from lpconv.results import InspectResult
+from lpconv.results import InspectResult, StoredTensor
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import INPUT_SCALES
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
@@ -35,6 +44,10 @@ NOT_JUDGED = f"scales that are wrong by less than a factor of {_FACTOR:.0f} (use
 _ZERO = 1e-6  # largest magnitude of a weight that counts as all zeros
 _LEAST_USUAL, _MOST_USUAL = 1e-3, 64.0  # range of the median over all weights of the largest magnitude
 _UNEQUAL = 1.001  # ratio that a round trip of scales through bf16 can explain
+_READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+# Suspicious share of saturated codes, by bits. A scale of half the right size saturates 0.15 of 8-bit and 0.45 of 4-bit
+# codes.
+_MANY = {4: 0.3, 8: 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,3 +309,74 @@ def _lost_scales(scales: Mapping[str, Scales], *, is_ours: bool) -> Iterator[str
         yield f"{code_list(far)}: weights of up to {bound:.2g}, while others reach {usual:.2g}; a scale may be lost"
     if not is_ours and usual > _ZERO and not _LEAST_USUAL < usual < _MOST_USUAL:
         yield f"most weights reach {usual:.2g}, unlike any trained model; their scales may be lost"
+
+
+def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResult:
+    """`inspect`, with statistics in each tensor's record. Also opens `.bin` checkpoints.
+
+    Codes of lpconv are measured unscaled. A checkpoint quantised by another tool is read only if it has no problems.
+    """
+    checkpoint = Checkpoint.open(model)
+    with closing(open_source(checkpoint)) as source:
+        infos = [(e.info, e.file) for e in source.entries.values()]
+        if checkpoint.kind != "torch":
+            record = inspect(checkpoint)
+        else:
+            record = describe(checkpoint, infos)
+        if record.layout not in READ:
+            return _with_statistics(record, source, progress)
+    record = judge_scales(record, checkpoint)
+    if record.problems or record.not_judged:
+        return record
+    with StoredTensors.open(checkpoint) as stored:
+        measured = _with_statistics(record, DecodedSource(stored), progress)
+        tensors = tuple(_with_share(t, stored) for t in measured.tensors)
+        many = tuple(w for t in tensors if (w := _saturation_warning(t, stored.forms[t.name])))
+    return replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
+
+
+def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:
+    if t.saturated_share is None or form.format is None or t.saturated_share <= _MANY[form.format.storage_bits]:
+        return None
+    return f"`{t.name}`: {t.saturated_share:.0%} of the codes have the largest value, so its scales may be too small"
+
+
+def _with_statistics(record: InspectResult, source: Source, progress: Progress) -> InspectResult:
+    progress.start("reading", sum(source.entries[t.name].info.num_bytes for t in record.tensors))
+    work = Workspace()
+    tensors = tuple(_measure_tensor(source, t, work, progress) for t in record.tensors)
+    nan, inf = [t.name for t in tensors if t.num_nan], [t.name for t in tensors if t.num_inf]
+    return replace(
+        record,
+        tensors=tensors,
+        problems=(*record.problems, *([f"{code_list(nan)}: contains NaN"] if nan else [])),
+        warnings=(*record.warnings, *([f"{code_list(inf)}: infinite numbers"] if inf else [])),
+        checked=(*record.checked, "values"),
+        not_checked=tuple(n for n in record.not_checked if n != VALUES),
+    )
+
+
+def _measure_tensor(source: Source, t: StoredTensor, work: Workspace, progress: Progress) -> StoredTensor:
+    info = source.entries[t.name].info
+    if info.dtype not in _READABLE or not info.num_bytes:
+        progress.advance(info.num_bytes)
+        return t
+    total = BlockStats()
+    for start, stop in block_ranges(info.num_elements):
+        x = read_range(source, t.name, start, stop, buffer=work.raw)
+        total = total + block_stats(x.to(torch.float32) if x.itemsize == 1 else x, work)
+        progress.advance(x.nbytes)
+    return replace(t, rms=total.rms, absmax=total.absmax, num_nan=total.num_nan, num_inf=total.num_inf)
+
+
+def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
+    """The record of a weight with the share of its codes at the smallest or largest number of the format."""
+    form = stored.forms[t.name]
+    if not isinstance(form, Grid):
+        return t
+    at_end = 0
+    low, high = form.codes.ends
+    for start, stop in block_ranges(form.num_elements, form.cols):
+        codes = form.codes_of(stored.read_data(t.name, start, stop), start, stop)
+        at_end += int(((codes <= low) | (codes >= high)).sum())
+    return replace(t, saturated_share=at_end / form.num_elements)

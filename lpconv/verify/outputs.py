@@ -1,9 +1,14 @@
-"""Compare two models on every token of a text: KL both ways, top-1 agreement, perplexities.
+"""Compare the outputs of two models on the same inputs: made up from the config, or every token of a text.
 
-One model at a time runs in fp32, with its matrices read from their files during multiplication (`models/load.py`,
-`open_in_files`), so memory holds only activations. First the bodies run, on as many windows at once as memory allows,
-and produce the last hidden state of every token; then the heads compute the logits of both for a few tokens at a time,
-because logits of a whole text would take as much memory as a model.
+*Inputs from the config* have a fixed seed: token ids for text models, noise for images and sound. One model at a time
+is in memory. If the checkpoint has no weights for the head of the architecture, the hidden states of the base model are
+compared instead, because outputs of a random head would be meaningless.
+
+*On a text* the result is KL both ways, top-1 agreement and perplexities. One model at a time runs in fp32, with its
+matrices read from their files during multiplication (`models/load.py`, `open_in_files`), so memory holds only
+activations. First the bodies run, on as many windows at once as memory allows, and produce the last hidden state of
+every token; then the heads compute the logits of both for a few tokens at a time, because logits of a whole text would
+take as much memory as a model.
 
 Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden size, V vocabulary.
 """
@@ -21,25 +26,114 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lpconv.errors import InputError, ResourceError, UnsupportedError
+from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
 from lpconv.machine import available_memory
-from lpconv.models.inputs import sequence_length, vocabulary_size
-from lpconv.models.load import open_in_files
-from lpconv.models.opening import model_errors, read_text_config
+from lpconv.models.empty import check_memory, num_parameters
+from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, sequence_length, vocabulary_size
+from lpconv.models.load import load, open_in_files
+from lpconv.models.opening import model_errors, open_to_run, read_text_config, transformers_config
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import CLM, task_of
+from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.plan.memory import CALIBRATING_BYTES
 from lpconv.plan.options import CALIBRATION_TOKENS, NEAREST, ConvertOptions
 from lpconv.progress import Progress
+from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.summed import Summed, joined
 
+_OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
+_UNLIKE, _REPORT = "the source can be opened but the output cannot", "please report this, or use another --layout"
+_COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _HINT = "leave --data out to compare weights only"
 AT_ONCE = 1024  # most tokens per forward pass of a body
 _HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose logits are compared in fp64 at a time
 _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Raise ResourceError if the model does not fit in memory, unless its own code determines its size."""
+    if "auto_map" not in checkpoint.config:
+        check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY, what="running the model")
+
+
+def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
+    """Raise an error, from the config alone, if the model will not open or has no inputs that lpconv can make."""
+    if trust_remote_code and "auto_map" in checkpoint.config:
+        return  # only the model's own code can tell
+    cls = architecture(checkpoint.config)
+    config = transformers_config(checkpoint, hint="use --verify weights")
+    inputs_for(resolve_auto_class(cls, config), config)
+
+
+def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
+    """Compare the outputs of both models in fp32 on the CPU.
+
+    Raises UnsupportedError if no inputs can be made for the model.
+
+    With `in_files` the matrices are read from their files as needed, so memory holds only activations.
+    """
+    if in_files:
+        return _check_in_files(source, output)
+    # Both directories are local; the flag decides whether their own Python files may run.
+    options = {"trust_remote_code": True} if trust_remote_code else {}
+    with quiet_transformers():
+        opened = open_to_run(source, **options)
+        _check_whole(opened.missing)
+        model = opened.model
+        inputs, cls = example_inputs(model), type(model)
+        wanted = outputs_of(model, inputs)
+        del model, opened
+        with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
+            got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
+    return compare_outputs(wanted, got, cls.__name__, describe_inputs(inputs))
+
+
+def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
+    with open_in_files(source) as (model, missing):
+        _check_whole(missing)
+        inputs, cls = example_inputs(model), type(model)
+        wanted = outputs_of(model, inputs)
+    with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
+        return compare_outputs(wanted, outputs_of(model, inputs), cls.__name__, describe_inputs(inputs))
+
+
+def _check_whole(missing: Sequence[str]) -> None:
+    """Raise UnsupportedError if weights are missing, because outputs of random weights cannot be compared."""
+    if missing:
+        raise UnsupportedError(
+            f"the source lacks the weights {code_list(missing)}, so its outputs would be random",
+            hint="use --verify weights",
+        )
+
+
+def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits in fp32, or a base model's last hidden states. Raises UnsupportedError if there are neither."""
+    with torch.no_grad():
+        out = model(**inputs)
+    output = next((out[k] for k in _OUTPUTS if out.get(k) is not None), None)
+    if output is None:
+        raise UnsupportedError(f"{type(model).__name__} returns no logits", hint="use --verify weights")
+    logits: Tensor = output.float()
+    return logits
+
+
+def compare_outputs(wanted: Tensor, got: Tensor, model: str | None = None, inputs: str | None = None) -> LogitsCheck:
+    """Compare the outputs of two models on the same inputs; `model` and `inputs` describe them in the record."""
+    finite = torch.isfinite(wanted)
+    reference = wanted[finite].double()
+    difference = reference - got[finite].double()
+    log_p, log_q = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
+    return LogitsCheck(
+        max_abs_diff=float(difference.abs().max()) if len(difference) else 0.0,
+        rel_error=float(difference.norm() / (reference.norm() or 1.0)),
+        bit_equal=bool(((wanted == got) | (wanted.isnan() & got.isnan())).all()),
+        top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
+        mean_kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        model_class=model,
+        inputs=inputs,
+    )
 
 
 def _larger(a: float, b: float) -> float:
@@ -91,16 +185,16 @@ def compare_on_text(
         has_next = task_of(type(converted).__name__) is CLM
         total = _TokenSums()
         for ids, hidden, following in _token_slices(bodies, tokens.windows, vocabulary_size(config)):
-            expected, actual = (_outputs(m, ids, h) for m, h in zip((source, converted), hidden, strict=True))
+            expected, actual = (_text_logits(m, ids, h) for m, h in zip((source, converted), hidden, strict=True))
             for i in range(0, len(following), _EXACT):
                 part = slice(i, i + _EXACT)
-                total += _compare_outputs(expected[part], actual[part], following[part] if has_next else None)
+                total += _compare_tokens(expected[part], actual[part], following[part] if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
-        return _check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
+        return _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
 
 
-def _check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
+def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
     return LogitsCheck(
         max_abs_diff=total.largest,
         rel_error=math.sqrt(total.error / (total.signal or 1.0)),
@@ -225,7 +319,7 @@ def _token_slices(
         yield windows_NL.flatten()[part].unsqueeze(0), hidden, following_NL.flatten()[part]
 
 
-def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
+def _text_logits(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
     """Logits [T, V]: runs the model with a body that returns the given hidden states."""
     body = model.base_model
     body.forward = lambda *args, **kwargs: model.lpconv_body(last_hidden_state=hidden_1TH)
@@ -236,7 +330,7 @@ def _outputs(model: Any, ids_1T: Tensor, hidden_1TH: Tensor) -> Tensor:
     return out
 
 
-def _compare_outputs(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
+def _compare_tokens(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | None) -> _TokenSums:
     x, y = wanted_TV.double(), got_TV.double()
     log_p, log_q = x.log_softmax(-1), y.log_softmax(-1)
     finite = torch.isfinite(x)
