@@ -25,7 +25,6 @@ from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
-from lpconv.train.clock import Clock
 from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.folder import Metrics
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
@@ -37,7 +36,7 @@ from lpconv.train.processes import backend, is_main_process, mesh, num_processes
 from lpconv.train.recipes import RECIPES
 from lpconv.train.record import NUM_COPIES, PROBE_BATCHES, LossWatch, run_record
 from lpconv.train.sharded import shard, start_in_fp32
-from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
+from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch, rate_of
 
 

@@ -23,7 +23,6 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
 from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
-from lpconv.train.clock import Clock
 from lpconv.train.critical import critical_facts, with_critical
 from lpconv.train.exact import as_published
 from lpconv.train.folder import (
@@ -46,6 +45,7 @@ from lpconv.train.publish import in_place, publish_model
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
+from lpconv.train.trainer import Clock
 from lpconv.train.watch import watches_run, watches_twin
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,32 @@ from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
 from lpconv.train import sharded
 from lpconv.train.averaging import GradientAverage, needs_averaging
-from lpconv.train.clock import Clock
-from lpconv.train.distil import Distillation
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import TrainingSetup
+from lpconv.train.recover import Distillation
 from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
 MAX_SKIPPED = 40  # skipped steps in a row, enough to reduce the largest initial scale from 2^16 to 2^-24
+
+
+class Clock:
+    """Wall-clock seconds by activity; `seconds` is in order of first use."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, what: str, seconds: float) -> None:
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        """Add the time of the block to an activity, even if the block fails."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - started)
 
 
 class DivergedError(VerificationError):
