@@ -25,8 +25,8 @@ from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
-from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.folder import Metrics
+from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
 from lpconv.train.lora import bytes_by_part
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes

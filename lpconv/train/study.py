@@ -21,10 +21,8 @@ from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.storage.card import inherited_facts
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
-from lpconv.train.baseline import baselines
 from lpconv.train.checks import check_run
 from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.exact import as_published
 from lpconv.train.folder import (
     PAGE,
     REPORT,
@@ -35,6 +33,7 @@ from lpconv.train.folder import (
     run_folder,
     write_finished,
 )
+from lpconv.train.held_out import as_published, baselines
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, training_job
 from lpconv.train.lora import layers_without_adapter
 from lpconv.train.one import train_one
