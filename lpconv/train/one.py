@@ -24,8 +24,8 @@ from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
-from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
-from lpconv.train.folder import Metrics
+from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, LossWatch, Recorder, Timetable, run_record
+from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, step_of
 from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.job import (
     MEASURED_BATCHES,
@@ -42,7 +42,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
-from lpconv.train.record import NUM_COPIES, PROBE_BATCHES, LossWatch, run_record
 from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch, rate_of
 

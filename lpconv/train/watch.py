@@ -17,7 +17,7 @@ from lpconv.layers import linears
 from lpconv.probe.advice import own_scale
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
-from lpconv.results import TrackedRecord, from_json, to_json
+from lpconv.results import TrackedRecord, to_json
 from lpconv.scaled import operand_scales
 from lpconv.scaled.pair import Role
 from lpconv.scaled.places import heads
@@ -117,11 +117,6 @@ def _log2_operand_scale(tensor: ProbedTensor, format: str, kind: str) -> int:
     if kind == "static" or not tensor.exponents.num_nonzero:
         return 0
     return -tensor.exponents.log2_rms if kind == "l2" else own_scale(tensor, format)
-
-
-def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]:
-    """All tracked records in the rows."""
-    return tuple(from_json(TrackedRecord, r) for row in rows for r in row.get("tracked", ()))
 
 
 def _format(arithmetic: Arithmetic, is_gradient: bool, kind: str) -> str:

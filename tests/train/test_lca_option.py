@@ -12,9 +12,9 @@ from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Silent
 from lpconv.results import LossAllocation
+from lpconv.train.callbacks import loss_allocation
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.record import loss_allocation
 from lpconv.train.run import finetune
 
 
