@@ -13,8 +13,18 @@ from torch._dynamo.utils import counters
 
 from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import profile_step, storage_bytes
-from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, max_over_processes, rows_of, wrap_parallel
+from lpconv.bench.models import (
+    check_fits,
+    check_parallel,
+    estimate_bytes,
+    find_model,
+    gemms_of,
+    make_batch,
+    max_over_processes,
+    rows_of,
+    step_loss,
+    wrap_parallel,
+)
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
