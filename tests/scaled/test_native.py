@@ -18,8 +18,7 @@ from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups,
 from lpconv.scaled.fresh import initialise
 from lpconv.scaled.native import data_sizes
 from lpconv.scaled.pair import Numerics
-from lpconv.scaled.rules.averages import averaged_size, averaged_size_alike
-from lpconv.scaled.rules.native import ACTIVATIONS
+from lpconv.scaled.rules.native import ACTIVATIONS, averaged_size, averaged_size_alike
 
 NATIVE = Numerics(native=True, strict=True)
 Function = Callable[..., Tensor]
