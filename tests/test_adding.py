@@ -35,8 +35,8 @@ from lpconv.options import Option
 from lpconv.plan.schemes import SCHEMES, Scheme
 from lpconv.results.doctor import DeviceRecord
 from lpconv.scaled import fallbacks, scaled
+from lpconv.scaled.rules import RULES
 from lpconv.scaled.rules.nonlinear import unit
-from lpconv.scaled.rules.table import RULES
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic, OptimizerChoice, Recipe
 
 E3M4 = Format(

@@ -21,8 +21,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
+from lpconv.scaled.rules import RULES, functional_twin, rule_for
 from lpconv.scaled.rules.own import rebalance
-from lpconv.scaled.rules.table import RULES, functional_twin, rule_for
 from lpconv.scaled.scales import (
     MIN_SCALE,
     MODERATE_SCALE,

@@ -12,7 +12,7 @@ from benchmarks.common import recorded
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.fresh import initialise
-from lpconv.scaled.rules.table import CLASSES
+from lpconv.scaled.rules import CLASSES
 
 HEAD = """# What scaled tensors cover
 
