@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from lpconv.scaled.memory import saved_bytes as saved_bytes
     from lpconv.scaled.model import (
         fallbacks as fallbacks,
+        native as native,
         scaled as scaled,
         scaling_of as scaling_of,
         unscaled_state_dict as unscaled_state_dict,
     )
-    from lpconv.scaled.native import native as native, native_groups as native_groups
+    from lpconv.scaled.native import native_groups as native_groups
     from lpconv.scaled.optimizer import AdamW as AdamW, HyperParameters as HyperParameters, equivalent as equivalent
     from lpconv.scaled.places import dynamic_rescale as dynamic_rescale, dynamic_rescale_grad as dynamic_rescale_grad
     from lpconv.scaled.tensor import ScaledTensor as ScaledTensor, scaled_tensor as scaled_tensor

@@ -19,7 +19,7 @@ from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
 from lpconv.scaled import ops
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
-from lpconv.scaled.fresh import averages_causally, native_scales
+from lpconv.scaled.native import averages_causally, initialise, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.saved import SavedCodes
@@ -150,6 +150,18 @@ def scaled(
         _scale_constants(model, numerics)
     install(model, places if method == "scalify" else (), exact)
     return return_plain(model, scaling)
+
+
+def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
+    """Initialise `model` from `seed` for native unit scaling and scale it, in place; `options` are those of `scaled`.
+
+    fp8 operands are cast without another scale, unless `operand_scale` is given. Train with
+    ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for loaded weights, and `UnsupportedError` for
+    a parameter without a native rule or, during the run, for such an op.
+    """
+    initialise(model, seed=seed)
+    settings: dict[str, Any] = {"operand_scale": "static", "strict": True, **options}
+    return scaled(model, method="native", **settings)
 
 
 def refuse_scaled(model: nn.Module) -> None:
