@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import FILE_KINDS, QUICK_BYTES, TEXT_COLUMNS, columns_of, demo_text, file_kind, read_text
-from lpconv.data.rows import datasets_library, read_file
+from lpconv.data import (
+    FILE_KINDS,
+    QUICK_BYTES,
+    TEXT_COLUMNS,
+    columns_of,
+    datasets_library,
+    demo_text,
+    file_kind,
+    read_file,
+    read_text,
+)
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.storage.hub import why_unreachable
