@@ -23,9 +23,9 @@ from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
-from lpconv.train.averaging import GradientAverage, needs_averaging
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
+from lpconv.train.processes import GradientAverage, needs_averaging
 from lpconv.train.recover import Distillation
 from lpconv.train.watch import first_nonfinite
 
