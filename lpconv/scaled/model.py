@@ -17,11 +17,11 @@ from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.linear import FP4_RECIPES, wide_modules
 from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
-from lpconv.scaled import ops
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
 from lpconv.scaled.native import averages_causally, initialise, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
+from lpconv.scaled.rules.own import leave
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -243,7 +243,7 @@ def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """
     is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
     if isinstance(outputs, ScaledTensor) or is_plain_start:
-        return ops.leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
+        return leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
     if isinstance(outputs, dict):
         return type(outputs)(**{k: _leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):

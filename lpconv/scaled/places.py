@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layers import head, linears
 from lpconv.lookup import find
-from lpconv.scaled import ops
-from lpconv.scaled.rules.own import STATISTICS
+from lpconv.scaled.rules.own import STATISTICS, as_exact, rebalance
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded
 
@@ -23,13 +22,13 @@ from lpconv.shards import is_sharded
 def dynamic_rescale(x: Tensor, statistic: str = "l2") -> Tensor:
     """Return `x` with data rescaled to near 1 by a "max", "l1" or "l2" statistic; gradients pass unchanged."""
     find("statistic", statistic, STATISTICS)
-    return ops.rebalance(x, statistic, "") if isinstance(x, ScaledTensor) else x
+    return rebalance(x, statistic, "") if isinstance(x, ScaledTensor) else x
 
 
 def dynamic_rescale_grad(x: Tensor, statistic: str = "l2") -> Tensor:
     """Return `x` unchanged, and rescale the data of its gradient to near 1 in the backward pass."""
     find("statistic", statistic, STATISTICS)
-    return ops.rebalance(x, "", statistic) if isinstance(x, ScaledTensor) else x
+    return rebalance(x, "", statistic) if isinstance(x, ScaledTensor) else x
 
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
@@ -51,7 +50,7 @@ def _weight_grad(model: nn.Module) -> None:
 
 
 def _rebalance_grad(grad: Tensor) -> Tensor:
-    rebalanced: Tensor = ops.rebalance(grad, "l2", "")
+    rebalanced: Tensor = rebalance(grad, "l2", "")
     return rebalanced
 
 
@@ -108,7 +107,7 @@ def heads(model: nn.Module) -> Sequence[nn.Module]:
 
 def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x = args[0]
-    return (ops.as_exact(x) if isinstance(x, ScaledTensor) else x, *args[1:])
+    return (as_exact(x) if isinstance(x, ScaledTensor) else x, *args[1:])
 
 
 def install(model: nn.Module, places: Iterable[str], exact: Iterable[nn.Module]) -> None:

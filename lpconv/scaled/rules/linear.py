@@ -8,7 +8,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, widen_16_bit
 from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
-from lpconv.scaled.rules.own import rebalance
+from lpconv.scaled.rules.own import rebalance_pair
 from lpconv.scaled.scales import MIN_SCALE, Scale, multiply, ratio, times
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
     (data, scale), (_, scale_p) = pair(grad), pair(output)
     out = call.op(widen_16_bit(data), widen_16_bit(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
     if call.numerics.softmax_grad:
-        near_1 = rebalance(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
+        near_1 = rebalance_pair(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
         return near_1.with_data(near_1.data.to(dtype))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
     return Scaled(times(out, gain).to(dtype), multiply(scale, 1 / gain))
