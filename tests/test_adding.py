@@ -20,7 +20,7 @@ from bench_in_process import without_processes
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
+from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS
 from lpconv.cli.command import Json, with_options
 from lpconv.cli.main import COMMANDS, app
 from lpconv.doctor import format_support

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from lpconv.advise.subject import Subject
-from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.models import gemms_of, running_bytes
+from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import step_gemm_seconds
 from lpconv.models.inputs import vocabulary_size
 from lpconv.results import PeakRecord

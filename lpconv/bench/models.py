@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.bench.cases import CODES, SCALED, Case, check_seq
+from lpconv.bench.options import CODES, SCALED, Case, check_seq
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import ResourceError, UnsupportedError, UsageError
 from lpconv.layers import blocks_of, head, linears

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.interleave import Samples, interleave, ratio_of, timing_of
 from lpconv.bench.nvml import GpuMonitor, measure_energy
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import PLAIN, BenchOptions, Case
 from lpconv.bench.roofline import Gemm, roofline_verdict
 from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError

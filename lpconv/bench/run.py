@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.bench.cases import BENCH_FORMATS, CODES, PLAIN, SCALED, Case, check_seq
 from lpconv.bench.nvml import find_monitor
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import BENCH_FORMATS, CODES, PLAIN, SCALED, BenchOptions, Case, check_seq
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.data import num_positions

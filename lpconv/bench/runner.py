@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
-from lpconv.bench.cases import CODES, Case
 from lpconv.bench.memory import profile_step, storage_bytes
 from lpconv.bench.models import (
     check_fits,
@@ -25,6 +24,7 @@ from lpconv.bench.models import (
     step_loss,
     wrap_parallel,
 )
+from lpconv.bench.options import CODES, Case
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError

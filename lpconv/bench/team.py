@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from lpconv.bench.cases import Case
+from lpconv.bench.options import Case
 from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 _KILLED = -9

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lpconv.bench.cases import Case
 from lpconv.bench.models import join
+from lpconv.bench.options import Case
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, peer_lost
 from lpconv.kernels.matmul import matmul

@@ -3,8 +3,7 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, BenchOptions, Case
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
 from lpconv.bench.run import baseline_of, cases_of, choose_model
 from lpconv.errors import UsageError

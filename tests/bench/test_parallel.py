@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
-from lpconv.bench.cases import Case
 from lpconv.bench.models import (
     check_parallel,
     find_model,
@@ -26,6 +25,7 @@ from lpconv.bench.models import (
     step_loss,
     wrap_parallel,
 )
+from lpconv.bench.options import Case
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL
