@@ -288,16 +288,6 @@ def _constant(factor: float) -> Callable[..., float]:
     return lambda *args: factor
 
 
-def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, reduction: int, *args: Any) -> Any:
-    """(f(k·d_g), s_g/k), k = rows·V/√(V-1): the inverse size of softmax - onehot under mean reduction."""
-    log_probabilities = value(logp)
-    num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
-    gain = num_classes / math.sqrt(max(1, num_classes - 1)) * (max(1, target.numel()) if reduction == 1 else 1)
-    data, scale = pair(grad)
-    at_gain = times(data.to(log_probabilities.dtype), gain)
-    return Scaled(call.op(at_gain, log_probabilities, target, weight, reduction, *args), ratio(scale, gain))
-
-
 def _rows_per_use(grad: Any, ids: Any, num_weights: int, *_: Any) -> float:
     """√(V/b) for b looked-up rows of V: a row of the table's gradient sums b/V rows on average."""
     return math.sqrt(num_weights / max(1, ids.numel()))
@@ -338,8 +328,6 @@ RULES: dict[Any, Rule] = {
         _with_factor(layout.layout, _among_zeros),
     ),
     **dict.fromkeys((aten.index_put.default, aten.scatter_add.default, aten.index_add.default), _scatter),
-    aten.nll_loss_backward.default: _nll_loss,
-    aten.nll_loss2d_backward.default: _nll_loss,
     aten.embedding_dense_backward.default: _with_factor(linear.linear, _rows_per_use),
     aten.native_dropout.default: _with_factor(layout.with_indices, _dropout_factor),
     aten.native_dropout_backward.default: _with_factor(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
