@@ -38,7 +38,7 @@ MEASURED_BATCHES = 4  # for --calibrate and --critical auto
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
+    """Data shared by all runs of a command. `mask_id` is set for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
     `recovery` is set for --recover.
@@ -50,11 +50,15 @@ class TrainingJob:
     options: FinetuneOptions
     seq_len: int
     pad_id: int
-    num_labels: int | None
     mask_id: int | None
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of classes, for classification."""
+        return len(self.examples.labels) or None
 
     @property
     def loss(self) -> str:
@@ -155,7 +159,6 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         options=options,
         seq_len=seq_len,
         pad_id=next(p for p in pads if p is not None),
-        num_labels=len(examples.labels) or None,
         mask_id=mask_id,
         keep=(len(before), len(after)),
         num_targets=len(examples.labels) or vocabulary_size(config),
