@@ -43,7 +43,7 @@ from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
 from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
-from lpconv.train.watch import StepWatch, rate_of
+from lpconv.train.watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
     """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
-    return StepWatch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
+    return StepWatch(model, work.track_every, arithmetic, work.log2_scale, operand_scale=scale)
 
 
 def _trainer(
