@@ -93,11 +93,7 @@ def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
 def _exponents(edge: EdgeFactors) -> list[int]:
     """Exponents for output and gradient, and for the input if it has a factor."""
     powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
-    return [_exponent(power) for power in powers]
-
-
-def _exponent(power: float) -> int:
-    return math.frexp(power)[1] - 1
+    return [math.frexp(power)[1] - 1 for power in powers]
 
 
 def read_factors(directory: Path) -> dict[str, EdgeFactors]:

@@ -246,15 +246,15 @@ def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha
     return Scaled(product(call.numerics, a, b, alpha=math.copysign(1 / r, alpha), bias=at_scale), scale)
 
 
-def _with_factor(rule: Rule, factor: Callable[..., float]) -> Rule:
-    """`rule` with its data multiplied by `factor(args)` and its scale divided by it."""
+def _with_factor(rule: Rule, factor: float | Callable[..., float]) -> Rule:
+    """`rule` with its data multiplied by `factor`, or by `factor(args)`, and its scale divided by it."""
 
     def at_unit(call: Call, *args: Any, **kwargs: Any) -> Any:
         out = rule(call, *args, **kwargs)
         if out is NotImplemented:
             return out
         first, rest = (out[0], out[1:]) if isinstance(out, tuple) and not isinstance(out, Scaled) else (out, None)
-        at_one = move_factor(first, factor(*args))
+        at_one = move_factor(first, factor if isinstance(factor, float) else factor(*args))
         return at_one if rest is None else (at_one, *rest)
 
     return at_unit
@@ -282,10 +282,6 @@ def _scatter(call: Call, base: Any, *args: Any, **kwargs: Any) -> Scaled:
 def _among_zeros(grad: Scaled, sizes: list[int], *_: Any) -> float:
     """√(N/n) for a gradient of n elements that is padded with zeros to N."""
     return math.sqrt(math.prod(sizes) / max(1, grad.data.numel()))
-
-
-def _constant(factor: float) -> Callable[..., float]:
-    return lambda *args: factor
 
 
 def _rows_per_use(grad: Any, ids: Any, num_weights: int, *_: Any) -> float:
@@ -332,11 +328,11 @@ RULES: dict[Any, Rule] = {
     aten.native_dropout.default: _with_factor(layout.with_indices, _dropout_factor),
     aten.native_dropout_backward.default: _with_factor(layout.layout, lambda grad, mask, scale: 1 / math.sqrt(scale)),
     **{
-        getattr(aten, name).default: _with_factor(rule, _constant(ACTIVATIONS[name][0]))
+        getattr(aten, name).default: _with_factor(rule, ACTIVATIONS[name][0])
         for name, rule in _FORWARD.items()
     },
     **{
-        op: _with_factor(linear.RULES[op], _constant(ACTIVATIONS[name][1]))
+        op: _with_factor(linear.RULES[op], ACTIVATIONS[name][1])
         for name in _FORWARD
         for op in (_BACKWARD_OPS.get(name) or getattr(aten, f"{name}_backward").default,)
     },

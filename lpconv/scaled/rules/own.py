@@ -53,12 +53,13 @@ def recentre(x: Tensor, forward: float, backward: float) -> Tensor:
     return x.clone()
 
 
-def _recentre_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.backward_factor = inputs[2]
+def _keep_third(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the third argument, which says what happens to the gradient."""
+    ctx.for_backward = inputs[2]
 
 
 def _recentre_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return recentre(grad, ctx.backward_factor, 1.0), None, None
+    return recentre(grad, ctx.for_backward, 1.0), None, None
 
 
 def _leave_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -75,17 +76,13 @@ def _leave_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return seed(grad, ctx.saved_tensors[0], ctx.dynamic), None, None
 
 
-def _rebalance_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.backward_statistic = inputs[2]
-
-
 def _rebalance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return (rebalance(grad, ctx.backward_statistic, "") if ctx.backward_statistic else grad), None, None
+    return (rebalance(grad, ctx.for_backward, "") if ctx.for_backward else grad), None, None
 
 
 leave.register_autograd(_leave_backward, setup_context=_leave_context)
-rebalance.register_autograd(_rebalance_backward, setup_context=_rebalance_context)
-recentre.register_autograd(_recentre_backward, setup_context=_recentre_context)
+rebalance.register_autograd(_rebalance_backward, setup_context=_keep_third)
+recentre.register_autograd(_recentre_backward, setup_context=_keep_third)
 as_exact.register_autograd(lambda ctx, grad: grad)
 
 
