@@ -96,7 +96,8 @@ _how = functools.partial(Option, panel="How to measure")
 _check = functools.partial(Option, panel="Results")
 
 
-def _device(text: str) -> str:
+def parse_device(text: str) -> str:
+    """The name of a device. Raises UsageError if it is not valid."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise UsageError(f"unknown device `{text}`", hint="pass cpu, cuda or cuda:N")
     return text
@@ -191,7 +192,7 @@ class BenchOptions:
         ),
     ] = "blocks"
     device: Annotated[
-        str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=_device)
+        str | None, _how("Device: cpu, cuda or cuda:N", default="a GPU if there is one", parse=parse_device)
     ] = None
     processes: Annotated[
         int | None,

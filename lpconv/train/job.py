@@ -23,7 +23,7 @@ from lpconv.models.whole import check_complete
 from lpconv.report.numbers import name_list
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import read_rows
+from lpconv.train.data import check_labels, read_rows
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, parameter_bytes
@@ -135,8 +135,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
     _check_gates(options, task)
-    if task.name == "classification" and rows.label is None:
-        raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
+    check_labels(task.name, rows.label)
     config = transformers_config(checkpoint, hint="lpconv trains the models that the installed transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
