@@ -33,14 +33,7 @@ from lpconv.train.folder import (
     write_finished,
 )
 from lpconv.train.held_out import as_published, baselines
-from lpconv.train.job import (
-    MEASURED_BATCHES,
-    TrainingJob,
-    TrainingRun,
-    check_run,
-    training_job,
-    with_critical,
-)
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_critical
 from lpconv.train.lora import layers_without_adapter
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
