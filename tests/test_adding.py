@@ -20,7 +20,7 @@ from bench_in_process import without_processes
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS
+from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS
 from lpconv.cli.command import Json, with_options
 from lpconv.cli.main import COMMANDS, app
 from lpconv.doctor import format_support
@@ -35,8 +35,8 @@ from lpconv.options import Option
 from lpconv.plan.schemes import SCHEMES, Scheme
 from lpconv.results.doctor import DeviceRecord
 from lpconv.scaled import fallbacks, scaled
+from lpconv.scaled.rules import RULES
 from lpconv.scaled.rules.nonlinear import unit
-from lpconv.scaled.rules.table import RULES
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic, OptimizerChoice, Recipe
 
 E3M4 = Format(

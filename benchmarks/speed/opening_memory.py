@@ -29,10 +29,9 @@ from lpconv.bench.run import choose_model
 from lpconv.models.opening import open_to_train
 from lpconv.models.tasks import TASKS
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import prepare
+from lpconv.train.prepare import prepare, shard
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
-from lpconv.train.sharded import shard
 
 _RECIPES = ("fp32", "collage-bf16", "unit-fp8", "unit-fp8-collage")
 _FORMS: dict[str, dict[str, Any]] = {

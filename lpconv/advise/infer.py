@@ -22,8 +22,8 @@ import torch
 from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
-from lpconv.bench.cases import PLAIN, Case
 from lpconv.bench.models import gemms_of, running_bytes
+from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import step_gemm_seconds
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, problem_text

@@ -32,8 +32,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean
-from lpconv.train.critical import with_critical
-from lpconv.train.job import TrainingRun, training_job
+from lpconv.train.job import TrainingRun, training_job, with_critical
 from lpconv.train.memory import weight_bytes
 from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS

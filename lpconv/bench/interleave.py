@@ -138,8 +138,3 @@ def timing_of(launches: Sequence[Samples], device: str) -> TimingRecord:
         p99_s=quantile(times, 0.99) if len(times) >= _MIN_P99_SAMPLES else None,
         wall_median_s=quantile([w for samples in launches for w in samples.walls], 0.5),
     )
-
-
-def ratio_of(launches: Sequence[tuple[Samples, Samples]]) -> RatioRecord:
-    """Ratio of baseline to variant time with its interval, from paired rounds of each launch."""
-    return ratio_over_launches([(baseline.medians, variant.medians) for baseline, variant in launches])

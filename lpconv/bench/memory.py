@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import record_function
 
-from lpconv.models.coded import CodedTensor
 from lpconv.results import MemoryParts, MemoryRecord
-from lpconv.train.memory import profiled_memory
+from lpconv.train.memory import profiled_memory, storages_of
 
 _FORWARD = "lpconv:forward"
 
@@ -28,28 +26,6 @@ class BlockEvent:
     time_ns: int
     address: int
     size: int
-
-
-def storage_bytes(tensors: Iterable[Any]) -> int:
-    """Total bytes of the distinct storages behind tensors, including tensors inside wrappers."""
-    sizes = {s.data_ptr(): s.nbytes() for t in tensors for s in _storages(t)}
-    return sum(sizes.values())
-
-
-def _storages(x: Any) -> Iterator[Any]:
-    if not isinstance(x, Tensor):
-        return
-    if isinstance(x, CodedTensor):
-        for piece in x.pieces:
-            yield from (part.untyped_storage() for part in piece.parts.values())
-        return
-    inner = getattr(x, "__tensor_flatten__", None)
-    if inner is None:
-        yield x.untyped_storage()
-        return
-    names, _ = inner()
-    for name in names:
-        yield from _storages(getattr(x, name))
 
 
 def profile_step(
@@ -73,8 +49,9 @@ def profile_step(
             result = forward()
         finish(result)
         del result
-        _synchronise(device)
-        gradient_sizes = {s.data_ptr(): s.nbytes() for g in gradients() for s in _storages(g)}
+        if device != "cpu":
+            torch.cuda.synchronize()
+        gradient_sizes = {s.data_ptr(): s.nbytes() for g in gradients() for s in storages_of(g)}
     results = profiled.profiler.kineto_results
     events = list(_walk_events(results.experimental_event_tree()))
     forward_end = next(e.end_time_ns for e in events if e.name == _FORWARD)
@@ -85,11 +62,6 @@ def profile_step(
     ]
     allocations.sort(key=lambda a: a.time_ns)
     return parts_at_peak(allocations, forward_end, gradient_sizes, weights=weights, optimizer=optimizer)
-
-
-def _synchronise(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def _walk_events(events: Iterable[Any]) -> Iterator[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.bench.cases import CODES, SCALED, Case
 from lpconv.bench.models import step_loss
+from lpconv.bench.options import CODES, SCALED, Case
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES, FP16_LINEAR, Multiplying, calibrate, use_recipe
 from lpconv.layers import head

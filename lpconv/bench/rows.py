@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lpconv.bench.cases import PLAIN, Case
-from lpconv.bench.interleave import Samples, interleave, ratio_of, timing_of
+from lpconv.bench.interleave import Samples, interleave, ratio_over_launches, timing_of
 from lpconv.bench.nvml import GpuMonitor, measure_energy
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import PLAIN, BenchOptions, Case
 from lpconv.bench.roofline import Gemm, roofline_verdict
 from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
@@ -76,7 +75,7 @@ class BenchRun:
 
     def measure_group(self, base_case: Case, variants: Sequence[Case]) -> None:
         """Measure a baseline and its variants, add their rows, and add the verdict on them."""
-        group = _Group(case=base_case, name=_baseline_name(base_case))
+        group = _Group(case=base_case)
         for number in range(1, self.options.effort.launches + 1):
             with self._team() as base:
                 group.begin(base)
@@ -101,8 +100,8 @@ class BenchRun:
 
     def _team(self) -> Team:
         """Processes without a case: the one that examined the machine for the first team, new ones afterwards."""
-        first, self.idle = self.idle, None
-        return new_team(self.options.num_processes, first)
+        first, self.idle = self.idle or Child(), None
+        return Team([first, *(Child() for _ in range(self.options.num_processes - 1))])
 
     def _measure_variant(self, group: "_Group", case: Case) -> None:
         """Measure the case and update its row. The first case of a launch also updates the baseline's row."""
@@ -147,7 +146,7 @@ class BenchRun:
         timing = timing_of([own for _, own in pairs], case.device)
         self.rows[group.case, case] = dataclasses.replace(
             row,
-            ratio=ratio_of(pairs),
+            ratio=ratio_over_launches([(base.medians, own.medians) for base, own in pairs]),
             tokens_per_s=case.processes * case.tokens / timing.median_s,
             timing=timing,
             baseline_median_s=timing_of([base for base, _ in pairs], case.device).median_s,
@@ -210,7 +209,6 @@ class _Group:
     """Cases with a common baseline: the baseline's processes in this launch, and paired samples of all launches."""
 
     case: Case
-    name: str
     description: dict[str, Any] = field(default_factory=dict)
     launches: dict[Case, list[tuple[Samples, Samples]]] = field(default_factory=dict)
     is_built: bool = False
@@ -228,6 +226,13 @@ class _Group:
         return self._team
 
     @property
+    def name(self) -> str:
+        how = _COMPILED[self.case.compiled]
+        return (
+            f"{self.case.format} {how}" if self.case.method == PLAIN else f"{self.case.format} {self.case.method} {how}"
+        )
+
+    @property
     def title(self) -> str:
         return f"{self.case.model}, {self.case.mode}, batch {self.case.batch} x {self.case.seq}"
 
@@ -241,11 +246,6 @@ class _Group:
             self.description, self.is_built = self.team.receive(), True
 
 
-def _baseline_name(case: Case) -> str:
-    how = _COMPILED[case.compiled]
-    return f"{case.format} {how}" if case.method == PLAIN else f"{case.format} {case.method} {how}"
-
-
 def _status(error: LpconvError) -> str:
     if isinstance(error, ResourceError):
         return TOO_LARGE
@@ -255,8 +255,3 @@ def _status(error: LpconvError) -> str:
 def _estimate(error: LpconvError | None) -> int | None:
     estimate = error.details.get("estimate_bytes") if error is not None else None
     return estimate if isinstance(estimate, int) else None
-
-
-def new_team(processes: int, first: Child | None = None) -> Team:
-    """A team of `processes` processes without a case, including `first` if given."""
-    return Team([first or Child(), *(Child() for _ in range(processes - 1))])

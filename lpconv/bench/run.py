@@ -1,13 +1,13 @@
 """A whole bench: options become cases, cases are grouped by baseline, and each group is measured."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.bench.cases import PLAIN, Case, baseline_of, check_seq, expand, parallel_of
-from lpconv.bench.nvml import GpuMonitor, find_monitor
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.nvml import find_monitor
+from lpconv.bench.options import BENCH_FORMATS, CODES, PLAIN, SCALED, BenchOptions, Case, check_seq
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.data import num_positions
@@ -16,7 +16,7 @@ from lpconv.forms.reader import open_readable
 from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_complete
-from lpconv.options import check
+from lpconv.options import PARALLEL, check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 
@@ -73,8 +73,7 @@ def bench(
         positions = num_positions(checkpoint.config.get("text_config") or checkpoint.config)
         for seq in options.seqs:
             check_seq(seq, positions)
-    # Finds unknown names before any process starts.
-    _groups(_cases(options, {"device": "cpu", "name": ""})[0], options)
+    cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit before any process starts
     with Child() as child:
         device = child.ask("look", device=options.device, processes=options.num_processes)
         if options.compiled == "graphs" and device["device"] == "cpu":
@@ -82,7 +81,7 @@ def bench(
                 "--compile graphs needs a GPU, because it records CUDA graphs",
                 hint="pass --compile blocks or --compile model",
             )
-        cases, notes = _cases(options, device, positions)
+        cases, notes = cases_of(options, device, positions)
         for note in notes:
             progress.message(note)
         run = BenchRun(
@@ -90,7 +89,7 @@ def bench(
             progress=progress,
             on_result=on_result,
             notes=notes,
-            monitor=_monitor(device),
+            monitor=find_monitor(device["index"]) if device["device"] != "cpu" else None,
             peaks=_peaks(child, cases[0]),
             idle=child,
         )
@@ -99,40 +98,80 @@ def bench(
         return run.result(interrupted=False)
 
 
-def _cases(
+def cases_of(
     options: BenchOptions, device: dict[str, Any], positions: int | None = None
 ) -> tuple[list[Case], tuple[str, ...]]:
-    """All cases to measure on a device, and notes for the user."""
+    """All cases to measure on a device, those that share a baseline together, and notes for the user.
+
+    A format that no asked method applies to runs as its default. Raises UsageError for options that do not fit together
+    and if there is no case.
+    """
     template, notes = choose_model(options.model, options.layers, device, positions)
-    parallel = parallel_of(options.num_processes, options.parallel, modes=options.modes, compiled=options.compiled)
     template = dataclasses.replace(
         template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"],
-        processes=options.num_processes, parallel=parallel,
+        processes=options.num_processes, parallel=parallel_of(options),
     )  # fmt: skip
-    sizes = [(batch, seq) for batch in options.batches or (template.batch,) for seq in options.seqs or (template.seq,)]
-    cases = list(
-        expand(
-            template,
-            formats=options.formats,
-            methods=options.methods,
-            modes=options.modes,
-            optimizers=options.optimizers,
-            sizes=sizes,
+    batches, seqs = options.batches or (template.batch,), options.seqs or (template.seq,)
+    runs = [(name, m) for name in dict.fromkeys(options.formats) for m in _methods_of(name, options.methods)]
+    cases = [
+        dataclasses.replace(
+            template, format=name, method=method, mode=mode, optimizer=optimizer, batch=batch, seq=seq,
+            compiled=_compiled(template, name, method),
         )
-    )
+        for mode, batch, seq in itertools.product(options.modes, batches, seqs)
+        for name, method in runs
+        for optimizer in (options.optimizers if mode == "train" else (None,))
+    ]  # fmt: skip
     if not cases:
         raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
+
+
+def _compiled(template: Case, format_name: str, method: str) -> str:
+    """Scaled tensors cross the border of a compiled block in neither direction, and compiling a whole model of them
+    takes a CPU minutes; codes are not compiled."""
+    if format_name == CODES:
+        return "off"
+    if method not in SCALED or template.compiled == "off":
+        return template.compiled
+    return "off" if template.device == "cpu" else "model"
+
+
+def _methods_of(name: str, asked: Sequence[str]) -> list[str]:
+    possible = BENCH_FORMATS[name]
+    default = next(iter(possible))
+    chosen = [m for m in dict.fromkeys(asked) if m in possible]
+    if default == PLAIN:
+        return [PLAIN, *(m for m in chosen if m != PLAIN)]
+    return chosen or [default]
+
+
+def parallel_of(options: BenchOptions) -> str | None:
+    """How the processes work together: as asked, else by DDP; None for one process.
+
+    Raises UsageError for combinations that do not work.
+    """
+    if options.num_processes == 1:
+        if options.parallel is not None:
+            raise UsageError(
+                f"--parallel {options.parallel} needs more than one process",
+                hint="add --processes 2, or start with torchrun",
+            )
+        return None
+    if options.compiled == "graphs":
+        raise UsageError("CUDA graphs cannot be measured with several processes", hint="pass --compile blocks")
+    if options.parallel == "fsdp2" and "infer" in options.modes:
+        raise UsageError(
+            "--parallel fsdp2 shards trained weights, not codes for inference",
+            hint="pass --mode train, or --parallel ddp to run independent copies",
+        )
+    return options.parallel or PARALLEL[0]
 
 
 def _peaks(child: Child, case: Case) -> PeakRecord:
     """Peak FLOP/s and bytes/s of one process, with the threads of a case and the other processes idle."""
     peaks = child.ask("peaks", device=case.device, threads=case.threads, processes=case.processes)
     return from_json(PeakRecord, peaks)
-
-
-def _monitor(device: dict[str, Any]) -> GpuMonitor | None:
-    return find_monitor(device["index"]) if device["device"] != "cpu" else None
 
 
 def _groups(cases: Sequence[Case], options: BenchOptions) -> dict[Case, list[Case]]:
@@ -142,3 +181,14 @@ def _groups(cases: Sequence[Case], options: BenchOptions) -> dict[Case, list[Cas
         base = baseline_of(case, options.baseline, compiled=options.compiled)
         groups.setdefault(base, []).extend([case] if case != base else [])
     return groups
+
+
+def baseline_of(case: Case, name: str, *, compiled: str) -> Case:
+    """The case that `case` is compared with: a 16- or 32-bit format `name`, with ``+compile`` where it is compiled.
+
+    It is compiled as `compiled` says, and by block where that is "off".
+    """
+    format_name, _, wants_compile = name.partition("+")
+    how = "off" if not wants_compile else compiled if compiled != "off" else "blocks"
+    optimizer = "adamw" if case.mode == "train" else None
+    return dataclasses.replace(case, format=format_name, method=PLAIN, optimizer=optimizer, compiled=how)

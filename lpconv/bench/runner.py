@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +11,20 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
-from lpconv.bench.cases import CODES, Case
-from lpconv.bench.memory import profile_step, storage_bytes
-from lpconv.bench.models import check_fits, estimate_bytes, find_model, gemms_of, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, max_over_processes, rows_of, wrap_parallel
+from lpconv.bench.memory import profile_step
+from lpconv.bench.models import (
+    check_fits,
+    check_parallel,
+    estimate_bytes,
+    find_model,
+    gemms_of,
+    make_batch,
+    max_over_processes,
+    rows_of,
+    step_loss,
+    wrap_parallel,
+)
+from lpconv.bench.options import CODES, Case
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
 from lpconv.errors import LpconvError
@@ -25,6 +35,7 @@ from lpconv.models.sharing import running_copy
 from lpconv.results import MemoryRecord, NumericsRecord
 from lpconv.scaled import ScaledTensor
 from lpconv.shards import gather_whole
+from lpconv.train.memory import storage_bytes
 
 _PROBE = (1, 64)  # batch and sequence length for the comparison with fp32
 _WARM_UP_STEPS = 3
@@ -143,14 +154,15 @@ class CaseRunner:
         """Memory of one step under the profiler. On a GPU the peak is the allocator's own value."""
         self.run(1)
         weights = storage_bytes([*self._model.parameters(), *self._model.buffers()])
-        state = storage_bytes(_tensors(self._optimizer.state.values())) if self._optimizer else 0
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        optimizer = storage_bytes(x for state in states for x in state.values())
         if self.case.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         result = profile_step(
             self._forward,
             self._finish,
             weights=weights,
-            optimizer=state,
+            optimizer=optimizer,
             gradients=lambda: [p.grad for p in self._model.parameters()],
             device=self.case.device,
         )
@@ -234,10 +246,6 @@ def _graph_peak(record: MemoryRecord, peak: int) -> MemoryRecord:
     pool = max(0, peak - record.parts.total)
     parts = dataclasses.replace(record.parts, other=record.parts.other + pool)
     return MemoryRecord(peak_bytes=peak, saved_bytes=None, parts=parts)
-
-
-def _tensors(states: Iterable[Any]) -> Iterable[Any]:
-    return (value for state in states for value in state.values())
 
 
 def _watched_parameters(model: nn.Module) -> list[str]:

@@ -14,10 +14,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-from lpconv.bench.cases import Case
+from lpconv.bench.options import Case
 from lpconv.errors import InputError, LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
 
 _KILLED = -9
@@ -38,7 +37,7 @@ class MeasuredProcess(Protocol):
         """Send a command and return the answer."""
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """A process that measures one case. A context manager that ends the process on exit."""
 
     def __init__(self) -> None:
@@ -111,10 +110,7 @@ class Child:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -127,7 +123,7 @@ def result_of(answer: dict[str, Any]) -> Any:
     raise kind(error["message"], hint=error["hint"], details=error["details"])
 
 
-class Team:
+class Team(contextlib.AbstractContextManager["Team"]):
     """Children that run every command together and give one answer. A context manager that ends them on exit.
 
     If one of them fails, the command fails and all are ended, because the others may wait for it for ever.
@@ -200,10 +196,7 @@ class Team:
             child.close()
         self._folder.cleanup()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lpconv.bench.cases import Case
-from lpconv.bench.parallel import join
+from lpconv.bench.models import join
+from lpconv.bench.options import Case, parse_device
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, peer_lost
 from lpconv.kernels.matmul import matmul
@@ -88,9 +88,7 @@ class Worker:
 
     def look(self, device: str | None, processes: int) -> dict[str, Any]:
         """The device that a run would use (the first of several). Raises UnsupportedError if there is no such GPU."""
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", chosen):
-            raise UsageError(f"unknown device `{chosen}`", hint="pass cpu, cuda or cuda:N")
+        chosen = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if chosen == "cpu":
             return {"device": "cpu", "index": None, "name": _device_name("cpu")}
         if not torch.cuda.is_available():

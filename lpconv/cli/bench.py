@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lpconv.bench.cases import BENCH_FORMATS
-from lpconv.bench.options import BenchOptions
+from lpconv.bench.options import BENCH_FORMATS, BenchOptions
 from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 
 _WHAT, _RESULTS = "What to measure", "Results"

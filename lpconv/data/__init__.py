@@ -2,11 +2,15 @@
 
 Both are ordinary files in the package, so their paths work in an installed wheel. `README.md` in this folder describes
 their origin; `benchmarks/reproduce/train_demo.py` makes the checkpoint again.
+
+Files of text are checked and read here, too: by `datasets` if they have rows, which takes seconds to import.
 """
 
 import contextlib
 import csv
+import functools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -17,8 +21,9 @@ from lpconv.errors import InputError
 from lpconv.lookup import find
 
 __all__ = [
-    "FILE_KINDS", "QUICK_BYTES", "SEQ_LEN", "TEXT_COLUMNS", "check_text", "columns_of", "demo_checkpoint", "demo_text",
-    "file_kind", "num_positions", "read_text", "text_at", "text_column",
+    "FILE_KINDS", "QUICK_BYTES", "SEQ_LEN", "TEXT_COLUMNS", "check_text", "columns_of", "datasets_library",
+    "demo_checkpoint", "demo_text", "file_kind", "num_positions", "read_file", "read_text", "text_at", "text_column",
+    "text_of",
 ]  # fmt: skip
 
 TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
@@ -170,3 +175,49 @@ def demo_text(split: str) -> Path:
     for any other split.
     """
     return Path(str(files(__name__) / "text" / find("text split", split, TEXTS)))
+
+
+@functools.cache
+def datasets_library() -> Any:
+    """The library with progress bars and logging turned off; our errors contain what it would log."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    return datasets
+
+
+def read_file(path: Path) -> Any:
+    """The rows of a file; a plain text is one row. Raises InputError if it is unreadable or empty."""
+    kind = file_kind(path)
+    if kind == "text":  # lines are not documents
+        return datasets_library().Dataset.from_dict({"text": [read_text(path)]})
+    options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    try:
+        dataset = datasets_library().load_dataset(kind, data_files=str(path), split="train", **options)
+    except Exception as e:  # each builder raises its own
+        cause = e.__cause__ or e
+        why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise InputError(
+            f"`{path}` cannot be read as {kind}: {why}", hint="check that its suffix matches its contents"
+        ) from e
+    if len(dataset) == 0:
+        raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")
+    return dataset
+
+
+def text_of(path: Path, limit: int) -> str:
+    """The first `limit` characters of a text file, or of the texts of a file of rows with an empty line between two."""
+    if file_kind(path) == "text":
+        return read_text(path, limit)
+    rows = read_file(path)
+    column = text_column(path, rows.column_names)
+    texts, left = list[str](), limit
+    for text in rows[column]:
+        if isinstance(text, str) and text.strip() and left > 0:
+            texts.append(text)
+            left -= len(text) + 2
+    if not texts:
+        hint = f"its columns are {', '.join(rows.column_names)}"
+        raise InputError(f"`{path}` has no text in its column `{column}`", hint=hint)
+    return "\n\n".join(texts)[:limit]

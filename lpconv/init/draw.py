@@ -28,9 +28,8 @@ from lpconv.report.markdown import code_span
 from lpconv.report.printable import printable
 from lpconv.results import InitResult
 from lpconv.scaled.choices import NATIVE_MARK
-from lpconv.scaled.fresh import initialise
 from lpconv.scaled.model import scaled, scaling_of
-from lpconv.scaled.native import data_sizes
+from lpconv.scaled.native import data_sizes, initialise
 from lpconv.scaled.pair import Role
 from lpconv.scaled.tensor import scaled_tensor
 from lpconv.storage.checkpoint import Checkpoint

@@ -121,11 +121,9 @@ def _through_float32(kernel: CheckedKernel) -> Callable[..., Tensor]:
     return run
 
 
-def _wide_pair(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.empty(_WIDE_PIECE, device=device), torch.empty(_WIDE_PIECE, device=device)
-
-
-_WIDE_BUFFERS = Buffers(_wide_pair)
+_WIDE_BUFFERS = Buffers(
+    lambda device: (torch.empty(_WIDE_PIECE, device=device), torch.empty(_WIDE_PIECE, device=device))
+)
 
 
 def _through_codes(spec: Format) -> Callable[..., Tensor]:

@@ -1,6 +1,5 @@
 """Global loss scales: one factor on the loss that keeps small gradients from underflowing in a 16-bit format."""
 
-from lpconv.loss_scale.scales import LOSS_SCALES, Floor, LossScale, make_loss_scale
-from lpconv.loss_scale.unscale import largest_gradient, unscale_
+from lpconv.loss_scale.scales import LOSS_SCALES, Floor, LossScale, largest_gradient, make_loss_scale, unscale_
 
 __all__ = ["LOSS_SCALES", "Floor", "LossScale", "largest_gradient", "make_loss_scale", "unscale_"]

@@ -98,10 +98,10 @@ def snapshot(
     )
 
 
-def combine(records: Sequence[UpdateRecord], name: str = "all") -> UpdateRecord:
+def combine(records: Sequence[UpdateRecord]) -> UpdateRecord:
     """Combine records of several parameters of one step into one, for a layer or the whole model."""
     return UpdateRecord(
-        name=name,
+        name="all",
         step=records[0].step,
         num_meant=sum(r.num_meant for r in records),
         num_lost_hi=sum(r.num_lost_hi for r in records),

@@ -14,8 +14,8 @@ from lpconv.lookup import find
 from lpconv.optim.rules import RULES, UpdateRule, largest_ratio
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 
-_ARITHMETICS = ("fused", "paper")
-_NONFINITE = ("ignore", "skip", "raise")
+_ARITHMETICS = dict.fromkeys(("fused", "paper"))
+_NONFINITE = dict.fromkeys(("ignore", "skip", "raise"))
 
 # v · decay rounds back to v if 1 - decay is under half the relative spacing of bf16, 2^-9 to 2^-8.
 _LARGEST_BF16_DECAY = 0.998
@@ -27,12 +27,12 @@ class UpdateSettings:
 
     rule: UpdateRule
     variant: Variant
-    arithmetic: str
-    nonfinite_gradients: str
-    compiled: bool
-    seed: int
-    diagnostics_every: int
-    fp8_residual: torch.dtype
+    arithmetic: str = "fused"
+    nonfinite_gradients: str = "ignore"
+    compiled: bool = True
+    seed: int = 0
+    diagnostics_every: int = 0
+    fp8_residual: torch.dtype = torch.bfloat16
 
     @functools.cached_property
     def bf16_storages(self) -> tuple[Storage, ...]:
@@ -55,34 +55,22 @@ class UpdateSettings:
 
 
 def make_settings(
-    *,
-    rule: str,
-    variant: str,
-    arithmetic: str = "fused",
-    state_dtype: torch.dtype = torch.bfloat16,
-    nonfinite_gradients: str = "ignore",
-    compiled: bool = True,
-    seed: int = 0,
-    diagnostics_every: int = 0,
-    fp8_residual: torch.dtype = torch.bfloat16,
+    *, rule: str, variant: str, state_dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> UpdateSettings:
-    """Resolve and check options. Raises UsageError, with a hint, for unknown names and unsupported paper arithmetic."""
-    if fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
-        raise UnsupportedError(
-            f"{fp8_residual} cannot be the residual of fp8 weights", hint="use torch.bfloat16 or torch.float8_e4m3fn"
-        )
+    """Resolve and check options; `options` are fields of `UpdateSettings`.
+
+    Raises UsageError, with a hint, for unknown names and unsupported paper arithmetic.
+    """
     chosen = _with_state_dtype(find("variant", variant, VARIANTS), state_dtype)
-    settings = UpdateSettings(
-        rule=RULES[chosen.rule or rule],
-        variant=chosen,
-        arithmetic=find("arithmetic", arithmetic, {a: a for a in _ARITHMETICS}),
-        nonfinite_gradients=find("nonfinite_gradients", nonfinite_gradients, {n: n for n in _NONFINITE}),
-        compiled=compiled,
-        seed=seed,
-        diagnostics_every=diagnostics_every,
-        fp8_residual=fp8_residual,
-    )
-    if arithmetic == "paper" and (rule != "adamw" or settings.variant not in (VARIANTS["light"], VARIANTS["plus"])):
+    settings = UpdateSettings(rule=RULES[chosen.rule or rule], variant=chosen, **options)
+    if settings.fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):
+        raise UnsupportedError(
+            f"{settings.fp8_residual} cannot be the residual of fp8 weights",
+            hint="use torch.bfloat16 or torch.float8_e4m3fn",
+        )
+    find("arithmetic", settings.arithmetic, _ARITHMETICS)
+    find("nonfinite_gradients", settings.nonfinite_gradients, _NONFINITE)
+    if settings.arithmetic == "paper" and (rule != "adamw" or chosen not in (VARIANTS["light"], VARIANTS["plus"])):
         raise UsageError(
             f"the paper's arithmetic covers AdamW light and plus with bf16 moments, not {rule} {variant}",
             hint="use arithmetic='fused'",

@@ -95,10 +95,9 @@ class Variant:
     def moments(self) -> tuple[Storage, Storage]:
         return self.first, self.second
 
-    def bytes_per_parameter(self, num_moments: int = 2, *, gradient: int = 2) -> int:
+    def bytes_per_parameter(self, *, gradient: int = 2) -> int:
         """Bytes of weight, state and gradient per parameter; `gradient` is its size in bytes, by default bf16."""
-        state = sum(m.bytes_per_number for m in self.moments[:num_moments])
-        return self.weight.bytes_per_number + state + gradient
+        return sum(s.bytes_per_number for s in (self.weight, *self.moments)) + gradient
 
 
 # light and plus are Collage's; full also stores the first moment as a pair, the only rounding left in plus. The others

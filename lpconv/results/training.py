@@ -192,7 +192,7 @@ class HeldOutRecord:
     """A held-out metric before the first and after the last step, as means over the seeds of one role.
 
     It uses `num_examples` of the `num_available` held-out examples. `baseline` is the metric of a guess from class or
-    token frequencies in the training data (`lpconv.train.baseline`). `standard_error` is for `after`, `change_error`
+    token frequencies in the training data (`lpconv.train.held_out`). `standard_error` is for `after`, `change_error`
     for `after` - `before`, both between batches; None with one batch.
     """
 

@@ -5,8 +5,12 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
-    from lpconv.scaled.adaptive import adaptive_scaling as adaptive_scaling, loss_scales as loss_scales
-    from lpconv.scaled.adaptive_factor import AdaptiveOptions as AdaptiveOptions, adaptive_factor as adaptive_factor
+    from lpconv.scaled.adaptive import (
+        AdaptiveOptions as AdaptiveOptions,
+        adaptive_factor as adaptive_factor,
+        adaptive_scaling as adaptive_scaling,
+        loss_scales as loss_scales,
+    )
     from lpconv.scaled.calibrate import (
         EdgeFactors as EdgeFactors,
         apply_factors as apply_factors,
@@ -31,13 +35,14 @@ if TYPE_CHECKING:
     from lpconv.scaled.memory import saved_bytes as saved_bytes
     from lpconv.scaled.model import (
         fallbacks as fallbacks,
+        native as native,
         scaled as scaled,
         scaling_of as scaling_of,
         unscaled_state_dict as unscaled_state_dict,
     )
-    from lpconv.scaled.native import native as native, native_groups as native_groups
+    from lpconv.scaled.native import native_groups as native_groups
     from lpconv.scaled.optimizer import AdamW as AdamW, HyperParameters as HyperParameters, equivalent as equivalent
-    from lpconv.scaled.rescale import dynamic_rescale as dynamic_rescale, dynamic_rescale_grad as dynamic_rescale_grad
+    from lpconv.scaled.places import dynamic_rescale as dynamic_rescale, dynamic_rescale_grad as dynamic_rescale_grad
     from lpconv.scaled.tensor import ScaledTensor as ScaledTensor, scaled_tensor as scaled_tensor
 
 __all__ = lazily(__name__)

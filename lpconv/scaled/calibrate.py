@@ -22,8 +22,8 @@ from lpconv.errors import UsageError
 from lpconv.formats.scale import amax, pow2_ceil, pow2_floor, rms
 from lpconv.formats.spec import get_format
 from lpconv.layers import weighted_modules
-from lpconv.scaled import ops
 from lpconv.scaled.model import scaling_of
+from lpconv.scaled.rules.own import recentre
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, Scale
 from lpconv.scaled.tensor import ScaledTensor
 
@@ -105,12 +105,12 @@ def apply_factors(model: nn.Module, factors: Mapping[str, EdgeFactors]) -> None:
 
 
 def _recentre_hook(edge: EdgeFactors) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda _, __, out: ops.recentre(out, edge.forward, edge.backward) if isinstance(out, ScaledTensor) else out
+    return lambda _, __, out: recentre(out, edge.forward, edge.backward) if isinstance(out, ScaledTensor) else out
 
 
 def _recentre_input(module: nn.Module, args: tuple[Any, ...], *, factor: float) -> tuple[Any, ...]:
     x = args[0]
-    return (ops.recentre(x, factor, 1.0) if isinstance(x, ScaledTensor) else x, *args[1:])
+    return (recentre(x, factor, 1.0) if isinstance(x, ScaledTensor) else x, *args[1:])
 
 
 def _run(
@@ -124,9 +124,9 @@ def _run(
     def on_output(name: str, out: Any) -> Any:
         if not isinstance(out, ScaledTensor):
             return out
-        out = ops.recentre(out, visit(name, "forward", out) or 1.0, 1.0)
+        out = recentre(out, visit(name, "forward", out) or 1.0, 1.0)
         if out.requires_grad:
-            out.register_hook(lambda grad: ops.recentre(grad, visit(name, "backward", grad) or 1.0, 1.0))
+            out.register_hook(lambda grad: recentre(grad, visit(name, "backward", grad) or 1.0, 1.0))
         return out
 
     def on_input(module: nn.Module, args: tuple[Any, ...], name: str) -> tuple[Any, ...]:

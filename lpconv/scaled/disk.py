@@ -6,7 +6,7 @@ one pair per edge, in `calibration.json` next to the weights, which conversions 
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,11 +31,7 @@ def to_disk(model: nn.Module) -> dict[str, Tensor]:
     rank must call this.
     """
     tensors: dict[str, Tensor] = {}
-    visited: set[int] = set()
-    for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) in visited:
-            continue
-        visited.add(id(x))
+    for name, x in _distinct(model):
         own = local(x.detach())
         if isinstance(own, ScaledTensor):
             tensors |= pack_scaled(name, gather_whole(placed_like(x, own.data_part)), own.scale)
@@ -51,11 +47,7 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     scales is exact if both scales are powers of two and the data's dtype can represent the result. Raises `InputError`
     for a missing parameter or a shape that does not fit.
     """
-    visited: set[int] = set()
-    for name, x in model.state_dict(keep_vars=True).items():
-        if id(x) in visited:
-            continue
-        visited.add(id(x))
+    for name, x in _distinct(model):
         if name not in tensors:
             raise InputError(
                 f"the checkpoint has no tensor `{name}`", hint="pass a checkpoint of the same architecture"
@@ -72,6 +64,14 @@ def from_disk(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 own.data_part.copy_(times(rows.to(torch.float32), ratio(stored_scale, own.scale)))
             else:
                 own.copy_(times(rows.to(x.dtype), stored_scale))
+
+
+def _distinct(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """The parameters and buffers of a model, tied ones once, under their first name."""
+    entries: dict[int, tuple[str, Tensor]] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        entries.setdefault(id(x), (name, x))
+    return entries.values()
 
 
 def _own_rows(stored: Tensor, x: Tensor) -> Tensor:
@@ -93,11 +93,7 @@ def write_factors(directory: Path, factors: Mapping[str, EdgeFactors]) -> None:
 def _exponents(edge: EdgeFactors) -> list[int]:
     """Exponents for output and gradient, and for the input if it has a factor."""
     powers = (edge.forward, edge.backward, *([edge.input] if edge.input != 1 else []))
-    return [_exponent(power) for power in powers]
-
-
-def _exponent(power: float) -> int:
-    return math.frexp(power)[1] - 1
+    return [math.frexp(power)[1] - 1 for power in powers]
 
 
 def read_factors(directory: Path) -> dict[str, EdgeFactors]:

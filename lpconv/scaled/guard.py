@@ -84,18 +84,14 @@ def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
 
     With sharded parameters all ranks must call this together, and they get the same answer.
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    if not with_gradient:
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    if not pairs:
         return True
-    finite = torch.stack([_is_finite(p.grad) for p in with_gradient if p.grad is not None]).all()
-    if any(is_sharded(p) for p in with_gradient):
+    finite = torch.stack([data_part(local(grad)).isfinite().all() for _, grad in pairs]).all()
+    if any(is_sharded(p) for p, _ in pairs):
         dist.all_reduce(number := finite.to(torch.int32), op=dist.ReduceOp.MIN)
         finite = number
     return bool(finite)
-
-
-def _is_finite(grad: Tensor) -> Tensor:
-    return data_part(local(grad)).isfinite().all()
 
 
 def check_gradients(model: nn.Module, batch: Mapping[str, Any], scale: Callable[[nn.Module], nn.Module]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpconv.scaled.model import Scaling, scaling_of
+from lpconv.scaled.model import scaling_of
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.tensor import data_part
 
@@ -28,11 +28,16 @@ def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
         return x.detach()
 
     scaling = scaling_of(model)
-    if scaling is not None and scaling.saved is not None:
-        _count_codes(model, scaling, batch, _Counting(scaling.saved, keep))
-    else:
+    if scaling is None or scaling.saved is None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
+    else:
+        counting = replace(scaling, saved=_Counting(scaling.saved, keep))
+        model.lpconv_scaling = counting  # type: ignore[assignment]  # not a module or tensor
+        try:
+            model(**batch)
+        finally:
+            model.lpconv_scaling = scaling  # type: ignore[assignment]
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -47,12 +52,3 @@ class _Counting(SavedCodes):
         packed = super().pack(x)
         self.keep(packed if isinstance(packed, Tensor) else packed.coded.codes)
         return packed
-
-
-def _count_codes(model: nn.Module, scaling: Scaling, batch: Mapping[str, Any], counting: _Counting) -> None:
-    """Run one forward pass with `counting` in place of the model's own hooks."""
-    model.lpconv_scaling = replace(scaling, saved=counting)  # type: ignore[assignment]  # not a module or tensor
-    try:
-        model(**batch)
-    finally:
-        model.lpconv_scaling = scaling  # type: ignore[assignment]

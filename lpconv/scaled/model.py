@@ -17,11 +17,11 @@ from lpconv.kernels.compiled import is_compiling
 from lpconv.kernels.linear import FP4_RECIPES, wide_modules
 from lpconv.layers import weighted_modules
 from lpconv.lookup import find, nearest_name
-from lpconv.scaled import ops
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, OperandScales, operand_scales
-from lpconv.scaled.fresh import averages_causally, native_scales
+from lpconv.scaled.native import averages_causally, initialise, native_scales
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.places import heads, install, place
+from lpconv.scaled.rules.own import leave
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
 from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
@@ -152,6 +152,18 @@ def scaled(
     return return_plain(model, scaling)
 
 
+def native(model: nn.Module, *, seed: int = 0, **options: Any) -> nn.Module:
+    """Initialise `model` from `seed` for native unit scaling and scale it, in place; `options` are those of `scaled`.
+
+    fp8 operands are cast without another scale, unless `operand_scale` is given. Train with
+    ``AdamW(native_groups(model.parameters(), lr))``. Raises `UsageError` for loaded weights, and `UnsupportedError` for
+    a parameter without a native rule or, during the run, for such an op.
+    """
+    initialise(model, seed=seed)
+    settings: dict[str, Any] = {"operand_scale": "static", "strict": True, **options}
+    return scaled(model, method="native", **settings)
+
+
 def refuse_scaled(model: nn.Module) -> None:
     """Raise `UsageError` for a model that is already scaled."""
     if scaling_of(model) is not None:
@@ -231,7 +243,7 @@ def _leave_outputs(outputs: Any, scaling: Scaling) -> Any:
     """
     is_plain_start = scaling.autocast is not None and isinstance(outputs, Tensor) and outputs.requires_grad
     if isinstance(outputs, ScaledTensor) or is_plain_start:
-        return ops.leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
+        return leave(outputs, scaling.unit, scaling.method not in STATIC_METHODS)
     if isinstance(outputs, dict):
         return type(outputs)(**{k: _leave_outputs(v, scaling) for k, v in outputs.items()})
     if isinstance(outputs, (tuple, list)):

@@ -1,4 +1,8 @@
-"""Named places in a model: where data reset scales, and which modules compute exactly."""
+"""Rescaling, named places in a model where it happens, and modules that compute exactly.
+
+Rescaling gives the same value with data near 1, by moving a power of two into the scale (Scalify §3.3, Alg. 4). The
+resulting scale stays on the device, so nothing waits for it.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -10,10 +14,21 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layers import head, linears
 from lpconv.lookup import find
-from lpconv.scaled import ops
-from lpconv.scaled.rescale import dynamic_rescale_grad
+from lpconv.scaled.rules.own import STATISTICS, as_exact, rebalance
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import is_sharded
+
+
+def dynamic_rescale(x: Tensor, statistic: str = "l2") -> Tensor:
+    """Return `x` with data rescaled to near 1 by a "max", "l1" or "l2" statistic; gradients pass unchanged."""
+    find("statistic", statistic, STATISTICS)
+    return rebalance(x, statistic, "") if isinstance(x, ScaledTensor) else x
+
+
+def dynamic_rescale_grad(x: Tensor, statistic: str = "l2") -> Tensor:
+    """Return `x` unchanged, and rescale the data of its gradient to near 1 in the backward pass."""
+    find("statistic", statistic, STATISTICS)
+    return rebalance(x, "", statistic) if isinstance(x, ScaledTensor) else x
 
 
 def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
@@ -21,19 +36,9 @@ def norm_modules(model: nn.Module) -> Iterable[nn.Module]:
     return (m for m in model.modules() if type(m).__name__.endswith(("LayerNorm", "RMSNorm")))
 
 
-def _layernorm_grad(model: nn.Module) -> None:
-    """l2 on the gradient that reaches each norm: twice per block, the paper's only rescaling for fp16 and fp8.
-
-    The paper rescales at the end of the norm's backward pass, lpconv at its start: a norm of several ops (RMS norms of
-    transformers) sums its parts into the residual stream, and a node in between would reorder that sum.
-    """
-    for module in norm_modules(model):
-        module.register_forward_hook(lambda _, __, output: dynamic_rescale_grad(output))
-
-
-def _logits_grad(model: nn.Module) -> None:
-    """l2 on the gradient of the output head's result."""
-    for module in heads(model):
+def _rescale_output_grads(modules: Iterable[nn.Module]) -> None:
+    """l2 on the gradient that reaches each module."""
+    for module in modules:
         module.register_forward_hook(lambda _, __, output: dynamic_rescale_grad(output))
 
 
@@ -45,7 +50,7 @@ def _weight_grad(model: nn.Module) -> None:
 
 
 def _rebalance_grad(grad: Tensor) -> Tensor:
-    rebalanced: Tensor = ops.rebalance(grad, "l2", "")
+    rebalanced: Tensor = rebalance(grad, "l2", "")
     return rebalanced
 
 
@@ -74,8 +79,11 @@ def _rescale_parameters(model: nn.Module, _: Any, *, num_steps: int) -> None:
 
 
 _PLACES: dict[str, Callable[[nn.Module], None]] = {
-    "layernorm_grad": _layernorm_grad,
-    "logits_grad": _logits_grad,
+    # Twice per block, the paper's only rescaling for fp16 and fp8. The paper rescales at the end of the norm's backward
+    # pass, lpconv at its start: a norm of several ops (RMS norms of transformers) sums its parts into the residual
+    # stream, and a node in between would reorder that sum.
+    "layernorm_grad": lambda model: _rescale_output_grads(norm_modules(model)),
+    "logits_grad": lambda model: _rescale_output_grads(heads(model)),
     "softmax_grad": lambda model: None,  # no module has the scores; see `Numerics.softmax_grad`
     "weight_grad": _weight_grad,
 }
@@ -99,7 +107,7 @@ def heads(model: nn.Module) -> Sequence[nn.Module]:
 
 def _mark_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x = args[0]
-    return (ops.as_exact(x) if isinstance(x, ScaledTensor) else x, *args[1:])
+    return (as_exact(x) if isinstance(x, ScaledTensor) else x, *args[1:])
 
 
 def install(model: nn.Module, places: Iterable[str], exact: Iterable[nn.Module]) -> None:

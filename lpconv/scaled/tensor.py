@@ -21,8 +21,8 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled import gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
-from lpconv.scaled.rules.own import rebalance
-from lpconv.scaled.rules.table import RULES, functional_twin, rule_for
+from lpconv.scaled.rules import RULES, functional_twin, rule_for
+from lpconv.scaled.rules.own import rebalance_pair
 from lpconv.scaled.scales import (
     MIN_SCALE,
     MODERATE_SCALE,
@@ -125,7 +125,7 @@ class ScaledTensor(torch.Tensor):
 
     def rebalance_(self) -> None:
         """Rescale the data to a root mean square near 1, in place; the value stays, and the scale becomes dynamic."""
-        data, self._scale, _ = rebalance(self._pair(), "l2")
+        data, self._scale, _ = rebalance_pair(self._pair(), "l2")
         self._data.copy_(data)
 
     def _pair(self) -> Scaled:

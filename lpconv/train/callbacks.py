@@ -1,35 +1,42 @@
-"""Callbacks of Trainer's loop: the schedule of evaluations and checkpoints, rows of metrics, progress.
+"""Callbacks of Trainer's loop: evaluations and checkpoints when due, rows of metrics and their summary, progress."""
 
-Only complete checkpoints count: Trainer writes a dozen files into `checkpoint-STEP` and takes the folder with the
-largest number as complete. Here a list of the files' hashes is written last.
-"""
-
+import dataclasses
 import math
-import shutil
 import statistics
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from lpconv.errors import LpconvError, UnreadError
 from lpconv.optim.base import LowPrecisionOptimizer
 from lpconv.optim.diagnostics import combine
+from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
 from lpconv.progress import Progress
-from lpconv.results import to_json
-from lpconv.storage.partfile import NOT_A_FILE, read_error, sha256_of, write_small, writing
-from lpconv.train.folder import Metrics
+from lpconv.results import (
+    EvaluationRecord,
+    LayerChange,
+    LossAllocation,
+    PeakMemory,
+    RunRecord,
+    TrackedRecord,
+    UpdateQuality,
+    from_json,
+    to_json,
+)
+from lpconv.scaled import fallbacks, scaling_of
+from lpconv.train.folder import Metrics, median_step_time, seal_checkpoint
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.processes import is_main_process, wait_for_all
-from lpconv.train.record import LossWatch
 from lpconv.train.trainer import LowPrecisionTrainer
 from lpconv.train.watch import StepWatch
 
 _SAVE_S = 600.0  # most seconds that an interruption loses, if --save-every is not given
-_SEAL = "SHA256SUMS"
-_KEPT = 2  # two, since the last one may be diverging
-_PREFIX = "checkpoint-"
+PROBE_BATCHES = 2
+NUM_COPIES = 14  # fp32 copies of the parameters during a measured step, including the twin and its gradients
 
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
@@ -55,6 +62,36 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if self.save_every is not None:
             return self.save_every > 0 and step % self.save_every == 0
         return not is_last and self.trainer.agree(time.monotonic() - self.saved_s > _SAVE_S)
+
+
+class LossWatch:
+    """Allocates the loss change of each step of `model`. `twin` is the same model in fp32, and is overwritten.
+
+    `seconds` is the time of the last step's measurement.
+    """
+
+    def __init__(self, model: nn.Module, twin: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        self.model, self.twin, self.batches = model, twin, batches
+        self.seconds = 0.0
+        self._lca: LossChange | None = None
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call in place of `optimizer.step()`, with gradients unscaled and clipped."""
+        started = time.perf_counter()
+        if self._lca is None:  # the optimizer exists, or is restored, only once training begins
+            self._lca = LossChange(self.model, optimizer, self.batches, twin=self.twin)
+        self._lca.before_step()
+        self.seconds = time.perf_counter() - started
+
+    def after_step(self, step: int) -> dict[str, Any]:
+        """Call after step number `step`. Returns its allocation by layer, for the step's row."""
+        assert self._lca is not None
+        started = time.perf_counter()
+        change = by_layer(self._lca.after_step())
+        self._lca.steps.clear()  # stored in the rows
+        self.seconds += time.perf_counter() - started
+        row: dict[str, Any] = to_json(dataclasses.replace(change, step=step))
+        return row
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -155,50 +192,63 @@ def _updates(optimizer: Any) -> dict[str, float]:
     return {"edq": record.edq_full, "edq_weights": record.edq_hi, "lost": record.lost_full}
 
 
-def seal_checkpoint(folder: Path, step: int) -> None:
-    """Mark the checkpoint of a step as complete, and delete all but the last two."""
-    checkpoint = folder / f"{_PREFIX}{step}"
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _SEAL)
-    lines = [f"{sha256_of(p)}  {p.relative_to(checkpoint).as_posix()}\n" for p in files]
-    write_small(checkpoint / _SEAL, "".join(lines))
-    with writing(folder):
-        for old in _checkpoints(folder)[_KEPT:]:
-            shutil.rmtree(old)
+def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch, *, role: str, seed: int) -> RunRecord:
+    """The record of a finished run, without its fp32 metrics."""
+    evaluations = (metrics.series(name) for name in ("eval_loss", "eval_accuracy"))
+    updates = tuple(from_json(UpdateQuality, r) for r in metrics.rows if "edq" in r)
+    model = trainer.prepared.model
+    return RunRecord(
+        role=role,
+        seed=seed,
+        losses=metrics.series("loss"),
+        evaluations=tuple(s for s in evaluations if s.steps),
+        loss_scales=metrics.series("loss_scale"),
+        num_skipped=trainer.num_skipped,
+        step_time_s=median_step_time(metrics.rows),
+        seconds=trainer.clock.seconds,
+        overhead=watch.overhead,
+        tracked=tuple(from_json(TrackedRecord, t) for r in metrics.rows for t in r.get("tracked", ())),
+        updates=updates,
+        memory=next((from_json(PeakMemory, r["memory"]) for r in metrics.rows if r.get("memory")), None),
+        first_nonfinite=trainer.first_nonfinite,
+        loss_allocation=loss_allocation(metrics.rows),
+        fallbacks=dict(fallbacks(model)) if scaling_of(model) else {},
+        held_out=tuple(_evaluation(r["step"], r["eval_batches"]) for r in metrics.rows if "eval_batches" in r),
+    )
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint, or None."""
-    return next((c for c in _checkpoints(folder) if _is_whole(c)), None)
+def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
+    """An evaluation from batches (examples, loss, accuracy). Rows read from a file have non-finite numbers as text."""
+    sizes, losses, accuracies = (tuple(map(float, column)) for column in zip(*batches, strict=True))
+    has_classes = not any(map(math.isnan, accuracies))
+    return EvaluationRecord(
+        step=step, sizes=tuple(map(int, sizes)), losses=losses, accuracies=accuracies if has_classes else ()
+    )
 
 
-def drop_broken(folder: Path) -> None:
-    """Delete incomplete checkpoints, whose folders later ones will use."""
-    with writing(folder):
-        for checkpoint in _checkpoints(folder):
-            if not _is_whole(checkpoint):
-                shutil.rmtree(checkpoint)
+def loss_allocation(rows: Iterable[Mapping[str, Any]]) -> LossAllocation | None:
+    """The sum of a run's allocations; None if nothing was measured.
 
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.removeprefix(_PREFIX))
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, latest first."""
-    folders = (p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdecimal())
-    return sorted(folders, key=step_of, reverse=True)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether every file is unchanged. Raises UnreadError if the disk fails."""
-    try:
-        lines = (checkpoint / _SEAL).read_text(encoding="utf-8").splitlines()
-        sums = [line.partition("  ")[::2] for line in lines]
-        return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
-    except UnreadError:  # unknown, so nothing may be deleted
-        raise
-    except (*NOT_A_FILE, ValueError, LpconvError):
-        return False
-    except OSError as e:
-        raise read_error(e, checkpoint / _SEAL) from e
+    A run resumed on another device may not reproduce its last loss bit for bit; steps before that are left out.
+    """
+    steps = [from_json(LossChangeStep, row["lca"]) for row in rows if "lca" in row]
+    if not steps:
+        return None
+    breaks = [i for i in range(1, len(steps)) if steps[i - 1].loss_after != steps[i].loss_before]
+    stretch = steps[breaks[-1] :] if breaks else steps
+    total = summarise(stretch)
+    return LossAllocation(
+        first_step=stretch[0].step,
+        last_step=total.step,
+        num_batches=PROBE_BATCHES,
+        loss_before=total.loss_before,
+        loss_after=total.loss_after,
+        change=total.change,
+        rounding=total.rounding,
+        rounding_share=total.rounding_share if total.change != total.rounding else None,
+        closure_error=total.closure_error,
+        layers=tuple(
+            LayerChange(layer=a.name, change=a.change, rounding=a.rounding, helped=a.helped if a.num_moved else None)
+            for a in total.parameters
+        ),
+    )

@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import FILE_KINDS, QUICK_BYTES, TEXT_COLUMNS, columns_of, demo_text, file_kind, read_text
-from lpconv.data.rows import datasets_library, read_file
+from lpconv.data import (
+    FILE_KINDS,
+    QUICK_BYTES,
+    TEXT_COLUMNS,
+    columns_of,
+    datasets_library,
+    demo_text,
+    file_kind,
+    read_file,
+    read_text,
+)
 from lpconv.errors import InputError, UsageError
 from lpconv.lookup import nearest
 from lpconv.storage.hub import why_unreachable
@@ -42,7 +51,7 @@ def check_data(options: FinetuneOptions) -> None:
         named = {"--text-column": options.text_column, "--label-column": options.label_column}
         if flag := next((flag for flag, column in named.items() if column), None):
             raise UsageError(f"{flag} needs a data file", hint="pass the file to --data")
-        _check_labels(options, None)
+        check_labels(options.task, None)
     for name in filter(None, (options.data, options.eval_data)):
         if not _is_file_name(name):
             _check_within_reach(name)
@@ -89,12 +98,13 @@ def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[s
             hint=f"pass --text-column with one of: {', '.join(columns)}",
         )
     label = _column(columns, options.label_column, _LABELS, name)
-    _check_labels(options, label)
+    check_labels(options.task, label)
     return text, label
 
 
-def _check_labels(options: FinetuneOptions, label: str | None) -> None:
-    if options.task == "classification" and label is None:
+def check_labels(task: str, label: str | None) -> None:
+    """Raise UsageError for classification without a label column."""
+    if task == "classification" and label is None:
         raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
 
 

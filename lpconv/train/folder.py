@@ -7,6 +7,9 @@ OUT/runs/NAME/             metrics of the other runs, checkpoints for resuming, 
 OUT/runs/published/        the trained model, until all runs are finished
 OUT/config.json …          the trained model, config.json last; failed runs leave none
 OUT/report.{json,html}     written last, so a folder with them is complete
+
+Only complete checkpoints count: Trainer writes a dozen files into `checkpoint-STEP` and takes the folder with the
+largest number as complete. Here a list of the files' hashes is written last.
 """
 
 import contextlib
@@ -19,16 +22,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError, OutputExistsError
+from lpconv.errors import InputError, LpconvError, OutputExistsError, UnreadError
 from lpconv.options import fields_that_may_change
+from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import check_writable, read_error, write_small, writing
-from lpconv.storage.staging import TUNED, check_same_run, is_locked, is_unused, locked_error, try_lock
+from lpconv.storage.partfile import NOT_A_FILE, check_writable, read_error, sha256_of, write_small, writing
+from lpconv.storage.staging import SUMS, TUNED, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
 RUNS, PUBLISHED = "runs", "published"
+_FINISHED = "run.json"
+_CHECKPOINT = "checkpoint-"
+_KEPT = 2  # checkpoints: two, since the last one may be diverging
 
 
 def asked_for(model: str, options: FinetuneOptions) -> dict[str, Any]:
@@ -110,9 +117,6 @@ def remove_leftovers(output: Path) -> None:
             shutil.rmtree(path)
 
 
-_FINISHED = "run.json"
-
-
 class Metrics:
     """The rows of one run, one per step, in `path` and in memory.
 
@@ -189,3 +193,50 @@ def read_finished(folder: Path) -> RunRecord | None:
     """The record of the run in `folder`; None if it is not finished."""
     path = folder / _FINISHED
     return from_json(RunRecord, read_json(path)) if path.exists() else None
+
+
+def seal_checkpoint(folder: Path, step: int) -> None:
+    """Mark the checkpoint of a step as complete, and delete all but the last two."""
+    checkpoint = folder / f"{_CHECKPOINT}{step}"
+    write_sums(checkpoint, ())
+    with writing(folder):
+        for old in _checkpoints(folder)[_KEPT:]:
+            shutil.rmtree(old)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest complete checkpoint, or None."""
+    return next((c for c in _checkpoints(folder) if _is_whole(c)), None)
+
+
+def drop_broken(folder: Path) -> None:
+    """Delete incomplete checkpoints, whose folders later ones will use."""
+    with writing(folder):
+        for checkpoint in _checkpoints(folder):
+            if not _is_whole(checkpoint):
+                shutil.rmtree(checkpoint)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix(_CHECKPOINT))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders, latest first."""
+    folders = (p for p in folder.glob(f"{_CHECKPOINT}*") if p.is_dir() and p.name.removeprefix(_CHECKPOINT).isdecimal())
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether every file is unchanged. Raises UnreadError if the disk fails."""
+    try:
+        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+        sums = [line.partition("  ")[::2] for line in lines]
+        return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
+    except UnreadError:  # unknown, so nothing may be deleted
+        raise
+    except (*NOT_A_FILE, ValueError, LpconvError):
+        return False
+    except OSError as e:
+        raise read_error(e, checkpoint / SUMS) from e

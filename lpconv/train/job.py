@@ -1,5 +1,6 @@
-"""Shared data of a command's training runs, and the description of a single run."""
+"""Shared data of a command's training runs with the checks on them, and the description of a single run."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,23 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import stored_shapes
+from lpconv.lookup import find
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
+from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
 from lpconv.report.numbers import name_list
+from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import read_rows
+from lpconv.train.data import check_labels, read_rows
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, parameter_bytes
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.prepare import shard
 from lpconv.train.processes import mesh, num_processes
-from lpconv.train.recipes import Arithmetic
+from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.recover import Recovery
 
 MEASURED_BATCHES = 4  # for --calibrate and --critical auto
@@ -32,7 +38,7 @@ MEASURED_BATCHES = 4  # for --calibrate and --critical auto
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Data shared by all runs of a command. `num_labels` is set for classification, `mask_id` for masked models.
+    """Data shared by all runs of a command. `mask_id` is set for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
     `recovery` is set for --recover.
@@ -44,11 +50,15 @@ class TrainingJob:
     options: FinetuneOptions
     seq_len: int
     pad_id: int
-    num_labels: int | None
     mask_id: int | None
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of classes, for classification."""
+        return len(self.examples.labels) or None
 
     @property
     def loss(self) -> str:
@@ -125,8 +135,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
     _check_gates(options, task)
-    if task.name == "classification" and rows.label is None:
-        raise UsageError("classification needs a label column", hint="pass --data FILE and --label-column NAME")
+    check_labels(task.name, rows.label)
     config = transformers_config(checkpoint, hint="lpconv trains the models that the installed transformers opens")
     seq_len = sequence_length(config, options.seq_len)
     sizes = {"seq_len": seq_len, "vocab_size": vocabulary_size(config)}
@@ -149,7 +158,6 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         options=options,
         seq_len=seq_len,
         pad_id=next(p for p in pads if p is not None),
-        num_labels=len(examples.labels) or None,
         mask_id=mask_id,
         keep=(len(before), len(after)),
         num_targets=len(examples.labels) or vocabulary_size(config),
@@ -220,9 +228,98 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     return opened
 
 
+def start_in_fp32(job: TrainingJob, seed: int) -> Any:
+    """The starting model of a run, to compute in fp32; sharded over all ranks if the job is."""
+    model = open_start(job, seed).model
+    if job.options.is_sharded:
+        shard(model, RECIPES["fp32"].arithmetic)
+    return model
+
+
 def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
     """Up to `count` first batches of a stream."""
     size = job.options.batch_size
     starts = range(0, min(len(stream), count * size), size)
     batches = (job.collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
     return [{k: v.to(device) for k, v in batch.items()} for batch in batches]
+
+
+def check_run(options: FinetuneOptions) -> None:
+    """Raise UsageError for options that conflict in this environment, UnsupportedError for impossible ones."""
+    arithmetic = options.arithmetic
+    if options.lca and arithmetic.is_scaled and arithmetic.variant is not None:
+        raise UnsupportedError(
+            f"--lca with recipe `{arithmetic.name}`: optimizer `{arithmetic.optimizer}` steps on the data of scaled "
+            "weights, not on the model's parameters",
+            hint="leave --lca out, or choose --optimizer adamw",
+        )
+    reason = _why_not_compiled(arithmetic)
+    if options.compile and reason is not None:
+        raise UnsupportedError(
+            f"--compile with recipe `{arithmetic.name}`: {reason}", hint="leave --compile out, or choose another recipe"
+        )
+    if arithmetic.flag and num_processes() > 1:
+        raise UnsupportedError(f"{arithmetic.flag} runs in one process", hint="start it without torchrun")
+    if options.is_sharded:
+        _check_sharded(options)
+    if num_processes() > 1:
+        _check_shared(options)
+    for name in options.log_to:
+        find("place to log to", name, INTEGRATION_TO_CALLBACK)
+        if name not in get_available_reporting_integrations():
+            raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
+
+
+def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
+    """Why torch.compile would silently ignore a part of the recipe or cannot compile it, or None."""
+    if arithmetic.loss_scale == "adaptive":
+        return "its scales depend on values that compiled code cannot read"
+    if arithmetic.precision == "fp16" and not torch.cuda.is_available():
+        return "fp16 products on a CPU run in a dispatch mode (`lpconv.kernels.matmul`), which cannot be compiled"
+    return None
+
+
+def _check_shared(options: FinetuneOptions) -> None:
+    """Raise UnsupportedError for options that several processes cannot carry out together."""
+    if options.lca:
+        raise UnsupportedError(
+            f"--lca does not support {num_processes()} processes: each would repeat the same measurement",
+            hint="run it with one process",
+        )
+    if options.batch_size % num_processes():
+        raise UsageError(
+            f"--batch-size {options.batch_size} cannot be divided among {num_processes()} processes",
+            hint="it is the number of sequences per step over all processes",
+        )
+
+
+def _check_sharded(options: FinetuneOptions) -> None:
+    """Raise UnsupportedError for options that do not work with a model in parts."""
+    if num_processes() == 1:
+        raise UsageError(
+            "--parallel fsdp2 needs more than one process",
+            hint="start with torchrun: `torchrun --nproc-per-node 2 -m lpconv …`",
+        )
+    if options.compile:
+        raise UnsupportedError("--compile with --parallel fsdp2 has not been tested", hint="leave one of them out")
+    if options.track_every:
+        raise UnsupportedError(
+            "--track-every with --parallel fsdp2 is not possible: no process has whole tensors",
+            hint="leave --track-every out, or use --parallel ddp",
+        )
+
+
+def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
+    """The job with "auto" replaced by layer names, and the measurements of those layers.
+
+    The starting model runs forward on the first batches of the first seed.
+    """
+    options = job.options
+    chosen: tuple[InputRisk, ...] = ()
+    if "auto" in options.critical and options.arithmetic.casts_operands:
+        with quiet_transformers():
+            model = start_in_fp32(job, options.seed)
+            batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)
+            chosen = critical_modules(input_risks(model.eval(), batches))
+    critical = tuple(dict.fromkeys((*options.critical_patterns, *(r.layer for r in chosen))))
+    return dataclasses.replace(job, options=dataclasses.replace(options, critical=critical)), chosen

@@ -12,16 +12,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
 from lpconv.errors import ResourceError
 from lpconv.machine import available_memory, out_of_memory
+from lpconv.models.coded import CodedTensor
 from lpconv.report.numbers import size_text
 from lpconv.results import PeakMemory
-from lpconv.scaled.tensor import data_part
-from lpconv.shards import local
 from lpconv.train.processes import is_main_process
 from lpconv.train.recipes import TRAINING_OPTIMIZERS, Arithmetic
 
@@ -82,14 +81,10 @@ def explain_oom(needed: dict[str, int]) -> Iterator[None]:
     except Exception as e:
         if out_of_memory(e) is None:
             raise
-        raise _ran_out(e, needed) from e
-
-
-def _ran_out(error: BaseException, needed: dict[str, int]) -> ResourceError:
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return ResourceError(
-        f"out of memory: {first:.120} (estimated: {_by_part(needed)})", hint=_HINT, details={"estimate": needed}
-    )
+        first = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ResourceError(
+            f"out of memory: {first:.120} (estimated: {_by_part(needed)})", hint=_HINT, details={"estimate": needed}
+        ) from e
 
 
 def _by_part(needed: dict[str, int]) -> str:
@@ -118,7 +113,8 @@ class StepMemory:
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             else:
-                self._kept_bytes = kept_bytes((*self.model.parameters(), *self.model.buffers()), optimizer)
+                state = (x for values in optimizer.state.values() for x in values.values())
+                self._kept_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers(), *state])
                 self._profile = self._stack.enter_context(profiled_memory())
         elif step == _FIRST + 1 and self._peak_bytes:
             self._tracker = MemTracker()
@@ -189,11 +185,24 @@ def _parts(tracker: Any) -> dict[str, int]:
     return parts
 
 
-def kept_bytes(tensors: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages of `tensors` and of the optimizer's state on this rank."""
-    state = (x for values in optimizer.state.values() for x in values.values() if isinstance(x, torch.Tensor))
-    storages = {}
-    for x in map(local, (*tensors, *state)):
-        storage = data_part(x).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+def storage_bytes(tensors: Iterable[Any]) -> int:
+    """Total bytes of the distinct storages behind tensors, including tensors inside wrappers."""
+    sizes = {s.data_ptr(): s.nbytes() for t in tensors for s in storages_of(t)}
+    return sum(sizes.values())
+
+
+def storages_of(x: Any) -> Iterator[Any]:
+    """The storages behind a tensor, including tensors inside wrappers; none for other objects."""
+    if not isinstance(x, Tensor):
+        return
+    if isinstance(x, CodedTensor):
+        for piece in x.pieces:
+            yield from (part.untyped_storage() for part in piece.parts.values())
+        return
+    inner = getattr(x, "__tensor_flatten__", None)
+    if inner is None:
+        yield x.untyped_storage()
+        return
+    names, _ = inner()
+    for name in names:
+        yield from storages_of(getattr(x, name))

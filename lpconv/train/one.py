@@ -24,21 +24,26 @@ from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
-from lpconv.train.callbacks import Recorder, Timetable, drop_broken, last_checkpoint, step_of
-from lpconv.train.clock import Clock
-from lpconv.train.exact import computes_in_fp32, in_fp32, rename_to_fp32
-from lpconv.train.folder import Metrics
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, first_batches, num_ranks, open_start
+from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, LossWatch, Recorder, Timetable, run_record
+from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, step_of
+from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
+from lpconv.train.job import (
+    MEASURED_BATCHES,
+    TrainingJob,
+    TrainingRun,
+    first_batches,
+    num_ranks,
+    open_start,
+    start_in_fp32,
+)
 from lpconv.train.lora import bytes_by_part
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare
+from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES
-from lpconv.train.record import NUM_COPIES, PROBE_BATCHES, LossWatch, run_record
-from lpconv.train.sharded import shard, start_in_fp32
-from lpconv.train.trainer import DivergedError, LowPrecisionTrainer, predicted
-from lpconv.train.watch import StepWatch, rate_of
+from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
+from lpconv.train.watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,7 @@ def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
     """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
-    return StepWatch(model, work.track_every, rate_of(model, arithmetic, work.log2_scale, operand_scale=scale))
+    return StepWatch(model, work.track_every, arithmetic, work.log2_scale, operand_scale=scale)
 
 
 def _trainer(

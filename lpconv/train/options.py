@@ -23,8 +23,8 @@ from lpconv.options import (
     size_option,
 )
 from lpconv.scaled.choices import FP4_SCALES, LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
-from lpconv.train.loss_scales import LOSS_SCALES
 from lpconv.train.recipes import (
+    LOSS_SCALES,
     PRECISIONS,
     RECIPES,
     TRAINING_METHODS,

@@ -9,16 +9,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, FP4_RECIPES, FP8_RECIPES, LinearRecipe, use_recipe
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.loss_scale import LossScale, make_loss_scale
+from lpconv.models.sharing import shard_parameters
 from lpconv.optim import LowPrecisionAdamW, start_from_fp32
 from lpconv.optim.exchange import fp32_values
 from lpconv.scaled import AdamW, HyperParameters, ScaledTensor, adaptive_scaling, equivalent, native_groups, scaled
+from lpconv.scaled.model import COMPUTE
 from lpconv.scaled.places import heads
 from lpconv.shards import is_sharded, local, placed_like
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.processes import mesh
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.recover import Recovery
 
@@ -154,6 +158,22 @@ def prepare(
         loss_scale=loss_scale,
         autocast=autocast,
     )
+
+
+def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
+    """Shard every parameter by rows, in place; each rank keeps its rows, and a block's are gathered while it computes.
+
+    Trainer's own `fsdp=True` silently trains unsharded on a CPU, and accelerate widens 16-bit parameters to fp32. So
+    the model is sharded here, before Trainer sees it, and accelerate uses it as it is.
+
+    The model is whole on all ranks, or was opened by rows (`lpconv.models.load`). Scaled parameters stored in fp32 are
+    gathered and computed in the precision of the arithmetic; everything else is gathered as stored. Gradients are
+    summed in fp32.
+    """
+    keeps_fp32 = arithmetic.is_scaled and arithmetic.variant is None
+    carrier = COMPUTE[arithmetic.precision].carrier if keeps_fp32 else None
+    policy = MixedPrecisionPolicy(param_dtype=carrier, reduce_dtype=torch.float32)
+    shard_parameters(model, mesh(), policy)
 
 
 def _linear_recipe(arithmetic: Arithmetic) -> LinearRecipe:

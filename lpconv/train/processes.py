@@ -1,10 +1,28 @@
-"""The processes that train together: one, or those started by torchrun."""
+"""The processes that train together: one, or those started by torchrun; they average gradients in fp32.
+
+torch's DistributedDataParallel sums gradients in their own dtype and does not know scales. So models with scaled
+gradients, and models with 16-bit weights, are not wrapped in it. Its order is used: parameters are in buckets, those of
+the last layers first, and a bucket is sent when its gradients are complete, mostly during the backward pass. For each
+bucket the processes agree on scales, and then every gradient is summed separately, with the same calls as without
+overlap, so the bits do not depend on timing.
+"""
 
 import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lpconv.scaled import ScaledTensor, scaled_tensor, scaling_of
+
+_BUCKET = 2**22  # elements: 16 MiB in fp32
+_IN_FLIGHT = 4  # buckets summed at a time; their fp32 copies determine the memory that this needs
+_MIN_SCALE = 2.0**-126  # in place of the scale of an all-zero gradient
 
 
 def is_main_process() -> bool:
@@ -38,3 +56,136 @@ def _state() -> Any:
 
     options = {"backend": backend()} if backend() else {}
     return PartialState(cpu=not torch.cuda.is_available(), **options)
+
+
+def needs_averaging(model: nn.Module) -> bool:
+    """Whether the gradients of a model are averaged here rather than by DistributedDataParallel."""
+    return scaling_of(model) is not None or any(p.dtype != torch.float32 for p in model.parameters())
+
+
+class GradientAverage:
+    """Replaces gradients by their means over all processes: starts during `backward` and completes in `finish`.
+
+    The sum is computed in fp32 and rounded once, to the dtype of the gradient. Scaled gradients are first brought to
+    the largest scale of any process; scales are powers of two, so this is exact, and no mean exceeds its largest term.
+    Inf and NaN of one process reach all.
+
+    All processes send the same buckets in the same order, whatever the order of gradients. A parameter without a
+    gradient in the previous step is not waited for; if it has one again, that is sent last.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        trained = [p for p in parameters if p.requires_grad]
+        self._buckets = list(_buckets(trained[::-1]))
+        self._is_running = False
+        self._silent = set[int]()
+        self._reset()
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Send buckets as they become complete during the block; other backward passes are not affected."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    @torch.no_grad()
+    def finish(self, parameters: Iterable[Any]) -> None:
+        """Average the remaining gradients, and wait until every gradient is a mean."""
+        for bucket in self._buckets[self.num_begun :]:
+            self._send(bucket)
+        self._silent = {id(p) for bucket in self._buckets for p in bucket} - self._found
+        self._send([p for p in parameters if id(p) not in self._sent])
+        self._send([])
+        while self._adding:
+            self._adding.popleft().write_back()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_begun = 0  # buckets sent since the last `finish`
+        self._found, self._sent = set[int](), set[int]()
+        self._agreeing: _PendingSum | None = None
+        self._adding = deque[_PendingSum]()
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: Any) -> None:
+        """Hook: the gradient of a parameter is complete."""
+        if not self._is_running:
+            return
+        self._found.add(id(parameter))
+        while self.num_begun < len(self._buckets) and self._is_there(self._buckets[self.num_begun]):
+            self._send([p for p in self._buckets[self.num_begun] if id(p) in self._found])
+            self.num_begun += 1
+
+    def _is_there(self, bucket: Sequence[Any]) -> bool:
+        return all(id(p) in self._found or id(p) in self._silent for p in bucket)
+
+    def _send(self, bucket: Sequence[Any]) -> None:
+        """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
+        pending = _PendingSum(bucket)
+        self._sent.update(id(p) for p in pending.holders)
+        if self._agreeing is not None:
+            self._agreeing.add_up()
+            self._adding.append(self._agreeing)
+        self._agreeing = pending
+        while len(self._adding) > _IN_FLIGHT:
+            self._adding.popleft().write_back()
+
+
+class _PendingSum:
+    """Gradients of some parameters that are being averaged."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        self.holders = [p for p in parameters if p.grad is not None]
+        self._sums: list[tuple[Tensor, Any]] = []
+        if self.holders:
+            self._own = torch.stack([_scale(p.grad) for p in self.holders])
+            self._common = self._own.clone()
+            self._agreed: Any = dist.all_reduce(self._common, op=dist.ReduceOp.MAX, async_op=True)
+
+    def add_up(self) -> None:
+        """Start the sums, at the agreed scales."""
+        if not self.holders:
+            return
+        self._agreed.wait()
+        shares = self._own / self._common / dist.get_world_size()
+        for parameter, share in zip(self.holders, shares.unbind(), strict=True):
+            gradient = parameter.grad
+            data = gradient.data_part if isinstance(gradient, ScaledTensor) else gradient
+            mean = data.float() * share
+            self._sums.append((mean, dist.all_reduce(mean, async_op=True)))
+
+    def write_back(self) -> None:
+        """Wait for the sums, and replace the gradients by them."""
+        if not self.holders:
+            return
+        for parameter, scale, (mean, summed) in zip(self.holders, self._common.unbind(), self._sums, strict=True):
+            summed.wait()
+            gradient = parameter.grad
+            if isinstance(gradient, ScaledTensor):
+                data = mean.to(gradient.data_part.dtype)
+                parameter.grad = scaled_tensor(data, scale.clone(), role=gradient.role, numerics=gradient.numerics)
+            else:
+                gradient.copy_(mean)
+
+
+def _buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
+    """Parameters in order, grouped up to the size of a bucket."""
+    bucket, size = list[Any](), 0
+    for parameter in parameters:
+        bucket.append(parameter)
+        size += parameter.numel()
+        if size >= _BUCKET:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _scale(gradient: Tensor) -> Tensor:
+    """The scale of a gradient in fp32 on its device; 1 for a plain gradient."""
+    scale = gradient.scale if isinstance(gradient, ScaledTensor) else 1.0
+    return torch.as_tensor(scale, dtype=torch.float32, device=gradient.device).clamp(min=_MIN_SCALE)

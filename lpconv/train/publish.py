@@ -21,8 +21,8 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import writing
 from lpconv.storage.staging import MARKER
-from lpconv.train.exact import as_published
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
+from lpconv.train.held_out import as_published
 from lpconv.train.job import TrainingJob, TrainingRun
 from lpconv.train.lora import save_adapter
 from lpconv.train.one import Finished, figures_in_fp32

@@ -4,6 +4,7 @@ Plain records; nothing here imports torch, so that `--help` and `--list-recipes`
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.lookup import find
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
-from lpconv.train.loss_scales import check_loss_scale
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
 _UNSCALED = {"fp8": ("mx",), "fp4": ("nvfp4", "ms-eden", "mx", "row")}  # operand scales without scaled tensors
@@ -21,6 +21,7 @@ TRAINING_METHODS = {
     "scalify": "scales that propagate op by op (Balanca et al. 2024)",
     "native": "static scales by theory, for models from `lpconv init` (Blake et al. 2023)",
 }
+LOSS_SCALES = ("none", "dynamic", "logmax", "adaptive")  # or a number as text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,10 +278,7 @@ def arithmetic(
     if recipe is None and loss_scale is None and needs_loss_scale:
         chosen = dataclasses.replace(chosen, loss_scale="dynamic")
     chosen = _with_rounding(chosen, rounding)
-    check_loss_scale(
-        chosen.loss_scale, chosen.loss_scale_floor, precision=chosen.precision, method=chosen.method,
-        optimizer=chosen.optimizer if chosen.variant else None,
-    )  # fmt: skip
+    _check_loss_scale(chosen)
     _check_optimizer(chosen)
     return chosen
 
@@ -343,6 +341,40 @@ def _with_rounding(chosen: Arithmetic, rounding: str | None) -> Arithmetic:
             hint="use --rounding with --optimizer bf16, or with fp8 without scales",
         )
     return dataclasses.replace(chosen, optimizer="bf16-sr" if rounding == "stochastic" else "bf16")
+
+
+def _check_loss_scale(setup: Arithmetic) -> None:
+    scale = setup.loss_scale
+    if scale not in LOSS_SCALES and not _is_scale(scale):
+        raise UsageError(
+            f"unknown loss scale `{scale}`", hint=f"use {', '.join(LOSS_SCALES)}, or a number such as 1024"
+        )
+    if setup.is_scaled and scale != "none":
+        raise UsageError(
+            f"method `{setup.method}` sets the scale of the backward pass itself, so a loss scale has no effect",
+            hint="leave --loss-scale out, or use --method none",
+        )
+    if scale == "adaptive" and setup.precision not in ("fp16", "bf16"):
+        raise UsageError(
+            f"adaptive loss scaling needs fp16 or bf16 gradients, not {setup.precision}",
+            hint="pass --precision fp16 or bf16",
+        )
+    if scale == "adaptive" and setup.variant is not None:
+        raise UsageError(
+            f"adaptive loss scaling needs fp32 weights, but optimizer `{setup.optimizer}` keeps bf16 weights",
+            hint="pass --optimizer adamw",
+        )
+    if setup.loss_scale_floor is not None and scale not in ("dynamic", "logmax"):
+        raise UsageError(
+            f"loss scale `{scale}` does not support a floor", hint="use --loss-scale-floor with dynamic or logmax"
+        )
+
+
+def _is_scale(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _check_optimizer(setup: Arithmetic) -> None:

@@ -18,13 +18,9 @@ from lpconv.report.html import html
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import name_list, plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
+from lpconv.scaled.critical import InputRisk
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import write_small
-from lpconv.train.baseline import baselines
-from lpconv.train.checks import check_run
-from lpconv.train.clock import Clock
-from lpconv.train.critical import critical_facts, with_critical
-from lpconv.train.exact import as_published
 from lpconv.train.folder import (
     PAGE,
     REPORT,
@@ -35,7 +31,8 @@ from lpconv.train.folder import (
     run_folder,
     write_finished,
 )
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, training_job
+from lpconv.train.held_out import as_published, baselines
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_critical
 from lpconv.train.lora import layers_without_adapter
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
@@ -45,6 +42,7 @@ from lpconv.train.publish import in_place, publish_model
 from lpconv.train.recipes import Arithmetic
 from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
+from lpconv.train.trainer import Clock
 from lpconv.train.watch import watches_run, watches_twin
 
 
@@ -90,7 +88,7 @@ def study(
             twin=options.twin_arithmetic.name + on_source if options.twin_arithmetic else None,
             source=None if start is None else start.source.origin.name,
             task=job.task.name,
-            facts=_facts(job) | critical_facts(job.options.critical, chosen),
+            facts=_facts(job) | _critical_facts(job.options.critical, chosen),
             runs=runs,
             gaps=gap_records(runs),
             seconds=time.perf_counter() - started,
@@ -198,6 +196,17 @@ def _facts(job: TrainingJob) -> dict[str, str]:
         "Seeds": ", ".join(str(s) for s in range(o.seed, o.seed + o.seeds)),
         **({"Scales": f"measured on the first {MEASURED_BATCHES} batches"} if o.calibrate else {}),
     }
+
+
+def _critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dict[str, str]:
+    """Labelled facts about layers that multiply in 16 bits, with reason and cost; empty if there are none."""
+    measured = {r.layer for r in chosen}
+    words = [p for p in patterns if p not in measured]
+    if chosen:
+        shown = ", ".join(f"{r.layer} (crest {r.crest:.3g})" for r in chosen)
+        share = 100 * sum(r.share for r in chosen)
+        words.append(f"{shown}: {share:.2g} % of the matmul work, at up to twice the time of fp8")
+    return {"16-bit products": "; ".join(words)} if words else {}
 
 
 def _notes(opened: Opened, options: FinetuneOptions) -> tuple[str, ...]:

@@ -3,31 +3,54 @@
 import hashlib
 import json
 import math
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.results import NonfiniteRecord, from_json, to_json
-from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk
+from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
-from lpconv.train import sharded
-from lpconv.train.averaging import GradientAverage, needs_averaging
-from lpconv.train.clock import Clock
-from lpconv.train.distil import Distillation
 from lpconv.train.memory import StepMemory
-from lpconv.train.prepare import TrainingSetup
+from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
+from lpconv.train.processes import GradientAverage, needs_averaging
+from lpconv.train.recover import Distillation
 from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
+_MODEL, _OPTIMIZER = "model", "optimizer"  # folders of a sharded checkpoint
 MAX_SKIPPED = 40  # skipped steps in a row, enough to reduce the largest initial scale from 2^16 to 2^-24
+
+
+class Clock:
+    """Wall-clock seconds by activity; `seconds` is in order of first use."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def add(self, what: str, seconds: float) -> None:
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    @contextmanager
+    def spending(self, what: str) -> Iterator[None]:
+        """Add the time of the block to an activity, even if the block fails."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - started)
 
 
 class DivergedError(VerificationError):
@@ -209,7 +232,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._is_sharded:
-            sharded.save(Path(output_dir or self.args.output_dir), self.model, self.own_optimizer)
+            save_sharded(Path(output_dir or self.args.output_dir), self.model, self.own_optimizer)
         else:
             super().save_model(output_dir, _internal_call)
 
@@ -223,7 +246,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         if not self._is_sharded or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        sharded.load_optimizer(Path(checkpoint), self.model, self.own_optimizer)
+        load_sharded_optimizer(Path(checkpoint), self.model, self.own_optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
 
     @property
@@ -243,7 +266,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self.create_optimizer()  # first, because optimizers with pairs reset the weights to their start
         if self._is_sharded:
-            sharded.load_model(Path(resume_from_checkpoint), self.model)
+            load_sharded(Path(resume_from_checkpoint), self.model)
         else:
             from_disk(self.model, load_file(Path(resume_from_checkpoint) / _WEIGHTS))
 
@@ -280,3 +303,35 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed torch's generators from seed, step and rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write each rank's part of weights and optimizer state below `folder`; called by all ranks."""
+    try:
+        state_dict_saver.save(unscaled_state_dict(model), checkpoint_id=folder / _MODEL)
+        state_dict_saver.save(_optimizer_state(model, optimizer), checkpoint_id=folder / _OPTIMIZER)
+    except CheckpointException as e:  # not an Exception; wraps the error of each rank
+        raise next(iter(e.failures.values()))[0] from e
+
+
+def load_sharded(folder: Path, model: nn.Module) -> None:
+    """Load each rank's part of the weights written by `save_sharded`, on any number of ranks."""
+    state = unscaled_state_dict(model)
+    state_dict_loader.load(state, checkpoint_id=folder / _MODEL)
+    from_disk(model, state)
+
+
+def load_sharded_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load each rank's part of the optimizer state written by `save_sharded`."""
+    state = _optimizer_state(model, optimizer)
+    state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
+    set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return get_optimizer_state_dict(_holder(model, optimizer), optimizer)
+
+
+def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The module whose parameters the optimizer updates."""
+    return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model

@@ -17,26 +17,36 @@ from lpconv.layers import linears
 from lpconv.probe.advice import own_scale
 from lpconv.probe.record import GRADIENT_ROLES, ProbedTensor
 from lpconv.probe.track import Tracker, track
-from lpconv.results import TrackedRecord, from_json, to_json
+from lpconv.results import TrackedRecord, to_json
 from lpconv.scaled import operand_scales
 from lpconv.scaled.pair import Role
 from lpconv.scaled.places import heads
 from lpconv.scaled.tensor import data_part
 from lpconv.train.recipes import Arithmetic
 
-Rate = Callable[[int, Iterable[ProbedTensor]], list[dict[str, Any]]]
-
 _OPERANDS = ("weight", "input", "grad_output")  # operands of a linear layer's three products
 
 
 class StepWatch:
-    """Records every `every`-th step of `model`, including the first; 0 is never. `rate` converts the recorded tensors.
+    """Records every `every`-th step of `model`, including the first; 0 is never.
 
-    `overhead` is the time of recording divided by the other time.
+    The record is the effect of the formats of `arithmetic` on the step's tensors, gradients times 2^log2_scale(step).
+    Operands of scaled fp8 are multiplied by their cast's scale, or the nearest power of two; for rows by the tensor's
+    scale, which loses more. `overhead` is the time of recording divided by the other time.
     """
 
-    def __init__(self, model: nn.Module, every: int, rate: Rate) -> None:
-        self.model, self.every, self.rate = model, every, rate
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        arithmetic: Arithmetic,
+        log2_scale: Callable[[int], int],
+        *,
+        operand_scale: str = "static",
+    ) -> None:
+        self.model, self.every, self.arithmetic, self.log2_scale = model, every, arithmetic, log2_scale
+        self._layers = _cast_layers(model) if arithmetic.precision == "fp8" else None
+        self._scales = operand_scales(operand_scale)
         self._recording_s = self._elapsed_s = self._started_s = 0.0
         self._tracker: Tracker | None = None
         self._recording = ExitStack()
@@ -60,6 +70,28 @@ class StepWatch:
         self._recording_s += elapsed_s * tracker.overhead / (1 + tracker.overhead)
         return self.rate(self._step, tracker.result().tensors)
 
+    def rate(self, step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
+        """The figures of a step from its tensors."""
+        records = []
+        for t in tensors:
+            if self._layers is not None and (t.layer not in self._layers or t.role not in _OPERANDS):
+                continue
+            is_gradient = t.role in GRADIENT_ROLES
+            kind = self._scales.grad_input if is_gradient else self._scales.output
+            if kind == "carrier":
+                continue
+            name = _format(self.arithmetic, is_gradient, kind)
+            log2 = _log2_operand_scale(t, name, kind) + (self.log2_scale(step) if is_gradient else 0)
+            r = t.exponents.rates(name, log2_scale=log2)
+            records.append(
+                TrackedRecord(
+                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow,
+                    sqnr_db=r.sqnr_db if math.isfinite(r.sqnr_db) else None, flushed_energy=r.flushed_energy,
+                    clipped_energy=r.clipped_energy,
+                )
+            )  # fmt: skip
+        return [to_json(r) for r in records]
+
     @property
     def overhead(self) -> float:
         """Time of recording divided by the other time, over all steps so far."""
@@ -77,51 +109,11 @@ def watches_twin(arithmetic: Arithmetic) -> bool:
     return arithmetic.precision in ("fp16", "bf16") and not arithmetic.is_scaled and arithmetic.loss_scale != "adaptive"
 
 
-def rate_of(
-    model: nn.Module, arithmetic: Arithmetic, log2_scale: Callable[[int], int], *, operand_scale: str = "static"
-) -> Rate:
-    """A function for the effect of the formats of `arithmetic` on a step's tensors, gradients times 2^log2_scale(step).
-
-    Operands of scaled fp8 are multiplied by their cast's scale, or the nearest power of two; for rows by the tensor's
-    scale, which loses more.
-    """
-    layers = _cast_layers(model) if arithmetic.precision == "fp8" else None
-    scales = operand_scales(operand_scale)
-
-    def rate(step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
-        records = []
-        for t in tensors:
-            if layers is not None and (t.layer not in layers or t.role not in _OPERANDS):
-                continue
-            is_gradient = t.role in GRADIENT_ROLES
-            kind = scales.grad_input if is_gradient else scales.output
-            if kind == "carrier":
-                continue
-            name = _format(arithmetic, is_gradient, kind)
-            log2 = _log2_operand_scale(t, name, kind) + (log2_scale(step) if is_gradient else 0)
-            r = t.exponents.rates(name, log2_scale=log2)
-            records.append(
-                TrackedRecord(
-                    step=step, layer=t.layer, role=t.role, format=name, underflow=r.underflow, overflow=r.overflow,
-                    sqnr_db=r.sqnr_db if math.isfinite(r.sqnr_db) else None, flushed_energy=r.flushed_energy,
-                    clipped_energy=r.clipped_energy,
-                )
-            )  # fmt: skip
-        return [to_json(r) for r in records]
-
-    return rate
-
-
 def _log2_operand_scale(tensor: ProbedTensor, format: str, kind: str) -> int:
     """log2 of the factor that an operand is multiplied by before the cast."""
     if kind == "static" or not tensor.exponents.num_nonzero:
         return 0
     return -tensor.exponents.log2_rms if kind == "l2" else own_scale(tensor, format)
-
-
-def tracked_records(rows: Iterable[dict[str, Any]]) -> tuple[TrackedRecord, ...]:
-    """All tracked records in the rows."""
-    return tuple(from_json(TrackedRecord, r) for row in rows for r in row.get("tracked", ()))
 
 
 def _format(arithmetic: Arithmetic, is_gradient: bool, kind: str) -> str:

@@ -3,22 +3,22 @@
 import pytest
 from torch import nn
 
-from lpconv.bench.cases import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, Case, baseline_of, expand
+from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, BenchOptions, Case
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
-from lpconv.bench.run import choose_model
+from lpconv.bench.run import baseline_of, cases_of, choose_model
 from lpconv.errors import UsageError
 from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES
 from lpconv.models.presets import PRESETS
+from lpconv.options import check
 from lpconv.scaled import scaling_of
 
 CPU = {"device": "cpu", "name": "CPU"}
 GPU = {"device": "cuda:0", "name": "H100"}
-TEMPLATE, _ = choose_model("demo", None, CPU)
 
 
 def cases(**asked: object) -> list[Case]:
-    defaults = {"formats": ("fp8",), "methods": (), "modes": ("infer",), "optimizers": ("adamw",), "sizes": [(4, 128)]}
-    return list(expand(TEMPLATE, **(defaults | asked)))  # type: ignore[arg-type]  # the cases below are well typed
+    found, _ = cases_of(BenchOptions(model="demo", **asked), CPU)  # type: ignore[arg-type]  # the cases below are well typed
+    return found
 
 
 def test_every_format_runs_as_its_default_where_no_method_applies() -> None:
@@ -59,7 +59,7 @@ def test_an_optimizer_belongs_to_training_only() -> None:
 )
 def test_unknown_names_are_refused_with_the_nearest(asked: dict[str, object]) -> None:
     with pytest.raises(UsageError) as refused:
-        cases(**asked)
+        check(BenchOptions(**asked))  # type: ignore[arg-type]  # as above
     assert refused.value.hint
 
 

@@ -17,7 +17,7 @@ from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
 import lpconv.bench.run as bench_run
-from lpconv.bench.cases import Case
+from lpconv.bench.options import Case
 from lpconv.bench.rows import TOO_LARGE
 from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app

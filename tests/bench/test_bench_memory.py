@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpconv.bench.memory import BlockEvent, parts_at_peak, profile_step, storage_bytes
+from lpconv.bench.memory import BlockEvent, parts_at_peak, profile_step
+from lpconv.train.memory import storage_bytes
 
 
 def test_the_parts_are_those_alive_at_the_peak() -> None:

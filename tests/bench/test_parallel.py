@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
-from lpconv.bench.cases import Case
-from lpconv.bench.models import find_model, make_batch, step_loss
-from lpconv.bench.parallel import check_parallel, join, max_over_processes, rows_of, wrap_parallel
+from lpconv.bench.models import (
+    check_parallel,
+    find_model,
+    join,
+    make_batch,
+    max_over_processes,
+    rows_of,
+    step_loss,
+    wrap_parallel,
+)
+from lpconv.bench.options import Case
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL

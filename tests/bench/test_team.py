@@ -10,7 +10,8 @@ import pytest
 from bench_records import CPU_PEAKS
 
 from lpconv.bench import team as team_module
-from lpconv.bench.cases import parallel_of
+from lpconv.bench.options import BenchOptions
+from lpconv.bench.run import parallel_of
 from lpconv.bench.team import Child, Team, processes_of
 from lpconv.bench.worker import Worker
 from lpconv.errors import LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
@@ -135,7 +136,7 @@ def test_torchrun_on_several_machines_and_other_numbers_are_refused() -> None:
 
 def test_several_processes_are_ddp_unless_something_else_is_said() -> None:
     def found(processes: int, name: str | None) -> str | None:
-        return parallel_of(processes, name, modes=("train",), compiled="off")
+        return parallel_of(BenchOptions(processes=processes, parallel=name, modes=("train",)))
 
     assert [found(1, None), found(2, None), found(2, "fsdp2")] == [None, "ddp", "fsdp2"]
 
@@ -144,14 +145,13 @@ def test_several_processes_are_ddp_unless_something_else_is_said() -> None:
     ("processes", "name", "mode", "compiled"),
     [
         (1, "ddp", "train", "off"),
-        (2, "fsdp", "train", "off"),
         (2, "fsdp2", "infer", "off"),
         (2, None, "train", "graphs"),
     ],
 )
 def test_what_processes_cannot_do_is_refused(processes: int, name: str | None, mode: str, compiled: str) -> None:
     with pytest.raises(UsageError) as refused:
-        parallel_of(processes, name, modes=(mode,), compiled=compiled)
+        parallel_of(BenchOptions(processes=processes, parallel=name, modes=(mode,), compiled=compiled))
     assert refused.value.hint
 
 

@@ -35,7 +35,7 @@ _ALLOCATOR = "reads the allocator of a real GPU"
 _CLOCK = "waits for a real GPU or reads its clock"
 UNTRIED = {
     "batch/task.py:": "names of GPUs",
-    "bench/cases.py:": "a name among options; `tests/bench/test_bench_cases.py`",
+    "bench/options.py:": "a name among options; `tests/bench/test_bench_cases.py`",
     "bench/memory.py:": _ALLOCATOR,
     "bench/models.py: check_memory": "chooses a word in a message",
     "bench/rows.py:": "a name in a table",

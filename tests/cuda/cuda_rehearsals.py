@@ -287,7 +287,7 @@ def attention() -> None:
 def drivers_answers() -> None:
     """Calls to the driver, with stand-ins for its answers."""
     from lpconv.bench import models, worker
-    from lpconv.bench.cases import Case
+    from lpconv.bench.options import Case
     from lpconv.bench.recipes import is_emulated
     from lpconv.cli.progress import _memory_bytes
     from lpconv.doctor import _gpus

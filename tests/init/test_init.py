@@ -12,7 +12,7 @@ import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.init.architecture import resize_config
-from lpconv.scaled.fresh import initialise
+from lpconv.scaled.native import initialise
 
 SMALL = ("--width", "64", "--layers", "1")
 SHORT = ("--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1", "--track-every", "0", "-q")

@@ -11,8 +11,8 @@ from scaled_models import ARCHITECTURES, build, loss_and_grads
 from benchmarks.common import recorded
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import fallbacks, scaled
-from lpconv.scaled.fresh import initialise
-from lpconv.scaled.rules.table import CLASSES
+from lpconv.scaled.native import initialise
+from lpconv.scaled.rules import CLASSES
 
 HEAD = """# What scaled tensors cover
 

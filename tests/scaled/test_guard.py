@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import rms
 from lpconv.scaled import StepGuard, check_gradients, scaled
-from lpconv.scaled.rules.table import RULES
+from lpconv.scaled.rules import RULES
 
 
 def net_behind_a_norm() -> tuple[nn.Module, Tensor, Tensor]:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups, scaled, scaled_tensor
-from lpconv.scaled.fresh import initialise
-from lpconv.scaled.native import data_sizes
+from lpconv.scaled.native import data_sizes, initialise
 from lpconv.scaled.pair import Numerics
-from lpconv.scaled.rules.averages import averaged_size, averaged_size_alike
-from lpconv.scaled.rules.native import ACTIVATIONS
+from lpconv.scaled.rules.native import ACTIVATIONS, averaged_size, averaged_size_alike
 
 NATIVE = Numerics(native=True, strict=True)
 Function = Callable[..., Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, dynamic_rescale, fallbacks, scaled, scaled_tensor
 from lpconv.scaled.pair import Numerics, Role
-from lpconv.scaled.rules.table import CLASSES, RULES
+from lpconv.scaled.rules import CLASSES, RULES
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, MODERATE_SCALE
 
 TARGET = torch.tensor([1, 0, 3, 2])

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lpconv.scaled import ScaledTensor, scaled_tensor
-from lpconv.train.averaging import GradientAverage
 from lpconv.train.options import FinetuneOptions
+from lpconv.train.processes import GradientAverage
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 

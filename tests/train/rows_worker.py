@@ -15,10 +15,9 @@ from lpconv.scaled import saved_bytes
 from lpconv.scaled.tensor import ScaledTensor
 from lpconv.shards import gather_whole, is_sharded, local
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.prepare import prepare
+from lpconv.train.prepare import prepare, shard
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
-from lpconv.train.sharded import shard
 
 STEPS = 2
 

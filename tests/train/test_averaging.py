@@ -10,8 +10,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled
-from lpconv.train import averaging
-from lpconv.train.averaging import GradientAverage
+from lpconv.train import processes
+from lpconv.train.processes import GradientAverage
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -36,7 +36,7 @@ def model_of(kind: str) -> nn.Module:
 
 def averaged_both_ways(kind: str) -> dict[str, Any]:
     """Of four steps: whether gradients are equal, and how many buckets were sent off inside the backward pass."""
-    averaging._BUCKET = 70  # a weight and a bias
+    processes._BUCKET = 70  # a weight and a bias
     after, inside = model_of(kind), model_of(kind)
     average, afterwards = GradientAverage(inside.parameters()), GradientAverage(after.parameters())
     equal, begun = [], []

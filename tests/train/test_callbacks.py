@@ -7,9 +7,9 @@ import pytest
 
 from lpconv.train import callbacks
 from lpconv.train.callbacks import Timetable
-from lpconv.train.clock import Clock
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
+from lpconv.train.trainer import Clock
 
 
 def saves(monkeypatch: pytest.MonkeyPatch, *, seconds_per_step: float, **options: Any) -> list[int]:

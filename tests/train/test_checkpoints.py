@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from lpconv.errors import InputError, UnreadError
-from lpconv.train.callbacks import drop_broken, last_checkpoint, seal_checkpoint, step_of
-from lpconv.train.folder import Metrics
+from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, seal_checkpoint, step_of
 
 
 def write(folder: Path, step: int, *, sealed: bool = True) -> Path:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.errors import InputError, ResourceError
 from lpconv.storage.partfile import writing
-from lpconv.train import sharded
+from lpconv.train.trainer import save_sharded
 
 Fail = Callable[[Path, pytest.MonkeyPatch], None]
 
@@ -126,7 +126,7 @@ def test_a_sharded_checkpoint_fails_as_its_first_rank_did(tmp_path: Path, monkey
     _refuse(monkeypatch, state_dict_saver, "save", failure, lambda *_: True)
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ResourceError, match=f"`{tmp_path}.*: x"), writing(tmp_path):
-        sharded.save(tmp_path, model, torch.optim.SGD(model.parameters()))
+        save_sharded(tmp_path, model, torch.optim.SGD(model.parameters()))
 
 
 def test_writing_names_files_below_its_place_and_leaves_other_errors_alone(tmp_path: Path) -> None:

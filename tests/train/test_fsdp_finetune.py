@@ -68,7 +68,7 @@ def test_a_rank_needs_its_share_and_the_first_one_the_model_to_save(
 def test_what_cannot_be_sharded_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="fsdp2"):
         finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2"))
-    monkeypatch.setattr("lpconv.train.checks.num_processes", lambda: 2)
+    monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
     with pytest.raises(UnsupportedError, match="--compile with --parallel fsdp2"):
         finetune("demo", tmp_path / "run", options(UNIT, parallel="fsdp2", compile=True))
     with pytest.raises(UnsupportedError, match="--track-every with --parallel fsdp2"):

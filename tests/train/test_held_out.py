@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lpconv.results import EvaluationRecord, RunRecord, Series
-from lpconv.train.baseline import baselines
 from lpconv.train.examples import Stream
+from lpconv.train.held_out import baselines
 from lpconv.train.outcome import batch_error, gap_error, held_out_records
 
 

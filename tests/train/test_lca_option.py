@@ -12,9 +12,9 @@ from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError
 from lpconv.progress import Silent
 from lpconv.results import LossAllocation
+from lpconv.train.callbacks import loss_allocation
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
-from lpconv.train.record import loss_allocation
 from lpconv.train.run import finetune
 
 
@@ -105,7 +105,7 @@ def test_only_the_last_unbroken_stretch_is_summed() -> None:
 def test_what_cannot_be_followed_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="`unit-fp8-collage`"):
         finetune("demo", tmp_path / "run", options("unit-fp8-collage"))
-    monkeypatch.setattr("lpconv.train.checks.num_processes", lambda: 2)
+    monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
     with pytest.raises(UnsupportedError, match="2 processes"):
         finetune("demo", tmp_path / "run", options("fp32"))
     assert not (tmp_path / "run").exists()

@@ -14,9 +14,8 @@ from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.results import RecipeMemory
 from lpconv.scaled import saved_bytes
-from lpconv.train.memory_plan import recipe_memory, smallest_world
+from lpconv.train.memory_plan import Passes, passes_of, recipe_memory, smallest_world
 from lpconv.train.options import FinetuneOptions
-from lpconv.train.passes import Passes, passes_of
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import RECIPES
 from lpconv.train.run import plan

@@ -57,6 +57,6 @@ def test_gradients_are_averaged_in_fp32_and_at_the_larger_scale(two: Path) -> No
 
 
 def test_a_step_must_divide_among_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lpconv.train.checks.num_processes", lambda: 2)
+    monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
     with pytest.raises(UsageError, match=r"--batch-size 3 .* 2 "):
         finetune("demo", tmp_path / "run", FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), batch_size=3))

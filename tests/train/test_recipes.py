@@ -10,8 +10,15 @@ import pytest
 from lpconv.errors import UsageError
 from lpconv.loss_scale import LOSS_SCALES as RULES
 from lpconv.optim.storage import VARIANTS
-from lpconv.train.loss_scales import LOSS_SCALES
-from lpconv.train.recipes import PRECISIONS, RECIPES, TRAINING_METHODS, TRAINING_OPTIMIZERS, arithmetic, saved_as
+from lpconv.train.recipes import (
+    LOSS_SCALES,
+    PRECISIONS,
+    RECIPES,
+    TRAINING_METHODS,
+    TRAINING_OPTIMIZERS,
+    arithmetic,
+    saved_as,
+)
 
 
 @pytest.mark.parametrize("name", RECIPES)

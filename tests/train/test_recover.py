@@ -25,10 +25,9 @@ from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
-from lpconv.train.distil import Distillation
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import arithmetic
-from lpconv.train.recover import Grid
+from lpconv.train.recover import Distillation, Grid
 from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune, plan
 from lpconv.verify.run import verify_output

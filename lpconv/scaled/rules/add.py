@@ -37,10 +37,10 @@ def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
         data_b, scale_b = data_b * mantissa, multiply(scale_b, power)
     fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
     scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger_scale(scale_a, scale_b)
-    return Scaled(_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
+    return Scaled(_weighted_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
 
 
-def _sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
+def _weighted_sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
     """a·factor_a + b·factor_b; if one factor is 1, the addition applies the other without a pass of its own.
 
     The sum has the strides of the first operand, so operands of different strides are not exchanged.
@@ -129,26 +129,16 @@ def _extremum(call: Call, a: Any, b: Any) -> Scaled:
     return Scaled(call.op(data_a, data_b), scale)
 
 
-def _sum_dims(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """(Σd / r, s·r) with r = 2^⌊log2 √n⌋. 16-bit data are summed in fp32, since Σd itself may not fit."""
     if not isinstance(x, Scaled):
         return NotImplemented
-    dims = dims or range(x.data.dim())
+    dims = list(dims or range(x.data.dim()))
     r = contraction_factor(call, math.prod(x.data.shape[d] for d in dims))
     out = dtype or x.data.dtype
     wide = torch.promote_types(out, torch.float32)
-    total = aten.sum.dim_IntList(x.data, list(dims), keepdim, dtype=None if wide == x.data.dtype else wide)
-    return Scaled(times(total, 1 / r).to(out), multiply(x.scale, r), x.role)
-
-
-def _sum_all(call: Call, x: Any, *, dtype: torch.dtype | None = None) -> Any:
-    """`_sum_dims` over all dimensions, in the order of the plain op."""
-    if not isinstance(x, Scaled):
-        return NotImplemented
-    r = contraction_factor(call, x.data.numel())
-    out = dtype or x.data.dtype
-    wide = torch.promote_types(out, torch.float32)
-    total = aten.sum.default(x.data, dtype=None if wide == x.data.dtype else wide)
+    where = () if call.op is aten.sum.default else (dims, keepdim)  # another order of terms than with all dimensions
+    total = call.op(x.data, *where, dtype=None if wide == x.data.dtype else wide)
     return Scaled(times(total, 1 / r).to(out), multiply(x.scale, r), x.role)
 
 
@@ -189,8 +179,8 @@ RULES: dict[Any, Rule] = {
     aten.index_add.default: _scatter,
     aten.maximum.default: _extremum,
     aten.minimum.default: _extremum,
-    aten.sum.dim_IntList: _sum_dims,
-    aten.sum.default: _sum_all,
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
     aten.clamp.default: _clamp,
     aten.clamp.Tensor: _clamp_tensor,
 }

@@ -1,5 +1,6 @@
 """Backward ops: all are linear in the incoming gradient, so f(g_d·s, …) = s·f(g_d, …) holds exactly for each."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, widen_16_bit
 from lpconv.scaled.rules.nonlinear import AttentionInputs, plain_operands
-from lpconv.scaled.rules.own import rebalance
+from lpconv.scaled.rules.own import rebalance_pair
 from lpconv.scaled.scales import MIN_SCALE, Scale, multiply, ratio, times
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ def softmax(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) ->
     (data, scale), (_, scale_p) = pair(grad), pair(output)
     out = call.op(widen_16_bit(data), widen_16_bit(value(output)), dim, torch.promote_types(data.dtype, torch.float32))
     if call.numerics.softmax_grad:
-        near_1 = rebalance(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
+        near_1 = rebalance_pair(Scaled(out, scale), "l2", smallest=MIN_SCALE, headroom=call.numerics.headroom)
         return near_1.with_data(near_1.data.to(dtype))
     gain = 1 / scale_p if isinstance(scale_p, float) and scale_p else 1.0
     return Scaled(times(out, gain).to(dtype), multiply(scale, 1 / gain))
@@ -66,18 +67,18 @@ def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, red
 
     One element in V is not zero, so its RMS is √V times smaller; the RMS of softmax - onehot, which the next op
     computes from it, is √(V-1)/V [unit scaling table A.2]. k = 2^⌊log2 rows⌋·2^⌊log2 √V⌋ multiplies the gradient of the
-    loss: one number, no pass.
+    loss: one number, no pass. Under native unit scaling, k = rows·V/√(V-1).
     """
-    data, scale = pair(grad)
-    log_probabilities = value(logp)
+    (data, scale), log_probabilities = pair(grad), value(logp)
+    num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
+    rows = max(1, target.numel()) if reduction == 1 else 1
     gain = 1.0
-    if call.numerics.unit_factors:
-        num_classes = log_probabilities.shape[1 if log_probabilities.dim() > 1 else 0]
-        gain = pow2_floor(num_classes**0.5)
-        gain *= pow2_floor(float(max(1, target.numel()))) if reduction == 1 else 1.0
+    if call.numerics.native:
+        gain = num_classes / math.sqrt(max(1, num_classes - 1)) * rows
+    elif call.numerics.unit_factors:
+        gain = pow2_floor(num_classes**0.5) * pow2_floor(float(rows))
     at_gain = times(data.to(log_probabilities.dtype), gain)
-    out = call.op(at_gain, log_probabilities, target, weight, reduction, *args)
-    return Scaled(out, multiply(scale, 1 / gain))
+    return Scaled(call.op(at_gain, log_probabilities, target, weight, reduction, *args), ratio(scale, gain))
 
 
 def _mean_squared(call: Call, grad: Any, x: Any, target: Any, reduction: int) -> Any:

@@ -1,13 +1,17 @@
-"""Rules for lpconv's own ops: converting to and from plain tensors, rescaling by data, marking as exact."""
+"""lpconv's own ops and their rules: converting to and from plain tensors, rescaling by data, marking as exact.
+
+As custom ops they are opaque calls for autograd and `torch.compile`, and their rules define the effect on (data,
+scale), as for any ATen op. On plain tensors each op returns a copy of its input.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lpconv.errors import UnsupportedError
 from lpconv.formats.scale import pow2_floor
 from lpconv.kernels.compiled import is_compiling
-from lpconv.scaled import ops
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, is_static, pair, value, widen_16_bit
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, multiply, times
 
@@ -16,11 +20,73 @@ STATISTICS = {
     "l1": lambda data: data.abs().mean(),
     "l2": lambda data: data.square().mean().sqrt(),
 }
-
 SMALLEST_NORM = 2.0**-14  # 2^⌊log2 1e-4⌋: all-zero data lower the scale by this much and no more
 
 
-def rebalance(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
+@torch.library.custom_op("lpconv::leave", mutates_args=())
+def leave(x: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
+    """The value of `x` as a plain tensor of its dtype; the backward pass calls `seed(grad, unit, dynamic)`."""
+    return x.clone()
+
+
+@torch.library.custom_op("lpconv::seed", mutates_args=())
+def seed(grad: Tensor, unit: Tensor, dynamic: bool) -> Tensor:
+    """Convert the plain gradient of an output into a scaled one, with the numerics of the scaled tensor `unit`."""
+    return grad.clone()
+
+
+@torch.library.custom_op("lpconv::rebalance", mutates_args=())
+def rebalance(x: Tensor, forward: str, backward: str) -> Tensor:
+    """Rescale the data of `x` to near 1 by statistic `forward`, its gradient's by `backward`; "" does nothing."""
+    return x.clone()
+
+
+@torch.library.custom_op("lpconv::as_exact", mutates_args=())
+def as_exact(x: Tensor) -> Tensor:
+    """Mark `x` as never to be cast below its dtype, neither as an operand nor when saved for the backward pass."""
+    return x.clone()
+
+
+@torch.library.custom_op("lpconv::recentre", mutates_args=())
+def recentre(x: Tensor, forward: float, backward: float) -> Tensor:
+    """`x` with its scale multiplied by `forward` and its gradient's by `backward`; the data are divided by them."""
+    return x.clone()
+
+
+def _keep_third(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the third argument, which says what happens to the gradient."""
+    ctx.for_backward = inputs[2]
+
+
+def _recentre_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return recentre(grad, ctx.for_backward, 1.0), None, None
+
+
+def _leave_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.dynamic = inputs[2]
+
+
+def _leave_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    if torch.is_grad_enabled() and not is_compiling():
+        raise UnsupportedError(
+            "a scaled model does not support double backward: its rules have no second derivatives",
+            hint="call backward without create_graph, or differentiate the model before `scaled`",
+        )
+    return seed(grad, ctx.saved_tensors[0], ctx.dynamic), None, None
+
+
+def _rebalance_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return (rebalance(grad, ctx.for_backward, "") if ctx.for_backward else grad), None, None
+
+
+leave.register_autograd(_leave_backward, setup_context=_leave_context)
+rebalance.register_autograd(_rebalance_backward, setup_context=_keep_third)
+recentre.register_autograd(_recentre_backward, setup_context=_keep_third)
+as_exact.register_autograd(lambda ctx, grad: grad)
+
+
+def rebalance_pair(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, headroom: float = 1.0) -> Scaled:
     """(d/n, s·n) with n = max(2^⌊log2 stat(d)⌋, smallest) [Scalify Algorithm 4]; data with Inf or NaN keep their scale.
 
     `statistic` is "max", "l1" (mean magnitude) or "l2" (root mean square), computed in fp32. The new scale is a 0-dim
@@ -37,10 +103,10 @@ def rebalance(x: Scaled, statistic: str, *, smallest: float = SMALLEST_NORM, hea
 
 
 def _rebalance(call: Call, x: Scaled, forward: str, backward: str) -> Scaled:
-    """`rebalance` by the forward statistic, if any; gradients use the headroom of the numerics."""
+    """`rebalance_pair` by the forward statistic, if any; gradients use the headroom of the numerics."""
     if not forward:
         return x
-    return rebalance(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
+    return rebalance_pair(x, forward, headroom=call.numerics.headroom if x.role is Role.GRADIENT else 1.0)
 
 
 def _leave(call: Call, x: Any, unit: Any, dynamic: bool) -> Any:
@@ -58,7 +124,7 @@ def _seed(call: Call, grad: Any, unit: Any, dynamic: bool) -> Scaled:
     data, scale = pair(grad)
     start = Scaled(data, scale, Role.GRADIENT)
     if dynamic:
-        start = rebalance(start, "max", smallest=MIN_SCALE)
+        start = rebalance_pair(start, "max", smallest=MIN_SCALE)
     elif data.numel() and is_static(scale) and not is_compiling():
         amax = float(data.abs().amax())
         own = pow2_floor(amax) if MIN_SCALE <= amax <= MAX_SCALE else 1.0
@@ -80,10 +146,10 @@ def _as_exact(call: Call, x: Scaled) -> Scaled:
 RULES: dict[Any, Rule] = {
     op._opoverload: rule
     for op, rule in (
-        (ops.leave, _leave),
-        (ops.seed, _seed),
-        (ops.rebalance, _rebalance),
-        (ops.as_exact, _as_exact),
-        (ops.recentre, _recentre),
+        (leave, _leave),
+        (seed, _seed),
+        (rebalance, _rebalance),
+        (as_exact, _as_exact),
+        (recentre, _recentre),
     )
 }

@@ -1,4 +1,7 @@
-"""Held-out metrics of weights in fp32, which separate effects of training and of publishing."""
+"""Held-out metrics beyond those of the run itself: of its weights in fp32, and of a guess without a model.
+
+The metrics in fp32 separate effects of training and of publishing.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -6,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lpconv.results import Series
+from lpconv.train.examples import IGNORED, Stream
 from lpconv.train.recipes import Arithmetic
 
 IN_FP32, PUBLISHED = "_fp32", "_published"  # suffixes of metric names
@@ -53,3 +58,31 @@ def in_fp32(
     metrics |= {"eval_accuracy": hits / len(losses)} if num_right is not None else {}
     behind = PUBLISHED if values is None else IN_FP32
     return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in metrics.items())
+
+
+def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> dict[str, float]:
+    """Loss per target, and accuracy for classes, of a guess from the frequencies of the training targets `train`.
+
+    For classes it is the majority baseline (accuracy) and the entropy of the frequencies (loss), for tokens the unigram
+    model. `num_targets` is the number of classes or tokens.
+    """
+    counts = np.bincount(_concatenate(train), minlength=num_targets)
+    labels = [held_out[i]["labels"] for i in range(len(held_out))]
+    # A causal model predicts the next token, so the first token is not a target.
+    targets = _concatenate(x[1:] if held_out.causal else x for x in labels)
+    targets = targets[targets != IGNORED]
+    metrics = {"eval_loss": float(-np.log(_probabilities(counts))[targets].mean())}
+    is_class = isinstance(labels[0], int)
+    return metrics | ({"eval_accuracy": float((targets == counts.argmax()).mean())} if is_class else {})
+
+
+def _concatenate(parts: Iterable[Any]) -> NDArray[np.int64]:
+    return np.concatenate([np.atleast_1d(np.asarray(x, dtype=np.int64)) for x in parts])
+
+
+def _probabilities(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The probability of each target; targets unseen in training evenly share that of those seen once (Good-Turing)."""
+    total = counts.sum()
+    unseen = max(int((counts == 1).sum()), 1) / (total + 1)
+    shares: NDArray[np.float64] = (1 - unseen) * counts / total + unseen / len(counts)
+    return shares
