@@ -13,6 +13,7 @@ from benchmarks.attack.fuzz import fault_of, is_finished
 from benchmarks.attack.fuzz_inputs import damaged_checkpoint
 from benchmarks.attack.fuzz_material import make_llama
 from benchmarks.attack.limits import run_in
+from benchmarks.attack.planted_faults import FAULTS, ROOT, place_of
 from benchmarks.attack.publishing import kill_at_publishing
 from lpconv.cli.main import app
 
@@ -80,3 +81,9 @@ def test_publishing_kills_each_case_at_least_once(tmp_path: Path, monkeypatch: p
     (tmp_path / "material" / "nvfp4").mkdir(parents=True)
     moments = kill_at_publishing("decode", 1, tmp_path / "material", tmp_path)
     assert [m.is_replaced for m in moments] == [False, True]
+
+
+def test_every_fault_has_a_place_and_tests() -> None:
+    for fault in FAULTS.values():
+        assert place_of(fault, ROOT).is_file()
+        assert all((ROOT / test).exists() for test in fault.tests), fault
