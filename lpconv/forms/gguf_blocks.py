@@ -11,11 +11,11 @@ from __future__ import annotations  # tensors are named below and not imported
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Measurement
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.tiles import Tiles
@@ -114,6 +114,10 @@ class GgufBlocks(Tiles):
     @classmethod
     def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
         return None if format.name in _PLAIN else super().refusal(shape, format, settings)
+
+    @classmethod
+    def recognise(cls, name: str, headers: Headers) -> Self | None:
+        return None  # `forms.foreign` reads the file, whose tensors name their types
 
     @property
     def type(self) -> str:

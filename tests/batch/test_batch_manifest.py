@@ -353,8 +353,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "compare": "old.json", "gates": "speedup>=1", "force": True, "allow_missing": True,
     },
     "probe": {
-        "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "seed": 1,
-        "revision": "v1", "force": True, "allow_missing": True,
+        "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "noise": True,
+        "seed": 1, "revision": "v1", "force": True, "allow_missing": True,
     },
 }  # fmt: skip
 # Settings that need others beside them.
