@@ -7,9 +7,14 @@ from benchmarks.reproduce import four_bits, unit_attention
 
 
 def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
-    four = four_bits.table([four_bits.Run(**r) for r in recorded("four-bits/results")["runs"]])
+    recorded_four = recorded("four-bits/results")
+    four = four_bits.table([four_bits.Run(**r) for r in recorded_four["runs"]])
+    noise = four_bits.noise_table([four_bits.Noise(**n) for n in recorded_four["noise"]])
     attention = unit_attention.table([unit_attention.Run(**r) for r in recorded("unit-attention")["runs"]])
-    for folder, table in (("quality", peers.table(recorded("peers"))), ("reproduce", four), ("reproduce", attention)):
+    for folder, table in (
+        ("quality", peers.table(recorded("peers"))),
+        *(("reproduce", x) for x in (four, noise, attention)),
+    ):
         assert table in (ROOT / "benchmarks" / folder / "README.md").read_text(encoding="utf-8")
     tokens = calibration_tokens.table(recorded("calibration-tokens")["rows"])
     assert tokens in (ROOT / "docs" / "methods" / "gptq.md").read_text(encoding="utf-8")

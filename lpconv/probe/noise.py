@@ -42,11 +42,11 @@ def gradient_noise(
 
     With g the gradient for exact products, and g' and g" two for those of the recipe that differ in their random bits:
     noise² = ‖g' - g"‖² / 2 is the variance of stochastic rounding, and bias² = (g' - g)·(g" - g), without the noise on
-    average, the error of everything that is rounded to nearest. Both are summed over `steps` batches (None: all).
+    average, the error of everything that is rounded to nearest. Both are summed over the weights of the layers that
+    the recipe multiplies, and over `steps` batches (None: all).
     Everything but the products stays as the model has it, so pass a model in fp32. Heads stay exact, as in training.
     Weights do not change.
     """
-    names = [name for name, _ in model.named_parameters()]
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     rounded = {recipe: copy.deepcopy(model, dict(shared)) for recipe in recipes}
     layers = {recipe: use_recipe(m, recipes[recipe], keep=heads(m)) for recipe, m in rounded.items()}
@@ -66,15 +66,16 @@ def gradient_noise(
 
     def norms(recipe: str, of: Iterable[str]) -> dict[str, float]:
         kinds = {"gradient": "gradient", "noise": f"noise {recipe}", "bias": f"bias {recipe}"}
-        return {k: math.sqrt(max(0.0, sum(squares[kind, name] for name in of))) for k, kind in kinds.items()}
+        sums = {k: sum(squares[kind, f"{layer}.weight"] for layer in of) for k, kind in kinds.items()}
+        return {k: math.sqrt(max(0.0, total)) for k, total in sums.items()}
 
     return tuple(
         RecipeNoise(
             name=recipe,
             **norms(recipe, names),
-            layers=tuple(GradientNoise(name=layer, **norms(recipe, [f"{layer}.weight"])) for layer in layers[recipe]),
+            layers=tuple(GradientNoise(name=layer, **norms(recipe, [layer])) for layer in names),
         )
-        for recipe in recipes
+        for recipe, names in layers.items()
     )
 
 

@@ -368,7 +368,7 @@ class GradientNoise:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeNoise(GradientNoise):
-    """Gradients of all parameters in a recipe, and those of each layer whose products it rounds."""
+    """Gradients of the weights whose products a recipe rounds, together and by layer."""
 
     layers: tuple[GradientNoise, ...]
 

@@ -191,7 +191,7 @@ RECIPES: dict[str, Recipe] = {
         precision="fp4", operand_scale="nvfp4",
     ),
     "quartet2": _recipe(
-        "as nvfp4, with unbiased gradients of half the noise: Quartet II (Panferov et al. 2026)",
+        "as nvfp4, with unbiased products in the backward pass: Quartet II (Panferov et al. 2026)",
         precision="fp4", operand_scale="ms-eden",
     ),
     "mxfp4": _recipe(
