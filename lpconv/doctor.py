@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import UnsupportedError, typed_line
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
 from lpconv.machine import may_have_gpu
@@ -205,7 +205,7 @@ def _try_product(left: str, rows: int, device: str) -> str:
         right, scale_b = b.to(device).t(), scale_b.to(device).t()
         product = matmul(a.to(device), right, scale_a=scale_a.to(device), scale_b=scale_b).cpu()
     except Exception as e:  # a missing kernel, an unmet requirement or a driver error: each is reported
-        return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        return typed_line(e)
     error = float((product.double() - exact).norm() / exact.norm())
     return "" if error < _BF16_ERROR else f"wrong numbers: relative error {error:.2g}"
 

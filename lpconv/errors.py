@@ -126,6 +126,17 @@ class InterruptedRunError(LpconvError):
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an exception's text, or the name of its type if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def typed_line(error: BaseException) -> str:
+    """Type of an exception, followed by the first line of its text if it has one."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
+
+
 def problem_text(error: LpconvError) -> str:
     """Message of an error that is a verdict on the input. An UnreadError is no verdict and is raised again."""
     if isinstance(error, UnreadError):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from lpconv.errors import ResourceError
+from lpconv.errors import ResourceError, first_line
 
 _ROOT = Path("/")
 _ENDLESS = 2**60  # version 1 writes the largest multiple of a page if there is no limit
@@ -63,9 +63,8 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     )
     if not is_refused and not has_message:
         return None
-    first = next(iter(str(error).splitlines()), "") or type(error).__name__
     return ResourceError(
-        f"out of memory: {first:.120}",
+        f"out of memory: {first_line(error):.120}",
         hint="free some memory, raise the limit (`ulimit -v` or the container's), or lower --max-memory if "
         "the command has that option",
     )

@@ -27,7 +27,7 @@ from lpconv.bench.models import (
 from lpconv.bench.options import CODES, Case
 from lpconv.bench.recipes import apply_recipe, check_codes, check_peers, is_emulated, make_optimizer, with_codes
 from lpconv.bench.roofline import Gemm
-from lpconv.errors import LpconvError
+from lpconv.errors import LpconvError, typed_line
 from lpconv.layers import blocks_of
 from lpconv.models.inputs import vocabulary_size
 from lpconv.models.opening import Blueprint, Opened
@@ -95,8 +95,8 @@ class CaseRunner:
         except TorchDynamoException as e:
             if self.case.compiled == "off":  # a peer that compiles on its own
                 raise
-            first = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-            raise LpconvError(first, hint="pass --compile off --baseline bf16 to measure without torch.compile") from e
+            hint = "pass --compile off --baseline bf16 to measure without torch.compile"
+            raise LpconvError(typed_line(e), hint=hint) from e
         self._graphs = _num_graphs()
         return time.perf_counter() - start
 

@@ -23,7 +23,7 @@ import torch
 from lpconv.bench.models import join
 from lpconv.bench.options import Case, parse_device
 from lpconv.bench.runner import CaseRunner
-from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, peer_lost
+from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, first_line, peer_lost, typed_line
 from lpconv.kernels.matmul import matmul
 from lpconv.machine import peak_rss_bytes
 from lpconv.report.numbers import plural
@@ -211,11 +211,10 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     except LpconvError as e:
         return {"error": e.to_dict()}
     except torch.OutOfMemoryError as e:
-        error = ResourceError(str(e).splitlines()[0], hint="take a smaller --batch or --seq, or fewer --layers")
+        error = ResourceError(first_line(e), hint="take a smaller --batch or --seq, or fewer --layers")
         return {"error": error.to_dict()}
     except Exception as e:  # errors of a model, compiler or peer belong to its row
-        first = (str(e).splitlines() or [""])[0]
-        return {"error": (peer_lost(e) or LpconvError(f"{type(e).__name__}: {first}")).to_dict()}
+        return {"error": (peer_lost(e) or LpconvError(typed_line(e))).to_dict()}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError
+from lpconv.errors import InputError, first_line
 from lpconv.lookup import find
 
 __all__ = [
@@ -196,10 +196,9 @@ def read_file(path: Path) -> Any:
     try:
         dataset = datasets_library().load_dataset(kind, data_files=str(path), split="train", **options)
     except Exception as e:  # each builder raises its own
-        cause = e.__cause__ or e
-        why = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise InputError(
-            f"`{path}` cannot be read as {kind}: {why}", hint="check that its suffix matches its contents"
+            f"`{path}` cannot be read as {kind}: {first_line(e.__cause__ or e)}",
+            hint="check that its suffix matches its contents",
         ) from e
     if len(dataset) == 0:
         raise InputError(f"`{path}` has no rows", hint="pass a file with rows in it")

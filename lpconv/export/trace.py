@@ -22,7 +22,7 @@ import torch.onnx
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import UnsupportedError, typed_line
 from lpconv.export.options import NO_CACHE_HINT, PAST
 from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
@@ -234,10 +234,9 @@ def _capture(wrapper: nn.Module, traceable: Traceable) -> torch.export.ExportedP
             wrapper, inputs, dynamic_shapes=(dynamic,), strict=False, prefer_deferred_runtime_asserts_over_guards=True
         )
     except Exception as e:  # tracing runs the model's own code, which may raise anything
-        text = str(e).splitlines()[0] if str(e) else ""
         where = entered[-1].removeprefix(_PREFIX) if entered else "the model"
         raise out_of_memory(e) or UnsupportedError(
-            f"PyTorch cannot capture `{where}`: {type(e).__name__}: {text}", hint=_HINT, details={"module": where}
+            f"PyTorch cannot capture `{where}`: {typed_line(e)}", hint=_HINT, details={"module": where}
         ) from e
     finally:
         for hook in hooks:

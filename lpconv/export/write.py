@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from lpconv.errors import InputError, VerificationError
+from lpconv.errors import InputError, VerificationError, first_line
 from lpconv.export.options import MAX_INLINE_BYTES, PAST, ExportOptions
 from lpconv.export.rewrite import StoredWeight, rewrite, stored_weights
 from lpconv.export.trace import TracedCase, open_traceable, open_with_cache, trace
@@ -182,7 +182,7 @@ def check_graph(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         raise VerificationError(
-            f"the exported graph is not valid: {_first_line(e)}", hint="please report it with the model's config.json"
+            f"the exported graph is not valid: {first_line(e)}", hint="please report it with the model's config.json"
         ) from e
 
 
@@ -210,7 +210,7 @@ def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: fl
         outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()}) for inputs, _ in cases]
     except Exception as e:  # its exceptions have no common base class
         raise out_of_memory(e) or VerificationError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot run the file: {_first_line(e)}",
+            f"ONNX Runtime {onnxruntime.__version__} cannot run the file: {first_line(e)}",
             hint="try another --opset, or pass --no-validate to write the file for another runtime",
         ) from e
     pairs = [zip(wanted, got, strict=True) for (_, wanted), got in zip(cases, outputs, strict=True)]
@@ -241,7 +241,3 @@ def _shapes(inputs: Mapping[str, Tensor]) -> str:
     skipped = ("attention_mask", "position_ids")
     shapes = {name: list(x.shape) for name, x in inputs.items() if name not in skipped}
     return ", ".join(f"{n} {s}" for n, s in shapes.items() if not n.startswith(PAST) or n == f"{PAST}0.key")
-
-
-def _first_line(e: Exception) -> str:
-    return next(iter(str(e).splitlines()), type(e).__name__)

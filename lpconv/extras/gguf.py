@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     load_gguf_checkpoint,
 )
 
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError, UnsupportedError, first_line
 from lpconv.models.quiet import quiet_transformers
 from lpconv.storage.gguf import BLOCKS, GGUF, WEIGHTS
 from lpconv.storage.partfile import write_error
@@ -74,7 +74,7 @@ def _read(file: Path) -> Any:
         named = reader.get_field("general.architecture")
         is_named = named is not None and isinstance(named.contents(), str)
     except Exception as e:  # a damaged file raises ValueError, IndexError, OverflowError, KeyError and others
-        what = f"`{file}` is not a valid GGUF file: {_first_line(e):.120}"
+        what = f"`{file}` is not a valid GGUF file: {first_line(e):.120}"
         raise InputError(what, hint="download the file again") from e
     if not is_named:
         raise InputError(f"`{file}` does not name its architecture", hint="download the file again")
@@ -95,11 +95,7 @@ def _as_error(what: str) -> Iterator[None]:
         with quiet_transformers():
             yield
     except Exception as e:  # transformers raises arbitrary exceptions for unexpected metadata
-        raise UnsupportedError(f"{what}: {_first_line(e):.160}", hint=_KNOWN) from e
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise UnsupportedError(f"{what}: {first_line(e):.160}", hint=_KNOWN) from e
 
 
 def _model_class(config: Any) -> Any:

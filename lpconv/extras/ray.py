@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError, UnsupportedError, first_line
 from lpconv.version import __version__
 
 _LOOK_S = 60.0  # time limit for all machines to answer
@@ -77,7 +77,7 @@ class RayExecutor:
         except errors.TaskCancelledError:
             future.set_result(Answer(code=_CANCELLED, last="cancelled"))
         except errors.OutOfMemoryError as e:
-            future.set_result(Answer(code=-9, last=str(e).splitlines()[0]))
+            future.set_result(Answer(code=-9, last=first_line(e)))
         except tuple(getattr(errors, name) for name in _LOST) as e:
             future.set_exception(MachineLostError(f"its machine or Ray worker died ({type(e).__name__})"))
         except BaseException as e:
@@ -125,9 +125,8 @@ def _connect(address: str | None, quiet: bool) -> Any:
     try:
         ray.init(address=place, log_to_driver=not quiet, logging_level="ERROR", **own)
     except (ConnectionError, RuntimeError, ValueError) as e:
-        first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UnsupportedError(
-            f"cannot connect to a Ray cluster at `{place}`: {first}",
+            f"cannot connect to a Ray cluster at `{place}`: {first_line(e)}",
             hint="check that it is running and that RAY_AUTH_TOKEN is the cluster's token",
         ) from e
     return ray

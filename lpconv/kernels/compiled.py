@@ -18,6 +18,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from lpconv.errors import typed_line
+
 COMPILES_SUBCLASSES = Version(torch.__version__) >= Version("2.13")  # without the faults named where this is used
 MIN_ELEMENTS = 1 << 20  # for fewer, eager takes about a millisecond and compilation seconds
 
@@ -86,7 +88,7 @@ class CheckedKernel:
             with torch.no_grad():
                 got = compiled(*(a.data for a in self.examples(like.dtype, like.device)))
         except Exception as error:  # for any failure in a compiler back end, eager gives the same numbers
-            reason = f"torch.compile failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = f"torch.compile failed: {typed_line(error)}"
         else:
             if _same_bits(got, self.function(*self.examples(like.dtype, like.device))):
                 return compiled

@@ -13,7 +13,7 @@ from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
 from lpconv.models.load import load_from_state, missing_parameters
-from lpconv.models.opening import first_line, model_errors, transformers_config
+from lpconv.models.opening import error_line, model_errors, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.storage.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
                 type(model), config, state, device_map={"": "meta"}, ignore_mismatched_sizes=True
             )
     except Exception as e:  # raised by operations on tensors that do not fit together
-        return {"model": name, "missing": _missing_experts(shapes), "error": first_line(e)}
+        return {"model": name, "missing": _missing_experts(shapes), "error": error_line(e)}
     unused = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
     extra = {n for n in unused if n.startswith(tuple(lists))}
     wrong = {n: (tuple(stored), tuple(expected)) for n, stored, expected in report["mismatched_keys"]}

@@ -55,7 +55,7 @@ def model_errors(what: str, *, hint: str, error: type[LpconvError] = Unsupported
     except LpconvError:
         raise
     except Exception as e:
-        raise out_of_memory(e) or peer_lost(e) or error(f"{what}: {first_line(e)}", hint=hint) from e
+        raise out_of_memory(e) or peer_lost(e) or error(f"{what}: {error_line(e)}", hint=hint) from e
 
 
 def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -113,7 +113,7 @@ def open_to_train(
             model_class = resolve_auto_class(task.auto, config)
         except (UnsupportedError, ValueError) as e:
             raise UnsupportedError(
-                f"transformers has no {task.name} model for this checkpoint: {first_line(e)}",
+                f"transformers has no {task.name} model for this checkpoint: {error_line(e)}",
                 hint="choose another --task",
             ) from e
         torch.manual_seed(seed)
@@ -203,7 +203,7 @@ def read_text_config(checkpoint: Checkpoint, *, hint: str) -> Any:
     return config
 
 
-def first_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """First line of an exception's message, with its type if that is not obvious; two lines if it ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from lpconv.data import text_of
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.quiet import quiet_transformers
 
 _FILES = (
@@ -28,9 +28,8 @@ def read_tokenizer(directory: Path) -> Any:
         with quiet_transformers():
             return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as e:  # damaged files raise any exception, in Python or in Rust
-        first = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(
-            f"the tokenizer in `{directory}` cannot be opened: {first}",
+            f"the tokenizer in `{directory}` cannot be opened: {first_line(e)}",
             hint="repair it, or move its files away to use random token ids",
         ) from e
 
@@ -44,9 +43,8 @@ def token_ids(tokenizer: Any, *, vocab_size: int | None = None, **arguments: Any
         with quiet_transformers():
             ids_of_texts = tokenizer(**arguments)["input_ids"]
     except Exception as e:  # damaged settings fail on use
-        first = next(iter(str(e).splitlines()), "")
         raise InputError(
-            f"the tokenizer fails on the text: {type(e).__name__}: {first:.120}",
+            f"the tokenizer fails on the text: {type(e).__name__}: {first_line(e):.120}",
             hint="compare the tokenizer files with those of the original model",
         ) from e
     if vocab_size is not None:

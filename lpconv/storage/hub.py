@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from lpconv.errors import InputError, LpconvError, ResourceError
+from lpconv.errors import InputError, LpconvError, ResourceError, first_line, typed_line
 from lpconv.lookup import nearest
 from lpconv.storage.aliases import ALIASES
 
@@ -204,12 +204,12 @@ def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequen
         )
     if isinstance(error, errors.HFValidationError):
         return InputError(
-            f"`{repo_id}` is not a valid hub id: {_first_line(error)}",
+            f"`{repo_id}` is not a valid hub id: {first_line(error)}",
             hint="write it as OWNER/NAME, or pass a directory",
         )
     if isinstance(error, errors.HfHubHTTPError):
         return InputError(
-            f"the hub refused to send {file}: {_first_line(error)}", hint="try again later, or pass a directory"
+            f"the hub refused to send {file}: {first_line(error)}", hint="try again later, or pass a directory"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return ResourceError(
@@ -217,12 +217,10 @@ def _explain(repo_id: str, revision: str | None, error: Exception, files: Sequen
         )
     if files:
         return InputError(
-            f"downloading {file} failed: {type(error).__name__}: {_first_line(error)}",
+            f"downloading {file} failed: {typed_line(error)}",
             hint="run again to download the missing files, or pass a local directory",
         )
-    return _not_cached_error(
-        repo_id, revision, f"the hub cannot be reached ({type(error).__name__}: {_first_line(error)})"
-    )
+    return _not_cached_error(repo_id, revision, f"the hub cannot be reached ({typed_line(error)})")
 
 
 def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Sequence[str]) -> str | None:
@@ -237,10 +235,6 @@ def _file_of(error: BaseException, repo_id: str, revision: str | None, files: Se
     named = [n for n in files if any(re.search(rf"/{re.escape(quote(n))}[\s')\].>]", text) for text in messages)]
     late = (n for n in files if not isinstance(try_to_load_from_cache(repo_id, n, revision=revision), str))
     return max(named, key=len) if named else next(late, None)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _not_cached_error(repo_id: str, revision: str | None, why: str) -> InputError:

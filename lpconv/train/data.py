@@ -21,7 +21,7 @@ from lpconv.data import (
     read_file,
     read_text,
 )
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import InputError, UsageError, first_line
 from lpconv.lookup import nearest
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
@@ -174,10 +174,7 @@ def _splits(name: str) -> tuple[Any, Any | None]:
     try:
         dataset = datasets_library().load_dataset(name)
     except Exception as e:  # datasets raises many kinds, including connection errors
-        raise InputError(
-            f"cannot load the data set `{name}`: {str(e).splitlines()[0] if str(e) else type(e).__name__}",
-            hint=_OFFLINE_HINT,
-        ) from e
+        raise InputError(f"cannot load the data set `{name}`: {first_line(e)}", hint=_OFFLINE_HINT) from e
     train = dataset.get("train") or next(iter(dataset.values()))
     return train, next((dataset[s] for s in ("validation", "test") if s in dataset), None)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from lpconv.errors import ResourceError
+from lpconv.errors import ResourceError, first_line
 from lpconv.machine import available_memory, out_of_memory
 from lpconv.models.coded import CodedTensor
 from lpconv.report.numbers import size_text
@@ -81,9 +81,10 @@ def explain_oom(needed: dict[str, int]) -> Iterator[None]:
     except Exception as e:
         if out_of_memory(e) is None:
             raise
-        first = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ResourceError(
-            f"out of memory: {first:.120} (estimated: {_by_part(needed)})", hint=_HINT, details={"estimate": needed}
+            f"out of memory: {first_line(e):.120} (estimated: {_by_part(needed)})",
+            hint=_HINT,
+            details={"estimate": needed},
         ) from e
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.matmul import HalfProducts
-from lpconv.models.opening import Opened, first_line, model_errors
+from lpconv.models.opening import Opened, error_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
@@ -153,7 +153,7 @@ def _compiler_errors() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             yield
     except TorchDynamoException as e:
-        raise UnsupportedError(f"torch.compile fails on the model: {first_line(e)}", hint="leave --compile out") from e
+        raise UnsupportedError(f"torch.compile fails on the model: {error_line(e)}", hint="leave --compile out") from e
 
 
 def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | None, needed: dict[str, int]) -> None:

@@ -115,7 +115,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     skip = job.memory.no_logits if automatic else None
     if skip is not None:
         return LogitsCheck(skipped=skip)
-    from lpconv.models.opening import first_line
+    from lpconv.models.opening import error_line
     from lpconv.verify.outputs import check_logits, check_model  # imports transformers (seconds)
 
     try:
@@ -139,7 +139,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     except LpconvError:
         raise
     except Exception as e:  # transformers raises arbitrary exceptions for unknown checkpoints
-        text = f"the model could not be run: {first_line(e)}"
+        text = f"the model could not be run: {error_line(e)}"
         if not automatic:
             gates = ", without gates on outputs" if needs_logits(job.gates) else ""
             hint = f"run again with --verify weights{gates}, and with --resume to keep the files already written"
