@@ -117,14 +117,6 @@ class Effort:
     warm_up_iterations: int = 3
     warm_up_seconds: float = 0.3
 
-    def __post_init__(self) -> None:
-        if self.min_iterations < 1 or self.rounds < 1 or self.launches < 1:
-            raise UsageError(
-                f"{self.min_iterations} iterations in {self.rounds} rounds and {self.launches} launches leave nothing "
-                "to report",
-                hint="pass at least 1 for each of them",
-            )
-
     def of_a_launch(self) -> "Effort":
         """The share of one launch in iterations, seconds and rounds."""
         return dataclasses.replace(

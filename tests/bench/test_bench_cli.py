@@ -238,7 +238,6 @@ def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
     [
         (2, ("demo", "--format", "fp9")),
         (2, ("demo", "--gate", "speed>=1")),
-        (2, ("demo", "--min-iters", "0")),
         (2, ("demo", "--batch", "0")),
         (2, ("demo", "--baseline", "bf15")),
         (2, ("demo", "--layers", "5")),
@@ -252,3 +251,8 @@ def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
 )
 def test_bad_requests_end_with_their_code_and_a_hint(code: int, args: tuple[str, ...]) -> None:
     refused(code, *args, "-q")
+
+
+@pytest.mark.parametrize("flag", ["--min-iters", "--rounds", "--launches"])
+def test_an_effort_of_zero_is_refused_by_its_flag(flag: str) -> None:
+    assert f"{flag} 0 " in refused(2, "demo", flag, 0)

@@ -6,7 +6,7 @@ import pytest
 
 from lpconv.bench.interleave import interleave, ratio_over_launches, timing_of
 from lpconv.bench.options import Effort
-from lpconv.errors import UsageError, VerificationError
+from lpconv.errors import VerificationError
 
 
 class Recorded:
@@ -58,9 +58,3 @@ def test_p99_needs_a_hundred_samples() -> None:
 def test_a_recompile_after_the_warm_up_ends_the_measurement() -> None:
     with pytest.raises(VerificationError, match="compiled 2 "):
         interleave(Recorded("A", 0.1, []), Recorded("B", 0.1, [], recompiles=2), effort())
-
-
-@pytest.mark.parametrize(("iterations", "rounds"), [(0, 4), (4, 0)])
-def test_no_samples_is_no_request(iterations: int, rounds: int) -> None:
-    with pytest.raises(UsageError):
-        effort(iterations, rounds)
