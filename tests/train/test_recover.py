@@ -225,6 +225,12 @@ def test_outputs_without_codes_to_train_are_refused(case: str, tmp_path: Path) -
         check_recoverable(Checkpoint.open(tmp_path / "out"), None)
 
 
+def test_a_plain_model_is_to_be_converted_first() -> None:
+    with pytest.raises(UnsupportedError, match=r"lpconv\.json") as refused:
+        check_recoverable(Checkpoint.open(demo_checkpoint()), None)
+    assert "lpconv convert" in (refused.value.hint or "")
+
+
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     shutil.copytree(demo_checkpoint(), tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", ConvertOptions(verify="none", format="e4m3fn"))
