@@ -96,7 +96,7 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             disk_free_bytes=free_bytes(job.output),
             seconds=estimate_seconds(job),
             workers=job.memory.workers,
-            warnings=plan_warnings(job),
+            warnings=plan_warnings(job, verb="would be"),
         )
     finally:
         job.source.close()
@@ -350,7 +350,7 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
         versions=versions(),
         command=request.command,
         card=inherited_facts(job.checkpoint.directory, job.checkpoint.origin.hub_id),
-        warnings=(*plan_warnings(job), *tensor_warnings(tensors)),
+        warnings=(*plan_warnings(job, verb="was"), *tensor_warnings(tensors)),
     )
     public = public_source(result.source)
     command = request.command and command_line(public.name, job.plan.options)

@@ -71,8 +71,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def plan_warnings(job: Job) -> tuple[str, ...]:
-    """Warnings about the plan of a job."""
+def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
+    """Warnings about the plan of a job; `verb` is that of `nothing_converted`."""
     plan, warnings = job.plan, []
     if isinstance(job.source, DecodedSource):
         held = sum((job.checkpoint.directory / name).stat().st_size for name in job.checkpoint.weight_files)
@@ -83,7 +83,8 @@ def plan_warnings(job: Job) -> tuple[str, ...]:
     if job.missing:
         lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
         warnings.append(f"{lacks}, and so does the output")
-    if nothing := nothing_converted({t.format.name for t in plan.tensors if t.format}, plan.format_name):
+    formats = {t.format.name for t in plan.tensors if t.format}
+    if nothing := nothing_converted(formats, plan.format_name, verb=verb):
         warnings.append(nothing)
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:

@@ -88,7 +88,8 @@ def plan_document(plan: PlanResult) -> Document:
     }
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
-    nothing = nothing_converted({t.format for t in converted_tensors(plan.tensors)}, plan.format)
+    formats = {t.format for t in converted_tensors(plan.tensors)}
+    nothing = nothing_converted(formats, plan.format, verb="would be")
     return Document(
         kind="plan",
         verdict=Verdict(outcome="not run", text=nothing) if nothing else None,

@@ -44,11 +44,14 @@ def converted_tensors(tensors: Iterable[TensorRecord]) -> tuple[TensorRecord, ..
     return tuple(t for t in tensors if t.action == "convert")
 
 
-def nothing_converted(formats: Collection[str], wanted: str) -> str | None:
-    """A warning if no tensor is converted, or none to `wanted`; `formats` are the formats of converted tensors."""
+def nothing_converted(formats: Collection[str], wanted: str, *, verb: str) -> str | None:
+    """A warning if no tensor is converted, or none to `wanted`.
+
+    `formats` are the formats of converted tensors, and `verb` is "was", or "would be" for a plan.
+    """
     if not formats:
         return "no tensor is converted: the output is a copy"
-    return None if wanted in formats else f"no tensor was converted to {wanted}"
+    return None if wanted in formats else f"no tensor {verb} converted to {wanted}"
 
 
 def overflow_text(t: TensorRecord) -> str:

@@ -242,6 +242,14 @@ def test_a_plan_says_how_large_codes_are_that_it_starts_from(tmp_path: Path) -> 
     assert plan("demo", tmp_path / "out", ConvertOptions(method="collage")).warnings == ()
 
 
+def test_a_format_that_no_tensor_gets_is_named_in_the_plan_and_the_result(tmp_path: Path) -> None:
+    options = ConvertOptions(format="e4m3fn", rules=(FormatRule(pattern="*", format="fp16"),), verify="none")
+    (planned,) = plan("demo", tmp_path / "out", options).warnings
+    (made,) = convert("demo", tmp_path / "out", options).warnings
+    assert "would" in planned
+    assert "was" in made
+
+
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     run(minilm(), tmp_path / "out", method="unit", format="fp16", verify="none")
 
