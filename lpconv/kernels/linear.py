@@ -141,7 +141,8 @@ def linear(
     """
     if recipe.input.rounding != "nearest" and not torch.is_grad_enabled():
         recipe = replace(recipe, input=replace(recipe.input, rounding="nearest"))
-    result: Tensor = _Linear.apply(x, weight, bias, weight_scale, recipe, states)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    apply = _eager if recipe.is_unbiased else _Linear.apply
+    result: Tensor = apply(x, weight, bias, weight_scale, recipe, states)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
 
 
@@ -159,14 +160,14 @@ class _Linear(torch.autograd.Function):
         flat_MK = x.reshape(-1, x.shape[-1])
         into = None if recipe.input.has_one_scale else "left"  # else its codes are kept
         x_MK = encode_operand(flat_MK, recipe.input, axis=-1, state=states.input, into=into)
-        x_codes, x_scale, signs = None, None, None
-        if recipe.is_unbiased and any(ctx.needs_input_grad[:2]):
-            signs, flat_MK = random_signs(x.device), x_MK.decoded(x.dtype)[:, : x.shape[-1]]
-        if ctx.needs_input_grad[1]:
-            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.grad_weight_casts[0], state=signs)
+        x_codes, x_scale = None, None
+        if ctx.needs_input_grad[1] and recipe.is_unbiased:
+            x_codes = x_MK.decoded(x.dtype)[:, : x.shape[-1]]
+        elif ctx.needs_input_grad[1]:
+            x_codes, x_scale = _transpose_operand(x_MK, flat_MK, recipe.grad_weight_casts[0])
         ctx.has_codes = _is_codes(weight, recipe.weight)
         w_NK, w_kept, w_factor = _weight(weight, weight_scale, recipe.weight, states.weight)
-        ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor, signs)
+        ctx.save_for_backward(x_codes, _tensor(x_scale), w_kept, w_factor)
         ctx.recipe, ctx.states = recipe, states
         ctx.weight_dtype = x.dtype if ctx.has_codes else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -174,26 +175,35 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        x_codes, x_scale, w_kept, w_factor, signs = ctx.saved_tensors
-        how, state = ctx.recipe.gradient, ctx.states.gradient if signs is None else signs
+        x_codes, x_scale, w_kept, w_factor = ctx.saved_tensors
+        how, is_unbiased = ctx.recipe.gradient, ctx.recipe.is_unbiased
         grad_MN = grad.reshape(-1, grad.shape[-1])
+        state = random_signs(grad.device) if is_unbiased else ctx.states.gradient
         g_MN = encode_operand(grad_MN, how, axis=-1, state=state, into="left")
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            if ctx.recipe.is_unbiased:
+            if is_unbiased:
                 w_NK = encode_operand(w_kept, ctx.recipe.weight, axis=-1).decoded(grad.dtype)[:, : w_kept.shape[1]]
-                w_KN = encode_operand(w_NK.t(), how, axis=-1, state=signs)
+                w_KN = encode_operand(w_NK.t(), how, axis=-1, state=state)
             else:
                 w_KN = _turned(w_kept, w_factor, ctx.recipe.weight, ctx.states.weight)
             dx = coded_product(g_MN, w_KN, out_dtype=grad.dtype).view(*grad.shape[:-1], w_kept.shape[1])
         if ctx.needs_input_grad[1]:
-            g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], state=signs, into="left")
-            dw = coded_product(g_NM, Coded(x_codes, 1.0 if x_scale is None else x_scale), out_dtype=ctx.weight_dtype)
+            g_NM = _transpose_operand(g_MN, grad_MN, ctx.recipe.grad_weight_casts[1], state=state, into="left")
+            x_KM = Coded(x_codes, 1.0 if x_scale is None else x_scale)
+            if is_unbiased:
+                x_KM = encode_operand(x_codes.t(), how, axis=-1, state=state)
+            dw = coded_product(g_NM, x_KM, out_dtype=ctx.weight_dtype)
             if ctx.has_codes and w_factor is not None:
                 dw = dw * w_factor.to(dw.dtype)  # with respect to the codes, not to codes · scale
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             db = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
+
+
+# A compiler may draw the signs of MS-EDEN twice, once for each operand of a product (torch 2.13): with Inductor
+# gradients had an error of 140 %.
+_eager = torch.compiler.disable(_Linear.apply)
 
 
 def _transpose_operand(

@@ -22,7 +22,6 @@ Operands in four bits are emulated: each is kept as its values in bfloat16, whic
 e4m3fn, have at most six significant bits.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -220,13 +219,13 @@ def random_signs(device: torch.device) -> Tensor:
 
 def _rotated(x: Tensor, cast: OperandCast, signs: Tensor | None) -> Tensor:
     """Multiply runs of elements along the last axis by a Hadamard matrix with signed rows, which is orthonormal."""
-    size = _EDEN_SIZE if cast.scale == "ms-eden" else _HADAMARD
+    matrix = torch.tensor(_hadamard(_HADAMARD), dtype=x.dtype, device=x.device)
     rows = torch.tensor(_SIGNS, dtype=x.dtype, device=x.device) if signs is None else signs.to(x.dtype)
-    matrix = torch.tensor(_hadamard(size), dtype=x.dtype, device=x.device) * rows.unsqueeze(-1)
-    return (x.reshape(-1, size) @ matrix).view(x.shape)
+    if cast.scale == "ms-eden":  # a compiler would take minutes over a list of all its elements
+        matrix = torch.kron(torch.tensor(_hadamard(_EDEN_SIZE // _HADAMARD), dtype=x.dtype, device=x.device), matrix)
+    return (x.reshape(-1, len(matrix)) @ (matrix * rows.unsqueeze(-1))).view(x.shape)
 
 
-@functools.cache
 def _hadamard(size: int) -> list[list[float]]:
     """The orthonormal Hadamard matrix of Sylvester's construction, for a power of two."""
     return [[(-1) ** (i & j).bit_count() / size**0.5 for j in range(size)] for i in range(size)]

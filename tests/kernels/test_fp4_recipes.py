@@ -237,6 +237,20 @@ def test_gradients_of_quartet_are_those_of_the_rounded_layer_on_average() -> Non
         assert float((found - exact).norm() / exact.norm()) < 0.015  # a single draw: 0.13
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_compiled_products_share_their_signs(backend: str) -> None:
+    """Operands that were rotated by different signs would give a gradient with an error of 1.4."""
+    torch.manual_seed(0)
+    x, w, grad = drawn(64, 256).requires_grad_(), drawn(128, 256, seed=1).requires_grad_(), drawn(64, 128, seed=2)
+    compiled = torch.compile(lambda a, b: linear(a, b, recipe=FP4_RECIPES["ms-eden"]), backend=backend)
+    compiled(x, w).backward(grad)
+    assert x.grad is not None
+    assert w.grad is not None
+    for found, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
+        assert 0.05 < float((found - exact).norm() / exact.norm()) < 0.3
+
+
 def test_evaluation_draws_no_signs() -> None:
     before = torch.get_rng_state()
     with torch.no_grad():
