@@ -1,0 +1,69 @@
+"""A task for `lpconv verify --tasks`: 400 definitions from WordNet, each with four words, one of which it defines.
+
+    python -m benchmarks.quality.words --out FOLDER
+    lpconv verify OUTPUT --against MODEL --tasks FOLDER/words.yaml
+
+The wrong words are other nouns of the same lexicographer file. Needs Debian's wordnet-base.
+"""
+
+import json
+import random
+import re
+from collections import defaultdict
+
+from benchmarks import common
+from benchmarks.reproduce.finetune import WORDNET
+
+COUNT, SEED = 400, 0
+_TASK = """task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {items}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}]
+"""
+
+
+def nouns() -> list[tuple[str, str, int]]:
+    """Each noun that its definition does not contain, the definition, and the number of its lexicographer file."""
+    found = []
+    for line in (WORDNET / "data.noun").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("  "):
+            continue  # the licence
+        definition = re.sub(r';?\s*".*', "", line.partition("| ")[2]).strip()
+        fields = line.split()
+        word = fields[4].replace("_", " ")
+        if word.islower() and 20 < len(definition) < 120 and word not in definition:
+            found.append((word, definition, int(fields[1])))
+    return found
+
+
+def questions() -> list[dict[str, object]]:
+    """The questions, the same ones every time."""
+    rows, generator = nouns(), random.Random(SEED)
+    generator.shuffle(rows)
+    words = defaultdict(list)
+    for word, _, kind in rows:
+        words[kind].append(word)
+    asked: list[dict[str, object]] = []
+    for word, definition, kind in rows[:COUNT]:
+        choices = [word, *generator.sample([w for w in words[kind] if w != word], 3)]
+        generator.shuffle(choices)
+        question = f"Definition: {definition}.\nWord:"
+        asked.append({"question": question, "choices": choices, "label": choices.index(word)})
+    return asked
+
+
+def main() -> None:
+    options = common.parser(__doc__, needs_out=True).parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    items = options.out / "items.jsonl"
+    items.write_text("".join(json.dumps(q) + "\n" for q in questions()), encoding="utf-8")
+    (options.out / "words.yaml").write_text(_TASK.format(items=items.resolve()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
