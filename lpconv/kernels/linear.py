@@ -142,7 +142,7 @@ def linear(
     if recipe.input.rounding != "nearest" and not torch.is_grad_enabled():
         recipe = replace(recipe, input=replace(recipe.input, rounding="nearest"))
     apply = _eager if recipe.is_unbiased else _Linear.apply
-    result: Tensor = apply(x, weight, bias, weight_scale, recipe, states)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    result: Tensor = apply(x, weight, bias, weight_scale, recipe, states)
     return result
 
 
@@ -203,7 +203,7 @@ class _Linear(torch.autograd.Function):
 
 # A compiler may draw the signs of MS-EDEN twice, once for each operand of a product (torch 2.13): with Inductor
 # gradients had an error of 140 %.
-_eager = torch.compiler.disable(_Linear.apply)
+_eager = torch.compiler.disable(_Linear.apply)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _transpose_operand(
