@@ -9,7 +9,7 @@ import copy
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,15 +50,16 @@ def gradient_noise(
     shared = {id(x): x for x in (*model.parameters(), *model.buffers())}
     rounded = {recipe: copy.deepcopy(model, dict(shared)) for recipe in recipes}
     layers = {recipe: use_recipe(m, recipes[recipe], keep=heads(m)) for recipe, m in rounded.items()}
-    squares: defaultdict[tuple[str, str], float] = defaultdict(float)  # by kind and parameter
+    weights = {f"{layer}.weight" for names in layers.values() for layer in names}
+    squares: defaultdict[tuple[str, str], float] = defaultdict(float)  # by kind and weight
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for batch in itertools.islice(batches, steps):
-            exact = _gradients(model, batch, loss)
+            exact = _gradients(model, batch, loss, weights)
             for name, g in exact.items():
                 squares["gradient", name] += _dot(g, g)
             for recipe, other in rounded.items():
-                first, second = (_gradients(other, batch, loss) for _ in range(2))
+                first, second = (_gradients(other, batch, loss, weights) for _ in range(2))
                 for name, g in exact.items():
                     a, b = first[name], second[name]
                     squares[f"noise {recipe}", name] += _dot(a - b, a - b) / 2
@@ -79,10 +80,12 @@ def gradient_noise(
     )
 
 
-def _gradients(model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """The gradients of one batch by parameter; the model keeps none."""
+def _gradients(
+    model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor], weights: Container[str]
+) -> dict[str, Tensor]:
+    """The gradients of one batch for some weights, by name; the model keeps none."""
     loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if name in weights and p.grad is not None}
     model.zero_grad(set_to_none=True)
     return gradients
 
