@@ -35,8 +35,8 @@ from lpconv.version import __version__
 RANDOM_IDS = "random token ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
-# The weights, and either the gradients or, before those, the tensors being loaded. For noise, also exact gradients.
-_COPIES_IN_MEMORY = 2
+_COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
+_COPIES_FOR_NOISE = 2  # exact gradients, and those of a first rounded pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,9 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
     progress.start("opening the model", 0)
     read_text_config(checkpoint, hint=hint)
     check_complete(checkpoint, allow_missing=options.allow_missing)
-    check_memory(num_parameters(checkpoint), copies=_COPIES_IN_MEMORY + options.noise, what="probing")
+    check_memory(
+        num_parameters(checkpoint), copies=_COPIES_IN_MEMORY + _COPIES_FOR_NOISE * options.noise, what="probing"
+    )
     opened = open_to_run(checkpoint)
     task = opened.task if opened.task in (CLM, MLM) else NONE
     seq_len = sequence_length(opened.model.config, options.seq_len)
