@@ -6,13 +6,16 @@ fp32. Neither side may generate a special token, so neither ends a text. llama.c
 without flash attention, which would read them in fp16, and then in fp16 with it, its default. It rounds the inputs of
 products with blocks of codes to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference, with keys and
 values in fp32, if lpconv's inputs are rounded so, too, and those of other products to the dtype of their weights. Then
-the same, with fp16 weights, for a small random model of every other family of decoders. Rows are added to a result that
-exists.
+the same, with fp16 weights, for a small random model of every other family of decoders, and of every way to scale
+rotary embeddings; the Mistral has a SentencePiece tokenizer, from the package mistral-common. Rows are added to a
+result that exists.
 """
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,12 +157,26 @@ def family_models(folder: Path, tokenizer: Path) -> list[Path]:
     vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": vocabulary, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
+    short = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}  # so that most pairs are scaled
+    llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **short}
+
+    def llama(**more: Any) -> Any:
+        return t.LlamaForCausalLM(t.LlamaConfig(**sizes, **more))
+
     gpt2 = t.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=vocabulary, n_positions=256, eos_token_id=0)
     made = {
         "gpt2": lambda: t.GPT2LMHeadModel(gpt2),
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=128)),
-        "llama-bias": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)),
+        "llama-bias": lambda: llama(attention_bias=True, mlp_bias=True),
+        "llama3-rope": lambda: llama(rope_parameters=llama3),
+        "llama-linear": lambda: llama(rope_parameters={"rope_type": "linear", **short}),
+        "qwen2-yarn": lambda: t.Qwen2ForCausalLM(
+            t.Qwen2Config(**sizes, rope_parameters={"rope_type": "yarn", **short})
+        ),
+        "mistral": lambda: t.MistralForCausalLM(
+            t.MistralConfig(**{**sizes, "vocab_size": 32768}, head_dim=96, sliding_window=None)
+        ),
     }
     for name, build in made.items():
         if not (folder / name).exists():
@@ -168,22 +185,40 @@ def family_models(folder: Path, tokenizer: Path) -> list[Path]:
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.1)
             model.save_pretrained(folder / name)
+            words = mistral_tokenizer(folder) if name == "mistral" else tokenizer
             for file in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(tokenizer / file, folder / name)
+                shutil.copy(words / file, folder / name)
     return [folder / name for name in made]
+
+
+def mistral_tokenizer(folder: Path) -> Path:
+    """The tokenizer of Mistral 7B v0.3, as transformers saves it."""
+    packages, output = folder / "packages", folder / "mistral-tokenizer"
+    words = ["install", "--quiet", "--no-deps", "--target", packages, "sentencepiece", "protobuf", "mistral-common"]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    output.mkdir(exist_ok=True)
+    model = packages / "mistral_common/data/mistral_instruct_tokenizer_240323.model.v3"
+    shutil.copy(model, output / "tokenizer.model")
+    code = "import sys, transformers as t; t.LlamaTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])}
+    subprocess.run([sys.executable, "-c", code, output], check=True, env=environment)
+    return output
 
 
 def main() -> None:
     made = parser(__doc__, work="where the package and the converted models are kept")
     made.add_argument("model", help="a model with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--schemes", nargs="+", default=SCHEMES)
+    made.add_argument("--families", nargs="*", help="only these small models, and not the model itself")
     made.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES)
     options = made.parse_args()
     rows = load(options.out)["rows"] if options.out and options.out.exists() else []
     with work_folder(options.work) as folder:
         node = environment(folder / "node")
-        others = family_models(folder, Path(options.model))
-        for model, scheme in [*((options.model, s) for s in options.schemes), *((str(m), "GGUF_F16") for m in others)]:
+        chosen = options.families
+        others = [m for m in family_models(folder, Path(options.model)) if chosen is None or m.name in chosen]
+        schemes = options.schemes if chosen is None else ()
+        for model, scheme in [*((options.model, s) for s in schemes), *((str(m), "GGUF_F16") for m in others)]:
             for row in measure(node, model, scheme, folder, options.caches):
                 facts = {key: row[key] for key in ("model", "scheme", "cache")}
                 row["command"] = command().replace(options.model, "MODEL")

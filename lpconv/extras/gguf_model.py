@@ -7,6 +7,7 @@ that do the same; others are refused rather than guessed. Sources: ggml-org/llam
 """
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ _RULES = {
     _CONTRACTIONS + _WORDS % "{1,3}": "llama-bpe",
     _CONTRACTIONS + _WORDS % "": "qwen2",
 }
+_SPACE = "\u2581"  # of SentencePiece
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -57,8 +60,7 @@ class _Family:
 def _decoder(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     """Sizes of a Llama or Qwen."""
     heads = config["num_attention_heads"]
-    size = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
+    size, rope = _head_size(config), _rope(config)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
@@ -66,8 +68,38 @@ def _decoder(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
+    if rope["rope_type"] in _SCALED:
+        writer.add_rope_scaling_type(_SCALED[rope["rope_type"]])
+        writer.add_rope_scaling_factor(rope["factor"])
+        longest = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(longest)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _add_sizes(writer, config, "num_hidden_layers", "hidden_size", config["intermediate_size"])
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return size
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the rotary embeddings, with `rope_type`, under the names of any release of transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+
+
+def _rope_factors(config: Mapping[str, Any]) -> np.ndarray:
+    """By what Llama 3 divides the frequencies of a head's pairs, fp32; none for other embeddings."""
+    if _rope(config)["rope_type"] != "llama3":
+        return np.zeros(0, np.float32)
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled = LlamaConfig(**config)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, "cpu")
+    exponents = np.arange(0, size := _head_size(config), 2) / size
+    factors: np.ndarray = scaled.rope_parameters["rope_theta"] ** -exponents / frequencies.numpy()
+    return factors.astype(np.float32)
 
 
 def _gpt2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
@@ -93,11 +125,24 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any], layers: str, 
     writer.add_vocab_size(config["vocab_size"])
 
 
-_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+# Scaled rotary embeddings of all decoders. Llama 3's need `_ROPE_FACTORS`, which llama.cpp reads for Llamas alone.
+_SCALED = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+_ROPE_FACTORS = "rope_freqs.weight"
+# What llama.cpp computes of YaRN, with the defaults of transformers.
+_YARN = {"attention_factor": None, "beta_fast": 32, "beta_slow": 1, "mscale": None, "mscale_all_dim": None,
+         "truncate": True}  # fmt: skip
+_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "rope_type": ("default", *_SCALED)}
+_LLAMA = {**_SILU, "rope_type": (*_SILU["rope_type"], "llama3")}
 _QWEN = {**_SILU, "use_sliding_window": (False,)}
 _SIZES = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
 _FAMILIES = {
-    "LlamaForCausalLM": _Family(architecture=gguf.MODEL_ARCH.LLAMA, describe=_decoder, needs=_SILU, defaults=_SIZES),
+    "LlamaForCausalLM": _Family(architecture=gguf.MODEL_ARCH.LLAMA, describe=_decoder, needs=_LLAMA, defaults=_SIZES),
+    "MistralForCausalLM": _Family(
+        architecture=gguf.MODEL_ARCH.LLAMA,
+        describe=_decoder,
+        needs={**_LLAMA, "sliding_window": (None,)},
+        defaults={**_SIZES, "sliding_window": 4096, "num_key_value_heads": 8},
+    ),
     "Qwen2ForCausalLM": _Family(architecture=gguf.MODEL_ARCH.QWEN2, describe=_decoder, needs=_QWEN, defaults=_SIZES),
     "Qwen3ForCausalLM": _Family(architecture=gguf.MODEL_ARCH.QWEN3, describe=_decoder, needs=_QWEN, defaults=_SIZES),
     "GPT2LMHeadModel": _Family(
@@ -140,18 +185,24 @@ class GgufModel:
     config: Mapping[str, Any]
 
     def header(self, tensors: Sequence[tuple[str, str, tuple[int, ...]]], format: str) -> bytes:
-        """The bytes before the data of `tensors`: (name in the checkpoint, type, shape in bytes), in file order."""
+        """The bytes before the data of `tensors`: (name in the checkpoint, type, shape in bytes), in file order.
+
+        Tensors that no checkpoint has are part of them.
+        """
         architecture = gguf.MODEL_ARCH_NAMES[self.family.architecture]
         writer = gguf.GGUFWriter(None, architecture)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[format]])
         try:
-            self.family.describe(writer, {**self.family.defaults, **self.config})
+            self.family.describe(writer, self.config)
         except KeyError as e:
             raise UnsupportedError(f"config.json does not say {e}", hint="download it again") from e
         if self.family.architecture is gguf.MODEL_ARCH.BERT:
             writer.add_pooling_type(_pooling(self.directory))
         add_vocabulary(writer, self.directory, self.config)
+        factors = _rope_factors(self.config)
+        if factors.size:
+            writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
         for name, kind, shape in tensors:
             raw_dtype = gguf.GGMLQuantizationType[kind]
             writer.add_tensor_info(
@@ -162,7 +213,11 @@ class GgufModel:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        return out.getvalue() + bytes(-len(out.getvalue()) % gguf.GGUF_DEFAULT_ALIGNMENT)
+        return _padded(_padded(out.getvalue()) + factors.tobytes())
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % gguf.GGUF_DEFAULT_ALIGNMENT)
 
 
 def gguf_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> GgufModel:
@@ -170,8 +225,8 @@ def gguf_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) ->
 
     Raises UnsupportedError for families, settings, tensors and tokenizers that are not mapped.
     """
-    config = checkpoint.config
-    family = _family(config)
+    family = _family(checkpoint.config)
+    config = {**family.defaults, **checkpoint.config}
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if not isinstance(layers, int):
         raise UnsupportedError("config.json does not say how many layers the model has", hint="download it again")
@@ -213,9 +268,11 @@ def _family(config: Mapping[str, Any]) -> _Family:
         raise UnsupportedError(
             f"layout `gguf` does not know `{named}`", hint=f"it writes {', '.join(_FAMILIES)}; or use another --layout"
         )
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    settings = {**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    for key, values in {**family.needs, "rope_type": ("default",)}.items():
+    rope, needs = _rope(config), dict(family.needs)
+    if rope["rope_type"] == "yarn":
+        needs |= {key: (default,) for key, default in _YARN.items()}
+    settings = {**family.defaults, **config, **rope}
+    for key, values in needs.items():
         if settings.get(key, values[0]) not in values:
             raise UnsupportedError(
                 f"config.json has {key} {settings[key]!r}, which layout `gguf` cannot express for {named}",
@@ -250,7 +307,11 @@ def add_vocabulary(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str
     document = read_json(directory / "tokenizer.json")
     settings = read_json(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
     kind = document["model"].get("type")
-    if kind == "BPE":
+    is_spm = kind == "BPE" and bool(document["model"].get("byte_fallback"))
+    if is_spm:
+        writer.add_tokenizer_model("llama")
+        writer.add_add_space_prefix(_adds_space(document))
+    elif kind == "BPE":
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_rule(document))
         if not document["model"]["merges"]:
@@ -260,7 +321,9 @@ def add_vocabulary(writer: gguf.GGUFWriter, directory: Path, config: Mapping[str
         writer.add_tokenizer_model("bert")
     else:
         raise _error(f"it is {kind}" + (" that keeps upper case" if kind == "WordPiece" else ""))
-    ids = _add_tokens(writer, document, config["vocab_size"], is_bert=kind == "WordPiece")
+    ids = _add_tokens(writer, document, config["vocab_size"], is_bert=kind == "WordPiece", is_spm=is_spm)
+    if is_spm:
+        writer.add_token_scores(_scores(document["model"], config["vocab_size"]))
     _add_special(writer, document, settings, config, ids)
     template = directory / "chat_template.jinja"
     chat = template.read_text(encoding="utf-8") if template.is_file() else settings.get("chat_template")
@@ -284,17 +347,46 @@ def _rule(document: Mapping[str, Any]) -> str:
     else:
         before = None if first else ""
     last = {"use_regex": True, **last}
-    if (
-        before not in _RULES
-        or any(last.get(k) != v for k, v in wanted.items())
-        or document["model"].get("byte_fallback")
-    ):
+    if before not in _RULES or any(last.get(k) != v for k, v in wanted.items()):
         words = json.dumps(splitter, ensure_ascii=False)
         raise _error(f"llama.cpp's rules {', '.join(_RULES.values())} do not split text like {words:.200}")
     return _RULES[before]
 
 
-def _add_tokens(writer: gguf.GGUFWriter, document: Mapping[str, Any], size: int, *, is_bert: bool) -> dict[str, int]:
+def _adds_space(document: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer that was made by SentencePiece puts a space before text."""
+    normalizer, splitter = document.get("normalizer") or {}, document.get("pre_tokenizer") or {}
+    steps = [s for s in normalizer.get("normalizers", [normalizer]) if s]
+    first, space = {"type": "Prepend", "prepend": _SPACE}, {"type": "Replace", "pattern": {"String": " "}}
+    if not splitter and steps in ([space | {"content": _SPACE}], [first, space | {"content": _SPACE}]):
+        return first in steps
+    if not steps and splitter == {**splitter, "type": "Metaspace", "replacement": _SPACE, "split": False}:
+        return bool(splitter.get("prepend_scheme", "always") != "never")
+    words = json.dumps([*steps, splitter], ensure_ascii=False)
+    raise _error(f"llama.cpp's SentencePiece does not read text like {words:.200}")
+
+
+def _scores(model: Mapping[str, Any], size: int) -> list[float]:
+    """A score for each token, by which llama.cpp makes the merges of a BPE in the same order.
+
+    SentencePiece makes the pair with the best score of the token that it becomes. This is the same if the merges are
+    all pairs of tokens that become a token, and those of one token follow each other.
+    """
+    ids: Mapping[str, int] = model["vocab"]
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    merged = [token for token, _ in itertools.groupby(a + b for a, b in merges)]
+    pairs = {(t[:i], t[i:]) for t in ids for i in range(1, len(t)) if t[:i] in ids and t[i:] in ids}
+    if len(set(merged)) < len(merged) or pairs != set(merges):
+        raise _error("its merges are not SentencePiece's")
+    scores = [0.0] * size
+    for rank, token in enumerate(merged):
+        scores[ids[token]] = -float(rank)
+    return scores
+
+
+def _add_tokens(
+    writer: gguf.GGUFWriter, document: Mapping[str, Any], size: int, *, is_bert: bool, is_spm: bool
+) -> dict[str, int]:
     """Add the tokens, as many as the embedding has rows. Returns their ids."""
     ids = dict(document["model"]["vocab"])
     kinds = {}
@@ -306,6 +398,9 @@ def _add_tokens(writer: gguf.GGUFWriter, document: Mapping[str, Any], size: int,
         raise _error(f"it has {max(named) + 1} tokens, but the model has {size}")
     writer.add_token_list([named.get(i, f"[PAD{i}]") for i in range(size)])
     normal = {i: TokenType.NORMAL if i in named else TokenType.UNUSED for i in range(size)}
+    if is_spm:
+        normal |= {i: TokenType.BYTE for token, i in ids.items() if _BYTE.fullmatch(token)}
+        kinds |= {i: TokenType.UNKNOWN for token, i in ids.items() if token == document["model"].get("unk_token")}
     writer.add_token_types([kinds.get(i, kind) for i, kind in normal.items()])
     return ids
 
@@ -314,7 +409,7 @@ def _phantom(token: str) -> str:
     """A token of WordPiece as llama.cpp writes it: word beginnings are marked instead of continuations."""
     if token.startswith("[") and token.endswith("]"):
         return token
-    return token.removeprefix("##") if token.startswith("##") else "\u2581" + token
+    return token.removeprefix("##") if token.startswith("##") else _SPACE + token
 
 
 def _add_special(

@@ -36,7 +36,7 @@ TYPES = {
     "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},
     "Q4_0": {"format": "int4", "granularity": "group:32"}, "MXFP4": {"format": "e2m1", "granularity": "mx"},
 }  # fmt: skip
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +57,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     made: dict[str, Any] = {
         "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+        "mistral": transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=None)),
         "qwen2": transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)),
         "qwen3": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=128)),
     }
@@ -182,7 +183,10 @@ def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
     ("changed", "words"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "`MixtralForCausalLM`"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}}, "attention_factor 1.5"),
+        ({"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"type": "llama3"}}, "rope_type 'llama3'"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window 4096"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
     ],
 )
@@ -195,6 +199,41 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     shutil.copy(sources["llama"] / "model.safetensors", tmp_path / "source")
     with pytest.raises(UnsupportedError, match=words):
         as_gguf(tmp_path / "source", tmp_path / "out", "F16")
+
+
+def with_config(source: Path, output: Path, **changed: Any) -> Path:
+    """A copy of a checkpoint with another config."""
+    shutil.copytree(source, output)
+    config = json.loads((source / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | changed))
+    return output
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_rotary_embeddings_are_named(kind: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 16}
+    source = with_config(sources["qwen3"], tmp_path / "source", rope_parameters=rope)
+    fields = gguf.GGUFReader(as_gguf(source, tmp_path / "out", "F16") / "model.gguf").fields
+    said = {name.partition(".rope.")[2]: field.contents() for name, field in fields.items() if ".rope." in name}
+    assert said == {
+        "dimension_count": 128, "freq_base": 5e5, "scaling.type": kind, "scaling.factor": 4.0,
+        "scaling.original_context_length": 16,
+    }  # fmt: skip
+
+
+def test_frequencies_of_llama_3_are_a_tensor_of_their_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32}  # fmt: skip
+    source = with_config(sources["llama"], tmp_path / "source", rope_scaling=rope, rope_theta=1e4, rope_parameters=None)
+    output = as_gguf(source, tmp_path / "out", "Q8_0")
+    factors = by_gguf(output).pop("rope_freqs.weight")
+    waves = 2 * torch.pi * 1e4 ** (torch.arange(8) / 8)
+    smooth = ((32 / waves - 1) / 3).clamp(0, 1)
+    assert torch.allclose(1 / factors, (1 - smooth) / 8 + smooth)
+    plain = by_gguf(as_gguf(sources["llama"], tmp_path / "plain", "Q8_0"))
+    assert all(torch.equal(x, plain[n]) for n, x in by_gguf(output).items() if n != "rope_freqs.weight")
+    against = VerifyOptions(level="weights", against=str(source))
+    assert verify_output(output, against, progress=Silent()).passed
 
 
 def test_what_gguf_lacks_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -253,6 +292,70 @@ def test_the_rule_that_splits_text_is_named_or_refused(first: Any, rule: str | N
     assert fields["tokenizer.ggml.token_type"].contents()[255:257] == [gguf.TokenType.NORMAL, gguf.TokenType.CONTROL]
     assert fields["tokenizer.ggml.eos_token_id"].contents() == 256
     assert fields["tokenizer.ggml.add_bos_token"].contents() is False
+
+
+def sentencepiece(folder: Path, **changed: Any) -> Path:
+    """A checkpoint with a tokenizer of SentencePiece, as transformers writes it for Llama 2."""
+    source, space = demo_with_merges(folder), "\u2581"
+    words = [
+        "<unk>",
+        *(f"<0x{i:02X}>" for i in range(200)),
+        space,
+        "t",
+        "h",
+        "e",
+        "th",
+        space + "th",
+        "the",
+        space + "the",
+    ]
+    model = {
+        "type": "BPE", "unk_token": "<unk>", "byte_fallback": True, "vocab": {w: i for i, w in enumerate(words)},
+        "merges": [["t", "h"], [space, "th"], [space + "th", "e"], [space, "the"], ["th", "e"]],
+    }  # fmt: skip
+    steps = [{"type": "Prepend", "prepend": space}, {"type": "Replace", "pattern": {"String": " "}, "content": space}]
+    document = json.loads((source / "tokenizer.json").read_text()) | {
+        "model": model | {k: v for k, v in changed.items() if k == "merges"}, "pre_tokenizer": None,
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+    }  # fmt: skip
+    (source / "tokenizer.json").write_text(json.dumps(document | {k: v for k, v in changed.items() if k != "merges"}))
+    return source
+
+
+@pytest.mark.parametrize(
+    ("changed", "space"),
+    [
+        ({}, True),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}, False),
+        ({"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": False}}, True),
+    ],
+)
+def test_sentencepiece_has_scores_in_the_order_of_its_merges(
+    changed: dict[str, Any], space: bool, tmp_path: Path
+) -> None:
+    source = sentencepiece(tmp_path / "source", **changed)
+    fields = gguf.GGUFReader(as_gguf(source, tmp_path / "out", "F16") / "model.gguf").fields
+    said = {name.removeprefix("tokenizer.ggml."): field.contents() for name, field in fields.items()}
+    assert (said["model"], said["add_space_prefix"]) == ("llama", space)
+    scores = dict(zip(said["tokens"], said["scores"], strict=True))
+    assert scores["th"] > scores["\u2581th"] > scores["\u2581the"] > scores["the"]
+    kinds = dict(zip(said["tokens"], map(gguf.TokenType, said["token_type"]), strict=True))
+    assert [kinds[t].name for t in ("<unk>", "<0x0A>", "the")] == ["UNKNOWN", "BYTE", "NORMAL"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"merges": [["t", "h"], ["th", "e"]]}, "merges"),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": True}}, "Metaspace"),
+        ({"normalizer": {"type": "NFKC"}}, "NFKC"),
+    ],
+)
+def test_what_sentencepiece_would_split_otherwise_is_refused(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        as_gguf(sentencepiece(tmp_path / "source", **changed), tmp_path / "out", "F16")
 
 
 def test_an_encoder_has_its_words_and_lacks_its_pooler(tmp_path: Path) -> None:
