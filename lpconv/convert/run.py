@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
-from lpconv.data import text_at
+from lpconv.data import SELF, text_at
 from lpconv.errors import OutputExistsError, VerificationError
 from lpconv.extras import RemoteStaging, check_free_url, delete_records, head, view_of
 from lpconv.forms.form import Side
@@ -145,11 +145,18 @@ def _publish(model: Openable, output: Path | str, options: ConvertOptions, reque
     options = fill_options(options)
     checkpoint = open_model(model, output, options)
     _check_place(output, options)
+    own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
+    options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))
     job = prepare(checkpoint, output, options)
     origin = job.checkpoint.origin
     if origin.revision is not None:
         request.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
     try:
+        if own_text is not None and not (options.resume and own_text.exists()):
+            from lpconv.convert.own_text import write_own_text  # imports torch (seconds)
+
+            write_own_text(job, own_text, request.progress)
+            request.progress.message(f"calibrating on `{own_text}`, which the model wrote")
         result = finished_output(job, request.progress) if options.resume else None
         if result is not None:
             request.progress.message(f"`{result.output}` is complete: there is nothing to resume")
@@ -226,6 +233,18 @@ def _check_place(output: Path | str, options: ConvertOptions) -> None:
         check_free_url(output, resume=options.resume, force=options.force)
     elif not (options.resume and os.path.isfile(Path(output) / MARKER)):
         check_free(Path(output), resume=options.resume, force=options.force)
+
+
+def _place_of_own_text(output: Path | str, options: ConvertOptions) -> Path:
+    """Next to the output, where `verify` looks for it; in the current folder if the output is at a URL.
+
+    Raises OutputExistsError for a file that no option allows to use or to replace.
+    """
+    is_remote = isinstance(output, str) and is_url(output)
+    text = Path(f"{Path(output).name if is_remote else output}.calibration.txt")
+    if text.exists() and not options.resume and not options.force:
+        raise OutputExistsError(f"`{text}` exists", hint=f"use it with --calibrate {text}, or replace it with --force")
+    return text
 
 
 def _write_and_publish(job: Job, request: _Request) -> ConvertResult:

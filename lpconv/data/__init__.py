@@ -21,7 +21,7 @@ from lpconv.errors import InputError, first_line
 from lpconv.lookup import find
 
 __all__ = [
-    "FILE_KINDS", "QUICK_BYTES", "SEQ_LEN", "TEXT_COLUMNS", "check_text", "columns_of", "datasets_library",
+    "FILE_KINDS", "QUICK_BYTES", "SELF", "SEQ_LEN", "TEXT_COLUMNS", "check_text", "columns_of", "datasets_library",
     "demo_checkpoint", "demo_text", "file_kind", "num_positions", "read_file", "read_text", "text_at", "text_column",
     "text_of",
 ]  # fmt: skip
@@ -40,6 +40,7 @@ FILE_KINDS = {
     ".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet",
 }  # fmt: skip
+SELF = "self"  # names the text that a model writes itself for its calibration
 TEXTS = {"train": "train.txt", "heldout": "heldout.txt"}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import check_text, text_at
+from lpconv.data import SELF, check_text, text_at
 from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers
@@ -64,7 +64,7 @@ class Job:
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:
     """Open the source of a conversion without torch. Raises every error that names, headers and texts reveal."""
     checkpoint = open_readable(model, revision=options.revision)
-    if options.calibrate is not None:
+    if options.calibrate not in (None, SELF):
         check_text(text_at(options.calibrate), checkpoint.directory, checkpoint.config)
     if not is_url(str(output)):
         check_apart(checkpoint.directory, Path(output))

@@ -139,7 +139,8 @@ class ConvertOptions:
         str | None,
         _what(
             "Calibration text, for --rounding gptq and gptaq, or otherwise for input scales of NVFP4 and "
-            "e4m3fn with one scale: a file of text or rows, or demo for the sample text",
+            "e4m3fn with one scale: a file of text or rows, self for text that the model writes, or demo for the "
+            "sample text",
             default="inputs are not quantised",
             metavar="FILE",
             is_path=True,

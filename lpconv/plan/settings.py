@@ -53,7 +53,7 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     if scheme.calibrated and options.calibrate is None:
         raise UsageError(
             f"--scheme {options.scheme} needs a text to measure input scales on",
-            hint="add --calibrate FILE, or --calibrate demo for the sample text",
+            hint="add --calibrate FILE, or --calibrate self for text that the model writes",
         )
     if scheme.calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
@@ -148,7 +148,7 @@ def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> Conv
     if options.calibrate is None:
         raise UsageError(
             f"--rounding {options.rounding} needs a text to calibrate on",
-            hint="add --calibrate FILE, or --calibrate demo for the sample text",
+            hint="add --calibrate FILE, or --calibrate self for text that the model writes",
         )
     tokens = GPTQ_TOKENS if options.calibration_tokens is None else options.calibration_tokens
     return dataclasses.replace(options, calibration_tokens=tokens, calibration_seed=options.calibration_seed or 0)
