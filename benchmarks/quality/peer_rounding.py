@@ -73,7 +73,10 @@ def auto_round(job: dict[str, Any]) -> None:
         dataset=[x[None] for x in ids], nsamples=len(ids), seqlen=ids.shape[1], device_map="cpu",
         layer_config={name: {"bits": 16} for name in kept if name != "lm_head"},
     )  # fmt: skip
-    made.quantize_and_save(job["output"], format=job.get("format", "llm_compressor"))
+    output = Path(job["output"])
+    folder = output.with_name(f"{output.name}.made")
+    made.quantize_and_save(str(folder), format=job.get("format", "llm_compressor"))
+    next(folder.rglob("config.json")).parent.rename(output)  # it adds a folder with the scheme in its name
 
 
 def gptqmodel(job: dict[str, Any]) -> None:
