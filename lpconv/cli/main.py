@@ -25,7 +25,7 @@ QUESTIONS = {
     "What would low precision save and cost?": "lpconv advise MODEL",
     "Make it smaller": "lpconv convert MODEL --format e4m3fn",
     "Serve it with vLLM": "lpconv convert MODEL --scheme FP8_DYNAMIC",
-    "Keep more of it in 4 bits": "lpconv convert MODEL --scheme W4A16 --rounding gptaq --calibrate FILE",
+    "Keep more of it in 4 bits": "lpconv convert MODEL --scheme W4A16 --rounding gptaq --calibrate self",
     "Train without fp32 copies of the weights": "lpconv finetune MODEL --recipe collage-bf16",
     "What would fp8 lose, and where?": "lpconv probe MODEL",
     "Is it faster on this machine?": "lpconv bench MODEL",
