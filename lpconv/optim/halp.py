@@ -54,6 +54,14 @@ class LPSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self._start()
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"spacing": self.spacing, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.spacing = state_dict["spacing"]
+        self.generator.set_state(state_dict["generator"])
+
     @torch.no_grad()
     def _start(self) -> None:
         for p, _ in self._parameters():
