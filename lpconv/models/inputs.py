@@ -89,9 +89,8 @@ def describe_inputs(inputs: Mapping[str, Tensor]) -> str:
 
 
 def _token_ids(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    text = config.get_text_config()
-    length = min(_LENGTH, getattr(text, "max_position_embeddings", _LENGTH) or _LENGTH)
-    ids_BL = torch.randint(0, text.vocab_size, (_BATCH, length), generator=generator)
+    length = min(_LENGTH, max_length(config) or _LENGTH)
+    ids_BL = torch.randint(0, vocabulary_size(config), (_BATCH, length), generator=generator)
     return {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL)}
 
 
