@@ -161,24 +161,24 @@ class Stream(Dataset[Example]):
         return {"input_ids": covered, "labels": labels}
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
-    """Collate examples into a batch, padded to the longest; to a multiple of 8 if lengths differ."""
+def collate(examples: Sequence[Example], pad_id: int, seq_len: int) -> dict[str, Tensor]:
+    """Collate examples into a batch; if lengths differ, pad to a multiple of 8 tokens, but to at most `seq_len`."""
     ids = [x["input_ids"] for x in examples]
     labels = [x["labels"] for x in examples]
-    length = _padded_length(ids)
+    length = _padded_length(ids, seq_len)
     batch = {"input_ids": _stack(ids, length, pad_id)}
     if any(len(x) != length for x in ids):
         batch["attention_mask"] = _stack([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
     if isinstance(labels[0], int):
         batch["labels"] = torch.tensor(labels)
     else:
-        batch["labels"] = _stack(labels, _padded_length(labels), IGNORED)
+        batch["labels"] = _stack(labels, _padded_length(labels, seq_len), IGNORED)
     return batch
 
 
-def _padded_length(sequences: Sequence[Any]) -> int:
+def _padded_length(sequences: Sequence[Any], seq_len: int) -> int:
     lengths = {len(x) for x in sequences}
-    return lengths.pop() if len(lengths) == 1 else -(-max(lengths) // 8) * 8
+    return lengths.pop() if len(lengths) == 1 else min(-(-max(lengths) // 8) * 8, seq_len)
 
 
 def _stack(sequences: Sequence[Any], length: int, padding: int) -> Tensor:

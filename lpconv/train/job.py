@@ -73,7 +73,7 @@ class TrainingJob:
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """Examples as one batch, padded if their lengths differ."""
-        return collate(examples, self.pad_id)
+        return collate(examples, self.pad_id, self.seq_len)
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
         """The examples of a run in order, or the held-out ones, which are equal for all seeds."""
