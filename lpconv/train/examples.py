@@ -259,7 +259,7 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
 
 
 def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
-    number = numbers.get(str(value))
+    number = numbers.get(str(int(value) if isinstance(value, bool) else value))
     if value is None or number is None:
         raise InputError(
             f"row {row} of {rows.words}: label {value!r:.40} is not one of the {len(numbers)} training classes",

@@ -165,6 +165,12 @@ def test_labels_that_cannot_be_are_refused(
         classification(rows, tokenizer, seq_len=16, vocab_size=10**6, num_trained=num_trained)
 
 
+def test_labels_may_be_booleans(tmp_path: Path, tokenizer: Any) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": i % 2 == 1} for i in range(20)])
+    found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6, num_trained=None)
+    assert {x["labels"] for x in found.train} == {0, 1}
+
+
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6, num_trained=None)
