@@ -22,6 +22,7 @@ from lpconv.models.opening import Opened, error_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.progress import Progress
+from lpconv.report.numbers import name_list
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
 from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, LossWatch, Recorder, Timetable, run_record
@@ -36,24 +37,23 @@ from lpconv.train.job import (
     open_start,
     start_in_fp32,
 )
-from lpconv.train.lora import bytes_by_part
+from lpconv.train.lora import bytes_by_part, layers_without_adapter
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
-from lpconv.train.recipes import RECIPES
+from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished run, with its model and optimizer. `opened` is the starting model."""
+    """A finished run, with its model and optimizer."""
 
     record: RunRecord
     prepared: TrainingSetup
     optimizer: torch.optim.Optimizer
-    opened: Opened
 
 
 def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finished:
@@ -85,8 +85,19 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
             exact = ()
         else:
             exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
-    record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
-    return Finished(record=record, prepared=prepared, optimizer=optimizer, opened=opened)
+    notes = _notes(opened, work.arithmetic)
+    record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact), notes=notes)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer)
+
+
+def _notes(opened: Opened, arithmetic: Arithmetic) -> tuple[str, ...]:
+    """Notes for the user on how the model was opened."""
+    notes = {
+        "not in the checkpoint, so drawn from the seed": opened.missing,
+        "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
+        "frozen without an adapter": layers_without_adapter(opened.model) if arithmetic.lora else (),
+    }
+    return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
 
 
 def _prepare(
