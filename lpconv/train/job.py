@@ -80,6 +80,8 @@ class TrainingJob:
         o = self.options
         examples = self.examples.held_out if held_out else self.examples.train
         count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
+        if num_processes() > 1:  # accelerate would fill an incomplete batch with repeated examples
+            count -= count % o.batch_size
         return Stream(
             examples,
             count,
@@ -150,6 +152,12 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
         examples = pack_examples(rows, tokenizer, **sizes, prefix=before, suffix=after)
+    if num_processes() > 1 and len(examples.held_out) < options.batch_size:
+        raise InputError(
+            f"{len(examples.held_out)} held-out examples do not fill a batch of {options.batch_size} over "
+            f"{num_processes()} processes",
+            hint="lower --batch-size, or pass more --eval-data",
+        )
     pads = (special_id(tokenizer, "pad"), special_id(tokenizer, "eos"), 0)
     return TrainingJob(
         checkpoint=checkpoint,
