@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -213,9 +214,10 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
                 loss: Tensor = self.compute_loss(self.model, self._prepare_inputs(self._inputs))
             return loss
 
-        place = first_nonfinite(self.model, repeat) or ("a parameter's own gradient", "backward")
+        places = gather_object([first_nonfinite(self.model, repeat)])
+        layer, direction = next(filter(None, places), ("a parameter's own gradient", "backward"))
         self.first_nonfinite = NonfiniteRecord(
-            step=self.state.global_step + 1, layer=place[0], direction=place[1], outcome=outcome
+            step=self.state.global_step + 1, layer=layer, direction=direction, outcome=outcome
         )
 
     def _diverged(self, what: str, since: int) -> DivergedError:

@@ -148,7 +148,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     try:
         with _uncompiled(model):
             loss = step()
-            if not layers and loss.requires_grad:
+            if loss.requires_grad:  # even if a layer was found: ranks that share a model gather it together
                 loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
