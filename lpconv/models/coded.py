@@ -75,14 +75,12 @@ class Codes:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all numbers of the stored tensor."""
         return len(self) == self.form.num_elements
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> "Codes":
-        """Numbers `start` to `stop` of this range."""
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def to(self, device: torch.device) -> "Codes":
@@ -152,7 +150,6 @@ class CodedTensor(torch.Tensor):
         return buffer_view(buffer, count, self.dtype)
 
     def decode(self) -> Tensor:
-        """Decode into a plain tensor."""
         if not self.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         out = torch.empty((self.numel() // self.shape[-1], self.shape[-1]), dtype=self.dtype, device=self.device)
@@ -161,7 +158,6 @@ class CodedTensor(torch.Tensor):
         return out.view(self.shape)
 
     def part(self, start: int, stop: int, shape: tuple[int, ...]) -> "CodedTensor":
-        """Numbers `start` to `stop` as a tensor of the given shape."""
         ends = list(accumulate(len(p) for p in self.pieces))
         cut = [
             p.part(max(start - (end - len(p)), 0), min(stop - (end - len(p)), len(p)))
@@ -315,7 +311,6 @@ def _require_grad_like(derived: Tensor, weight: Tensor) -> Tensor:
 
 
 def _stack(tensors: list[Any], dim: int = 0) -> CodedTensor | None:
-    """Stack matrices of one shape."""
     if dim != 0 or not _all_coded(tensors):
         return None
     shape = (len(tensors), *tensors[0].shape)

@@ -134,7 +134,6 @@ def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str |
 
 
 def _has_part(name: str, parts: Iterable[str]) -> bool:
-    """Whether a module's name contains one of `parts`, which are whole name parts."""
     return any(f".{part}." in f".{name}." for part in parts)
 
 

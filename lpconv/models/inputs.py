@@ -31,7 +31,6 @@ class _InputKind:
 
 
 def vocabulary_size(config: Any) -> int:
-    """Number of ids that the model embeds."""
     return int(config.get_text_config().vocab_size)
 
 
@@ -83,7 +82,6 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
 
 
 def describe_inputs(inputs: Mapping[str, Tensor]) -> str:
-    """A description of the result of `example_inputs`."""
     shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
     return f"{shapes}, random with seed {_SEED}"
 

@@ -70,7 +70,6 @@ class LayerWalk:
         return cls(model, windows_NL, at_once=at_once)
 
     def run(self, index: int, batch: Batch) -> Tensor:
-        """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
             made = self.layers[index](batch.state, *args, **kwargs)
@@ -136,7 +135,6 @@ class Matrix:
 
 
 def matrices_of(layer: nn.Module) -> Iterator[Matrix]:
-    """The stored matrices of a layer's coded parameters."""
     for parameter in layer.parameters():
         if isinstance(parameter, CodedTensor):
             yield from _matrices_in(parameter)
@@ -200,7 +198,6 @@ class Watch:
         self.inputs: dict[Matrix, Tensor] = {}  # of the batch, one matrix for each input; not those of experts
 
     def begin(self) -> None:
-        """Begin a batch."""
         self._last = None
         self.inputs = {}
 

@@ -39,7 +39,6 @@ class Opened:
 
     @property
     def task(self) -> Task:
-        """The task of the model's class."""
         return task_of(type(self.model).__name__)
 
 

@@ -118,7 +118,6 @@ def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> A
 
 
 def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
-    """Import a class from a checkpoint's own code."""
     for references in own.values():
         for reference in references if isinstance(references, list) else [references]:
             if isinstance(reference, str) and reference.rpartition(".")[2] == name:

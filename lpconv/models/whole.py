@@ -36,7 +36,6 @@ class Fit:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Errors, as sentences."""
         problems, what = [], f"`{self.model}`, the model of config.json"
         if self.missing:
             problems.append(
@@ -53,7 +52,6 @@ class Fit:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings, as sentences."""
         what = f"`{self.model}`, the model of config.json, does not use {code_list(self.unused)}"
         return (what,) if self.unused else ()
 

@@ -115,7 +115,6 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
-        """Storage of the weight `p` and of each of its moments."""
         if p.dtype == torch.float8_e4m3fn:
             assert self.settings.fp8_storages is not None  # ensured by `check_group`
             return self.settings.fp8_storages

@@ -59,15 +59,12 @@ class UpdateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A parameter before its step, and the intended change."""
-
     storage: Storage
     hi: Tensor
     full: Tensor
     intended: Tensor
 
     def compare(self, name: str, step: int, weight: tuple[Tensor, ...]) -> UpdateRecord:
-        """Compare with the weight's parts after the step and return the record."""
         full = stored_value(self.storage, weight)
         moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
         is_intended = self.intended != 0

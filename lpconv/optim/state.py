@@ -123,7 +123,6 @@ class SharedState:
         return int(self._steps[0])
 
     def gather(self, gradients: Sequence[Tensor]) -> None:
-        """Copy gradients and weights into the buffers."""
         torch._foreach_copy_(self._gradients, list(gradients))
         torch._foreach_copy_(self._weights, list(self.params))
 

@@ -54,5 +54,4 @@ class Batches:
 
 
 def random_tokens(*, windows: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
-    """Windows of uniformly random token ids."""
     return Tokens(windows=random_ids((windows, seq_len), vocab_size, seed=seed))

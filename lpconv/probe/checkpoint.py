@@ -51,7 +51,6 @@ class ProbeSetup:
     data_words: str
 
     def loss(self, output: Any) -> Tensor:
-        """Scalar loss of the model's output."""
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
@@ -134,7 +133,6 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
 
 
 def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
-    """The windows to run and a description of them."""
     tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
         path, words = (options.data, options.data.name) if options.data else _embedded_text()

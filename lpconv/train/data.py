@@ -37,7 +37,6 @@ def _is_file_name(name: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether `--data` is a file of plain text."""
     return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 

@@ -57,22 +57,18 @@ class TrainingJob:
 
     @property
     def num_labels(self) -> int | None:
-        """Number of classes, for classification."""
         return len(self.examples.labels) or None
 
     @property
     def loss(self) -> str:
-        """Description of the loss."""
         return self.task.loss if self.recovery is None else "KL divergence from the source's predictions"
 
     def targets(self) -> Iterator[Any]:
-        """The loss targets of each training example."""
         first, last = self.keep
         for x in self.examples.train:
             yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Examples as one batch, padded if their lengths differ."""
         return collate(examples, self.pad_id, self.seq_len)
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
@@ -112,7 +108,6 @@ class TrainingRun:
 
     @property
     def words(self) -> str:
-        """Label for the progress bar."""
         return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
 
 
@@ -202,7 +197,6 @@ def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) ->
 
 
 def _check_gates(options: FinetuneOptions, task: Task) -> None:
-    """Raise UsageError for gates on the accuracy of a task that has none."""
     for gate in options.gates:
         if "accuracy" in gate and task.name != "classification" and not options.arithmetic.on_codes:
             raise UsageError(
@@ -245,7 +239,6 @@ def start_in_fp32(job: TrainingJob, seed: int) -> Any:
 
 
 def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """Up to `count` first batches of a stream."""
     size = job.options.batch_size
     starts = range(0, min(len(stream), count * size), size)
     batches = (job.collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
@@ -288,7 +281,6 @@ def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
 
 
 def _check_shared(options: FinetuneOptions) -> None:
-    """Raise UnsupportedError for options that several processes cannot carry out together."""
     if options.lca:
         raise UnsupportedError(
             f"--lca does not support {num_processes()} processes: each would repeat the same measurement",
@@ -302,7 +294,6 @@ def _check_shared(options: FinetuneOptions) -> None:
 
 
 def _check_sharded(options: FinetuneOptions) -> None:
-    """Raise UnsupportedError for options that do not work with a model in parts."""
     if num_processes() == 1:
         raise UsageError(
             "--parallel fsdp2 needs more than one process",

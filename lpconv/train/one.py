@@ -49,8 +49,6 @@ from lpconv.train.watch import StepWatch
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished run, with its model and optimizer."""
-
     record: RunRecord
     prepared: TrainingSetup
     optimizer: torch.optim.Optimizer
@@ -126,7 +124,6 @@ def _prepare(
 
 
 def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
-    """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
     return StepWatch(model, work.track_every, arithmetic, work.log2_scale, operand_scale=scale)

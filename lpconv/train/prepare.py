@@ -75,7 +75,6 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
                 local(self.data[name.replace(".", "/")]).data = own.data_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's parameters and of the data that they share."""
         super().zero_grad(set_to_none)
         self.model.zero_grad(set_to_none)
 
@@ -103,7 +102,6 @@ class TrainingSetup:
     autocast: torch.dtype | None = None
 
     def around_forward(self, device: str) -> AbstractContextManager[Any]:
-        """Context manager for every forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -177,7 +175,6 @@ def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
 
 
 def _linear_recipe(arithmetic: Arithmetic) -> LinearRecipe:
-    """The casts of an arithmetic without scaled tensors."""
     if arithmetic.precision == "fp4":
         return FP4_RECIPES[arithmetic.operand_scale]
     if arithmetic.has_blocks:

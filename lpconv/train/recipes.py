@@ -149,8 +149,6 @@ class Arithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named combination and its purpose."""
-
     arithmetic: Arithmetic
     purpose: str
 

@@ -166,7 +166,6 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
         )
 
     def scale_at(step: int) -> int:
-        """log2 of the run's loss scale at a step."""
         return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
 
     # The run's own values include the loss scale already.

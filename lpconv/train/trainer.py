@@ -197,7 +197,6 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return overflowed
 
     def agree(self, flag: bool) -> bool:
-        """Whether the flag is set on all processes."""
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
 
     def _note_nonfinite(self, outcome: str) -> None:
@@ -253,7 +252,6 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     @property
     def own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
@@ -296,13 +294,11 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
 
 def predicted(logits: Any) -> Tensor:
-    """The predicted class of each example."""
     of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
     return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seed torch's generators from seed, step and rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -324,7 +320,6 @@ def load_sharded(folder: Path, model: nn.Module) -> None:
 
 
 def load_sharded_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load each rank's part of the optimizer state written by `save_sharded`."""
     state = _optimizer_state(model, optimizer)
     state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
     set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
@@ -335,5 +330,4 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module whose parameters the optimizer updates."""
     return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model
