@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -43,7 +42,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
+from lpconv.train.trainer import Clock, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch
 
 
@@ -170,9 +169,6 @@ def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | N
     try:
         with explain_oom(needed), half:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    except DivergedError as e:
-        _keep_good(work.folder, e)
-        raise
     finally:
         if trainer.memory is not None:
             trainer.memory.stop()
@@ -223,15 +219,6 @@ def _start_of(folder: Path) -> Path | None:
         drop_broken(folder)
     wait_for_all()
     return last_checkpoint(folder)
-
-
-def _keep_good(folder: Path, error: DivergedError) -> None:
-    """Delete the checkpoint whose weights gave the non-finite loss, and name the previous one in the error."""
-    shutil.rmtree(folder / f"checkpoint-{error.since - 1}", ignore_errors=True)
-    kept = last_checkpoint(folder)
-    error.hint = "lower --lr, or choose a recipe with more range; " + (
-        f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
-    )
 
 
 def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
+from lpconv.train.folder import last_checkpoint
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
 from lpconv.train.processes import GradientAverage, needs_averaging
@@ -55,12 +57,7 @@ class Clock:
 
 
 class DivergedError(VerificationError):
-    """A loss, or gradients at every loss scale, were not finite; the message names the layer and step.
-
-    `since` is the first affected step: the weights after the step before it caused it.
-    """
-
-    since: int = 0
+    """A loss, or gradients at every loss scale, were not finite; the message names the layer and step."""
 
 
 class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
@@ -220,16 +217,17 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         )
 
     def _diverged(self, what: str, since: int) -> DivergedError:
-        """The error for a diverged run. `since` is the first step computed with the current weights."""
-        first = self.first_nonfinite
+        """The error for a diverged run. Deletes the checkpoint of the weights that diverge, from step `since` on."""
+        first, folder = self.first_nonfinite, Path(self.args.output_dir)
         assert first is not None
-        error = DivergedError(
+        shutil.rmtree(folder / f"checkpoint-{since - 1}", ignore_errors=True)
+        kept = last_checkpoint(folder)
+        saved = f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
+        return DivergedError(
             f"{what}; the first non-finite value: `{first.layer}`, {first.direction}, step {first.step}",
-            hint="lower --lr, or choose a recipe with more range",
+            hint=f"lower --lr, or choose a recipe with more range; {saved}",
             details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
         )
-        error.since = since
-        return error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._is_sharded:
