@@ -73,10 +73,6 @@ class Codes:
     def device(self) -> torch.device:
         return next((x.device for x in self.parts.values()), torch.device("cpu"))
 
-    @property
-    def is_whole(self) -> bool:
-        return len(self) == self.form.num_elements
-
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -278,7 +274,7 @@ def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = No
         first, count = int(run[0]), len(run)
         rows = weight.part(first * cols, (first + count) * cols, (count, cols))
         runs.append(rows.decode())
-    table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype)
+    table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype, device=ids.device)
     return _require_grad_like(table[inverse], weight)
 
 
