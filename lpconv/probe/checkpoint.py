@@ -77,12 +77,7 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
     )
     check_runs(opened.model, next(iter(batches)))
     return ProbeSetup(
-        checkpoint=checkpoint,
-        opened=opened,
-        task=task,
-        batches=batches,
-        seq_len=seq_len,
-        data_words=data_words,
+        checkpoint=checkpoint, opened=opened, task=task, batches=batches, seq_len=seq_len, data_words=data_words
     )
 
 
@@ -127,7 +122,7 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
             "revision": origin.revision,
             "facts": facts,
             "warnings": _warnings(prepared),
-            "versions": _versions(),
+            "versions": {"lpconv": __version__} | {n: importlib.metadata.version(n) for n in ("torch", "transformers")},
         },
     )
 
@@ -135,7 +130,8 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
 def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
     tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
-        path, words = (options.data, options.data.name) if options.data else _embedded_text()
+        path = options.data or demo_text("heldout")
+        words = options.data.name if options.data else "the held-out sample text"
         tokens = tokenize(path, tokenizer, seq_len=seq_len, vocab_size=vocab_size)
         repeated = ", repeated" if len(tokens.windows) < options.steps * options.batch_size else ""
         return tokens, words + repeated
@@ -148,10 +144,6 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
         windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
     )
     return tokens, RANDOM_IDS
-
-
-def _embedded_text() -> tuple[Path, str]:
-    return demo_text("heldout"), "the held-out sample text"
 
 
 def _announce(
@@ -170,10 +162,6 @@ def _warnings(prepared: ProbeSetup) -> list[str]:
     if opened.missing:
         notes.append(f"not in the checkpoint, so filled with random numbers: {name_list(opened.missing)}")
     return [*notes, *prepared.batches.tokens.doubts]
-
-
-def _versions() -> dict[str, str]:
-    return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
 
 
 def calibrate_checkpoint(
