@@ -17,13 +17,12 @@ from torch.utils.data import Dataset
 from lpconv.errors import InputError, UsageError
 from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
-from lpconv.train.data import Rows
+from lpconv.train.data import HELD_OUT, Rows
 
 Example = Mapping[str, Any]
 
 IGNORED = -100  # label that losses ignore
 _CHUNK = 1000  # texts tokenised at a time
-_HELD_OUT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ def pack_examples(
     """
     if rows.held_out is None:
         windows = _windows(rows, rows.train, tokenizer, prefix, suffix, seq_len, vocab_size)
-        cut = max(1, len(windows) // _HELD_OUT)
+        cut = max(1, len(windows) // HELD_OUT)
         if len(windows) < 2:
             raise _too_short(rows.words, seq_len)
         train, held_out = windows[:-cut], windows[-cut:]
