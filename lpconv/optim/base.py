@@ -99,9 +99,11 @@ class LowPrecisionOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         jobs = self._jobs()
-        if self.settings.nonfinite_gradients != "ignore" and not self._all_finite(jobs):
-            self._skip_or_raise()
-            return loss
+        if self.settings.nonfinite_gradients != "ignore":
+            device = self.param_groups[0]["params"][0].device
+            if not all_finite([job.gradient for job in jobs], device):
+                self._skip_or_raise()
+                return loss
         self.records = []
         self._scalars_now.clear()
         small: dict[tuple[object, ...], list[_Job]] = defaultdict(list)
@@ -170,9 +172,6 @@ class LowPrecisionOptimizer(Optimizer):
             for p, name in zip(group["params"], _names(group, number), strict=True)
             if p.grad is not None
         ]
-
-    def _all_finite(self, jobs: list[_Job]) -> bool:
-        return all_finite([job.gradient for job in jobs], self.param_groups[0]["params"][0].device)
 
     def _measures(self, step: int) -> bool:
         return self.settings.diagnostics_every > 0 and step % self.settings.diagnostics_every == 0
