@@ -20,11 +20,12 @@ from lpconv.kernels.matmul import HalfProducts
 from lpconv.models.opening import Opened, error_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
+from lpconv.probe.lca import LossChange
 from lpconv.progress import Progress
 from lpconv.report.numbers import name_list
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
-from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, LossWatch, Recorder, Timetable, run_record
+from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, Recorder, Timetable, run_record
 from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, step_of
 from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.job import (
@@ -66,10 +67,10 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
         opened, prepared, needed = _prepare(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         watch = _watch(job, work, prepared.model)
-        loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
+        loss_change = _loss_change(job, work, prepared.model) if work.lca else None
         trainer = _trainer(job, work, prepared, arguments, clock)
         trainer.add_callback(Timetable(job.options, trainer))
-        trainer.add_callback(Recorder(trainer, metrics, watch, loss_watch, progress))
+        trainer.add_callback(Recorder(trainer, metrics, watch, loss_change, progress))
         progress.start(work.words, job.options.steps, unit="steps", done=done)
         with _compiler_errors() if job.options.compile else nullcontext():
             _train(trainer, work, checkpoint, needed)
@@ -261,9 +262,10 @@ def _check_gradients(job: TrainingJob, work: TrainingRun, model: Any, needed: di
         check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
 
 
-def _loss_watch(job: TrainingJob, work: TrainingRun, model: Any) -> LossWatch:
+def _loss_change(job: TrainingJob, work: TrainingRun, model: Any) -> Callable[[torch.optim.Optimizer], LossChange]:
     batches = first_batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
-    return LossWatch(model, open_start(job, work.seed).model.to(model.device), batches)
+    twin = open_start(job, work.seed).model.to(model.device)
+    return lambda optimizer: LossChange(model, optimizer, batches, twin=twin)
 
 
 def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import in_place, publish_model
-from lpconv.train.recipes import Arithmetic
 from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
 from lpconv.train.trainer import Clock
@@ -148,31 +147,28 @@ def _train_all(
 
 def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
     """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
-    options, arithmetic = job.options, job.options.arithmetic
-    every = options.every("track")
-    is_first = seed == options.seed
-
-    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> TrainingRun:
-        folder = run_folder(output, role, seed)
-        return TrainingRun(
-            role=role,
-            seed=seed,
-            arithmetic=trained,
-            folder=folder,
-            metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
-            track_every=every if tracked and is_first else 0,
-            log2_scale=log2_scale,
-            lca=options.lca and role == "run" and is_first,
-        )
+    options, is_first = job.options, seed == job.options.seed
 
     def scale_at(step: int) -> int:
         return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
 
+    arithmetic, twin = options.arithmetic, options.twin_arithmetic
     # The run's own values include the loss scale already.
-    works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
-    if options.twin_arithmetic is not None:
-        works.append(work("twin", options.twin_arithmetic, watches_twin(arithmetic), scale_at))
-    return works
+    works = [("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
+    works += [("twin", twin, watches_twin(arithmetic), scale_at)] if twin is not None else []
+    return [
+        TrainingRun(
+            role=role,
+            seed=seed,
+            arithmetic=trained,
+            folder=run_folder(output, role, seed),
+            metrics=(output if role == "run" and is_first else run_folder(output, role, seed)) / "metrics.jsonl",
+            track_every=options.every("track") if is_tracked and is_first else 0,
+            log2_scale=log2_scale,
+            lca=options.lca and role == "run" and is_first,
+        )
+        for role, trained, is_tracked, log2_scale in works
+    ]
 
 
 def _facts(job: TrainingJob) -> dict[str, str]:
