@@ -78,10 +78,7 @@ def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
 
 
 def open_to_trace(checkpoint: Openable) -> Opened:
-    """`open_to_run` with implementations that every opset has: ``eager`` attention and ``batched_mm`` experts.
-
-    Raises UnsupportedError for models that transformers does not open.
-    """
+    """`open_to_run` with implementations that every opset has: ``eager`` attention and ``batched_mm`` experts."""
     opened = open_to_run(checkpoint)
     with model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         opened.model.set_attn_implementation("eager")

@@ -134,10 +134,7 @@ def main_input(config: Mapping[str, Any]) -> str:
 
 
 def resolve_auto_class(cls: Any, config: Any) -> Any:
-    """Resolve an Auto class to the class for a config, since Auto classes open directories only.
-
-    Raises UnsupportedError if there is no such class.
-    """
+    """Resolve an Auto class to the class for a config, since Auto classes open directories only."""
     if not hasattr(cls, "_model_mapping"):
         return cls
     try:

@@ -78,10 +78,7 @@ def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allo
 
 
 def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
-    """Compare the stored tensors with the model that config.json describes.
-
-    Raises UnsupportedError if transformers does not build the model.
-    """
+    """Compare the stored tensors with the model that config.json describes."""
     known, is_tied = known_shapes(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
     if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
         return Fit()

@@ -258,11 +258,10 @@ def _on_fp16_grid(parameters: Iterable[nn.Parameter], **settings: Any) -> torch.
 
 
 def _loss_scale(arithmetic: Arithmetic) -> LossScale:
-    if arithmetic.loss_scale in ("dynamic", "logmax"):
-        return make_loss_scale(arithmetic.loss_scale, floor=arithmetic.loss_scale_floor)
-    if arithmetic.loss_scale == "none":
-        return make_loss_scale("none")
-    return make_loss_scale("constant", scale=float(arithmetic.loss_scale))
+    name = arithmetic.loss_scale
+    if name in ("dynamic", "logmax"):
+        return make_loss_scale(name, floor=arithmetic.loss_scale_floor)
+    return make_loss_scale("none") if name == "none" else make_loss_scale("constant", scale=float(name))
 
 
 def _full_precision(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
