@@ -63,12 +63,6 @@ class Codes:
         """All numbers of a stored tensor."""
         return cls(form=form, parts=parts, start=0, stop=form.num_elements)
 
-    @classmethod
-    def from_files(cls, source: StoredTensors, name: str) -> Self:
-        """All numbers of a checkpoint's tensor, left in its files for now."""
-        form = source.forms[name]
-        return cls(form=form, parts={}, start=0, stop=form.num_elements, source=source)
-
     @property
     def device(self) -> torch.device:
         return next((x.device for x in self.parts.values()), torch.device("cpu"))
@@ -121,7 +115,9 @@ class CodedTensor(torch.Tensor):
     @classmethod
     def from_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
         """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
-        return cls((Codes.from_files(source, name),), source.forms[name].shape, torch.float32)
+        form = source.forms[name]
+        codes = Codes(form=form, parts={}, start=0, stop=form.num_elements, source=source)
+        return cls((codes,), form.shape, torch.float32)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield decoded rows [rows, cols] in this dtype, block by block, with the index of each block's first row.

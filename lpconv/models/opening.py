@@ -141,18 +141,17 @@ class Blueprint:
     def build(self, device: str, mesh: DeviceMesh | None = None) -> Opened:
         """Build the model in fp32 on `device`; with a mesh, for checkpoints only, every rank opens its rows."""
         missing: tuple[str, ...] = ()
+        options = {"model_class": self.model_class, "config": self.config}
         with quiet_transformers():
-            if mesh is not None:
-                assert self.checkpoint is not None, "random weights are drawn whole"
-                model, missing, _ = load_rows(self.checkpoint, mesh, model_class=self.model_class, config=self.config)
-                return Opened(model=model.eval(), missing=missing)
-            if self.checkpoint is not None:
-                model, missing = load_with_missing(
-                    self.checkpoint, dtype=torch.float32, model_class=self.model_class, config=self.config
-                )
-            else:
+            if self.checkpoint is None:
+                assert mesh is None, "random weights are drawn whole"
                 with torch.device(device):
                     model = self.model_class(self.config)
+            elif mesh is not None:
+                model, missing, _ = load_rows(self.checkpoint, mesh, **options)
+                return Opened(model=model.eval(), missing=missing)
+            else:
+                model, missing = load_with_missing(self.checkpoint, dtype=torch.float32, **options)
         return Opened(model=model.to(device).eval(), missing=missing)
 
 
