@@ -14,14 +14,14 @@ from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, check_runs, open_to_run, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
-from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
+from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.noise import gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
@@ -140,10 +140,8 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
             f"`{directory.name}` has no tokenizer to read `{options.data}` with",
             hint="copy the tokenizer files next to the weights, or leave --data out to probe with random token ids",
         )
-    tokens = random_tokens(
-        windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
-    )
-    return tokens, RANDOM_IDS
+    ids = random_ids((options.steps * options.batch_size, seq_len), vocab_size, seed=options.seed)
+    return Tokens(windows=ids), RANDOM_IDS
 
 
 def _announce(

@@ -112,12 +112,11 @@ class GradientAverage:
         if not self._is_running:
             return
         self._found.add(id(parameter))
-        while self.num_begun < len(self._buckets) and self._is_there(self._buckets[self.num_begun]):
-            self._send([p for p in self._buckets[self.num_begun] if id(p) in self._found])
+        for bucket in self._buckets[self.num_begun :]:
+            if not all(id(p) in self._found or id(p) in self._silent for p in bucket):
+                break
+            self._send([p for p in bucket if id(p) in self._found])
             self.num_begun += 1
-
-    def _is_there(self, bucket: Sequence[Any]) -> bool:
-        return all(id(p) in self._found or id(p) in self._silent for p in bucket)
 
     def _send(self, bucket: Sequence[Any]) -> None:
         """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
