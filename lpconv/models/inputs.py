@@ -24,7 +24,7 @@ _TRACED = {"sequence": 13, "decoder_sequence": 11}
 
 @dataclass(frozen=True, kw_only=True)
 class _InputKind:
-    """How to make the inputs of a kind of model, and the names of its dynamic axes by position; if none, no tracing."""
+    """A function that makes inputs, and the names of their dynamic axes by position; empty if they cannot be traced."""
 
     make: Callable[[Any, torch.Generator], dict[str, Tensor]]
     axes: Mapping[int, str]

@@ -164,7 +164,7 @@ class Moment:
         self.num_inputs += len(x_NC)
 
     def add_shift(self, source_x: Tensor, x: Tensor) -> None:
-        """Note how far the inputs `x` are from those of the source."""
+        """Add the difference between the inputs in the source and the inputs `x`."""
         if self.shift_CC is None:
             self.shift_CC = torch.zeros_like(self.hessian_CC)
         x_NC = x.reshape(-1, x.shape[-1])
@@ -263,7 +263,7 @@ def collected(walk: LayerWalk, index: int, watch: Watch, source: LayerWalk | Non
 
 
 class _Shifts:
-    """Adds to the moments of a batch how far its inputs are from those that this sees, in the source."""
+    """Adds the differences between the inputs of a batch and those in the source to the moments of the batch."""
 
     def __init__(self, watch: Watch) -> None:
         self._moments, self._left = watch.moments, watch.inputs

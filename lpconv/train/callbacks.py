@@ -39,7 +39,7 @@ NUM_COPIES = 14  # fp32 copies of the parameters during a measured step, includi
 
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
-    """Schedules evaluations every so many steps and after the last, and checkpoints by steps or every ten minutes.
+    """Schedules evaluations by steps and after the last one, and checkpoints by steps or every ten minutes.
 
     Never saves after a skipped step, nor by time after the last step.
     """

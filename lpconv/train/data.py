@@ -117,7 +117,7 @@ def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], na
     raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
 
 
-HELD_OUT = 10  # one row in so many is held out by default
+HELD_OUT = 10  # by default, one row in ten is held out
 
 
 @dataclass(frozen=True, kw_only=True)

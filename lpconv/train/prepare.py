@@ -30,9 +30,9 @@ from lpconv.train.recover import Recovery
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
     """`LowPrecisionAdamW` for a model of `lpconv.scaled` with bf16 data; same arguments and variants.
 
-    `start` holds the fp32 values of the source model: the parts that bf16 drops go to the low parts at once. There is
-    one parameter group per scale, so that schedulers work; `group["scale"]` converts lr back as lr·scale. The model may
-    be sharded by FSDP2, with `start` whole or sharded alike.
+    `start` holds the fp32 values of the source model, so the low parts begin with the bits that bf16 drops. There is
+    one parameter group per scale, so that schedulers work; lr·`group["scale"]` is the learning rate of the weights. The
+    model may be sharded by FSDP2, with `start` whole or sharded alike.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ def prepare(
 
 
 def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
-    """Shard every parameter by rows, in place; each rank keeps its rows, and a block's are gathered while it computes.
+    """Shard every parameter by rows, in place; the rows of a block are gathered while it computes.
 
     Trainer's own `fsdp=True` silently trains unsharded on a CPU, and accelerate widens 16-bit parameters to fp32. So
     the model is sharded here, before Trainer sees it, and accelerate uses it as it is.

@@ -162,7 +162,7 @@ def _codes_of(piece: Codes) -> ScaledCodes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recovery:
-    """What a recovery needs besides the model: the teacher, the grids of its parameters, and the stored components."""
+    """The teacher of a model, the grids of the model's parameters, and the stored components."""
 
     start: Recoverable
     distillation: Distillation

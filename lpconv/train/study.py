@@ -205,7 +205,7 @@ def _warnings(job: TrainingJob, runs: Sequence[RunRecord]) -> tuple[str, ...]:
     warnings = [*job.examples.notes, *dict.fromkeys(note for run in runs for note in run.notes)]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
-        warnings.append(f"the data were repeated {rounds:.3g} times")
+        warnings.append(f"the run passes over the training data {rounds:.3g} times")
     counted: dict[str, int] = {}
     for run in runs:
         for name, count in run.fallbacks.items():
