@@ -20,7 +20,6 @@ from lpconv.optim.state import (
     SharedState,
     all_finite,
     check_state,
-    flat,
     flat_parts,
     local_gradient,
     new_state,
@@ -219,7 +218,7 @@ class LowPrecisionOptimizer(Optimizer):
         """Step one parameter, and record lost updates if this step is measured."""
         if job.gradient.numel() == 0:
             return
-        gradient, storages = flat(job.gradient), self.storages(job.p)
+        gradient, storages = job.gradient.reshape(-1), self.storages(job.p)
         with flat_parts(self.parts(job.p)) as parts:
             before = None
             if self._measures(step):

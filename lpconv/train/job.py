@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import stored_shapes
-from lpconv.lookup import find
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.quiet import quiet_transformers
@@ -266,7 +265,6 @@ def check_run(options: FinetuneOptions) -> None:
     if num_processes() > 1:
         _check_shared(options)
     for name in options.log_to:
-        find("place to log to", name, INTEGRATION_TO_CALLBACK)
         if name not in get_available_reporting_integrations():
             raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
 
