@@ -63,26 +63,14 @@ class Codes:
         """All numbers of a stored tensor."""
         return cls(form=form, parts=parts, start=0, stop=form.num_elements)
 
-    @classmethod
-    def from_files(cls, source: StoredTensors, name: str) -> Self:
-        """All numbers of a checkpoint's tensor, left in its files for now."""
-        form = source.forms[name]
-        return cls(form=form, parts={}, start=0, stop=form.num_elements, source=source)
-
     @property
     def device(self) -> torch.device:
         return next((x.device for x in self.parts.values()), torch.device("cpu"))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether these are all numbers of the stored tensor."""
-        return len(self) == self.form.num_elements
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def part(self, start: int, stop: int) -> "Codes":
-        """Numbers `start` to `stop` of this range."""
         return replace(self, start=self.start + start, stop=self.start + stop)
 
     def to(self, device: torch.device) -> "Codes":
@@ -127,7 +115,9 @@ class CodedTensor(torch.Tensor):
     @classmethod
     def from_files(cls, source: StoredTensors, name: str) -> "CodedTensor":
         """Wrap a tensor of a checkpoint that stays in its files, which must remain open; values in fp32."""
-        return cls((Codes.from_files(source, name),), source.forms[name].shape, torch.float32)
+        form = source.forms[name]
+        codes = Codes(form=form, parts={}, start=0, stop=form.num_elements, source=source)
+        return cls((codes,), form.shape, torch.float32)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield decoded rows [rows, cols] in this dtype, block by block, with the index of each block's first row.
@@ -152,7 +142,6 @@ class CodedTensor(torch.Tensor):
         return buffer_view(buffer, count, self.dtype)
 
     def decode(self) -> Tensor:
-        """Decode into a plain tensor."""
         if not self.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         out = torch.empty((self.numel() // self.shape[-1], self.shape[-1]), dtype=self.dtype, device=self.device)
@@ -161,7 +150,6 @@ class CodedTensor(torch.Tensor):
         return out.view(self.shape)
 
     def part(self, start: int, stop: int, shape: tuple[int, ...]) -> "CodedTensor":
-        """Numbers `start` to `stop` as a tensor of the given shape."""
         ends = list(accumulate(len(p) for p in self.pieces))
         cut = [
             p.part(max(start - (end - len(p)), 0), min(stop - (end - len(p)), len(p)))
@@ -282,7 +270,7 @@ def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = No
         first, count = int(run[0]), len(run)
         rows = weight.part(first * cols, (first + count) * cols, (count, cols))
         runs.append(rows.decode())
-    table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype)
+    table = torch.cat(runs) if runs else torch.empty(0, cols, dtype=weight.dtype, device=ids.device)
     return _require_grad_like(table[inverse], weight)
 
 
@@ -315,7 +303,6 @@ def _require_grad_like(derived: Tensor, weight: Tensor) -> Tensor:
 
 
 def _stack(tensors: list[Any], dim: int = 0) -> CodedTensor | None:
-    """Stack matrices of one shape."""
     if dim != 0 or not _all_coded(tensors):
         return None
     shape = (len(tensors), *tensors[0].shape)

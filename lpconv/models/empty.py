@@ -33,10 +33,7 @@ def empty_model(checkpoint: Checkpoint) -> nn.Module:
 
 
 def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The report of transformers on loading tensors of these names and shapes into `empty_model`: fields of a `Fit`.
-
-    Raises UnsupportedError if the model cannot be built.
-    """
+    """The report of transformers on loading tensors of these names and shapes into `empty_model`: fields of a `Fit`."""
     model = empty_model(checkpoint)
     name, config = type(model).__name__, transformers_config(checkpoint, hint=_HINT)
     state = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
@@ -134,7 +131,6 @@ def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str |
 
 
 def _has_part(name: str, parts: Iterable[str]) -> bool:
-    """Whether a module's name contains one of `parts`, which are whole name parts."""
     return any(f".{part}." in f".{name}." for part in parts)
 
 

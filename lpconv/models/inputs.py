@@ -24,14 +24,13 @@ _TRACED = {"sequence": 13, "decoder_sequence": 11}
 
 @dataclass(frozen=True, kw_only=True)
 class _InputKind:
-    """How to make the inputs of a kind of model, and the names of its dynamic axes by position; if none, no tracing."""
+    """A function that makes inputs, and the names of their dynamic axes by position; empty if they cannot be traced."""
 
     make: Callable[[Any, torch.Generator], dict[str, Tensor]]
     axes: Mapping[int, str]
 
 
 def vocabulary_size(config: Any) -> int:
-    """Number of ids that the model embeds."""
     return int(config.get_text_config().vocab_size)
 
 
@@ -83,15 +82,13 @@ def inputs_for(model_class: Any, config: Any, *, main: str | None = None) -> dic
 
 
 def describe_inputs(inputs: Mapping[str, Tensor]) -> str:
-    """A description of the result of `example_inputs`."""
     shapes = ", ".join(f"{k} {list(v.shape)}" for k, v in inputs.items() if k != "attention_mask")
     return f"{shapes}, random with seed {_SEED}"
 
 
 def _token_ids(config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    text = config.get_text_config()
-    length = min(_LENGTH, getattr(text, "max_position_embeddings", _LENGTH) or _LENGTH)
-    ids_BL = torch.randint(0, text.vocab_size, (_BATCH, length), generator=generator)
+    length = min(_LENGTH, max_length(config) or _LENGTH)
+    ids_BL = torch.randint(0, vocabulary_size(config), (_BATCH, length), generator=generator)
     return {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL)}
 
 

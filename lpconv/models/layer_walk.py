@@ -70,7 +70,6 @@ class LayerWalk:
         return cls(model, windows_NL, at_once=at_once)
 
     def run(self, index: int, batch: Batch) -> Tensor:
-        """The output of the next layer, `index`, for a batch."""
         args, kwargs = batch.arguments[index]
         with torch.no_grad():
             made = self.layers[index](batch.state, *args, **kwargs)
@@ -136,7 +135,6 @@ class Matrix:
 
 
 def matrices_of(layer: nn.Module) -> Iterator[Matrix]:
-    """The stored matrices of a layer's coded parameters."""
     for parameter in layer.parameters():
         if isinstance(parameter, CodedTensor):
             yield from _matrices_in(parameter)
@@ -166,7 +164,7 @@ class Moment:
         self.num_inputs += len(x_NC)
 
     def add_shift(self, source_x: Tensor, x: Tensor) -> None:
-        """Note how far the inputs `x` are from those of the source."""
+        """Add the difference between the inputs in the source and the inputs `x`."""
         if self.shift_CC is None:
             self.shift_CC = torch.zeros_like(self.hessian_CC)
         x_NC = x.reshape(-1, x.shape[-1])
@@ -200,7 +198,6 @@ class Watch:
         self.inputs: dict[Matrix, Tensor] = {}  # of the batch, one matrix for each input; not those of experts
 
     def begin(self) -> None:
-        """Begin a batch."""
         self._last = None
         self.inputs = {}
 
@@ -266,7 +263,7 @@ def collected(walk: LayerWalk, index: int, watch: Watch, source: LayerWalk | Non
 
 
 class _Shifts:
-    """Adds to the moments of a batch how far its inputs are from those that this sees, in the source."""
+    """Adds the differences between the inputs of a batch and those in the source to the moments of the batch."""
 
     def __init__(self, watch: Watch) -> None:
         self._moments, self._left = watch.moments, watch.inputs

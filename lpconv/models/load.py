@@ -222,7 +222,6 @@ def _shard(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _rows(x: Tensor, start: int, stop: int) -> Tensor:
-    """Copy rows of `x` to new memory."""
     if start == stop:
         return torch.empty((0, *x.shape[1:]), dtype=x.dtype)
     if not isinstance(x, CodedTensor):

@@ -39,7 +39,6 @@ class Opened:
 
     @property
     def task(self) -> Task:
-        """The task of the model's class."""
         return task_of(type(self.model).__name__)
 
 
@@ -79,10 +78,7 @@ def open_to_run(checkpoint: Openable, **options: Any) -> Opened:
 
 
 def open_to_trace(checkpoint: Openable) -> Opened:
-    """`open_to_run` with implementations that every opset has: ``eager`` attention and ``batched_mm`` experts.
-
-    Raises UnsupportedError for models that transformers does not open.
-    """
+    """`open_to_run` with implementations that every opset has: ``eager`` attention and ``batched_mm`` experts."""
     opened = open_to_run(checkpoint)
     with model_errors(_DOES_NOT_OPEN, hint=_WHAT_OPENS):
         opened.model.set_attn_implementation("eager")
@@ -145,18 +141,17 @@ class Blueprint:
     def build(self, device: str, mesh: DeviceMesh | None = None) -> Opened:
         """Build the model in fp32 on `device`; with a mesh, for checkpoints only, every rank opens its rows."""
         missing: tuple[str, ...] = ()
+        options = {"model_class": self.model_class, "config": self.config}
         with quiet_transformers():
-            if mesh is not None:
-                assert self.checkpoint is not None, "random weights are drawn whole"
-                model, missing, _ = load_rows(self.checkpoint, mesh, model_class=self.model_class, config=self.config)
-                return Opened(model=model.eval(), missing=missing)
-            if self.checkpoint is not None:
-                model, missing = load_with_missing(
-                    self.checkpoint, dtype=torch.float32, model_class=self.model_class, config=self.config
-                )
-            else:
+            if self.checkpoint is None:
+                assert mesh is None, "random weights are drawn whole"
                 with torch.device(device):
                     model = self.model_class(self.config)
+            elif mesh is not None:
+                model, missing, _ = load_rows(self.checkpoint, mesh, **options)
+                return Opened(model=model.eval(), missing=missing)
+            else:
+                model, missing = load_with_missing(self.checkpoint, dtype=torch.float32, **options)
         return Opened(model=model.to(device).eval(), missing=missing)
 
 

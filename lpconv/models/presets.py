@@ -18,7 +18,6 @@ class ModelPreset:
     settings: Mapping[str, object]
 
     def config(self) -> Any:
-        """The transformers config; imports transformers."""
         import transformers
 
         return getattr(transformers, self.config_class)(**self.settings, architectures=[self.model_class])

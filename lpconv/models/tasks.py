@@ -118,7 +118,6 @@ def architecture(config: Mapping[str, Any], *, trusted: Path | None = None) -> A
 
 
 def _own_class(own: Mapping[str, Any], name: str, directory: Path) -> Any:
-    """Import a class from a checkpoint's own code."""
     for references in own.values():
         for reference in references if isinstance(references, list) else [references]:
             if isinstance(reference, str) and reference.rpartition(".")[2] == name:
@@ -135,10 +134,7 @@ def main_input(config: Mapping[str, Any]) -> str:
 
 
 def resolve_auto_class(cls: Any, config: Any) -> Any:
-    """Resolve an Auto class to the class for a config, since Auto classes open directories only.
-
-    Raises UnsupportedError if there is no such class.
-    """
+    """Resolve an Auto class to the class for a config, since Auto classes open directories only."""
     if not hasattr(cls, "_model_mapping"):
         return cls
     try:

@@ -36,7 +36,6 @@ class Fit:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Errors, as sentences."""
         problems, what = [], f"`{self.model}`, the model of config.json"
         if self.missing:
             problems.append(
@@ -53,7 +52,6 @@ class Fit:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings, as sentences."""
         what = f"`{self.model}`, the model of config.json, does not use {code_list(self.unused)}"
         return (what,) if self.unused else ()
 
@@ -80,10 +78,7 @@ def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allo
 
 
 def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:
-    """Compare the stored tensors with the model that config.json describes.
-
-    Raises UnsupportedError if transformers does not build the model.
-    """
+    """Compare the stored tensors with the model that config.json describes."""
     known, is_tied = known_shapes(checkpoint.config), checkpoint.config.get("tie_word_embeddings") is True
     if known is not None and known == {**({_HEAD: known[_HEAD]} if is_tied else {}), **shapes}:
         return Fit()

@@ -20,7 +20,6 @@ from lpconv.optim.state import (
     SharedState,
     all_finite,
     check_state,
-    flat,
     flat_parts,
     local_gradient,
     new_state,
@@ -99,9 +98,11 @@ class LowPrecisionOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         jobs = self._jobs()
-        if self.settings.nonfinite_gradients != "ignore" and not self._all_finite(jobs):
-            self._skip_or_raise()
-            return loss
+        if self.settings.nonfinite_gradients != "ignore":
+            device = self.param_groups[0]["params"][0].device
+            if not all_finite([job.gradient for job in jobs], device):
+                self._skip_or_raise()
+                return loss
         self.records = []
         self._scalars_now.clear()
         small: dict[tuple[object, ...], list[_Job]] = defaultdict(list)
@@ -115,7 +116,6 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     def storages(self, p: Tensor) -> tuple[Storage, ...]:
-        """Storage of the weight `p` and of each of its moments."""
         if p.dtype == torch.float8_e4m3fn:
             assert self.settings.fp8_storages is not None  # ensured by `check_group`
             return self.settings.fp8_storages
@@ -172,9 +172,6 @@ class LowPrecisionOptimizer(Optimizer):
             if p.grad is not None
         ]
 
-    def _all_finite(self, jobs: list[_Job]) -> bool:
-        return all_finite([job.gradient for job in jobs], self.param_groups[0]["params"][0].device)
-
     def _measures(self, step: int) -> bool:
         return self.settings.diagnostics_every > 0 and step % self.settings.diagnostics_every == 0
 
@@ -221,7 +218,7 @@ class LowPrecisionOptimizer(Optimizer):
         """Step one parameter, and record lost updates if this step is measured."""
         if job.gradient.numel() == 0:
             return
-        gradient, storages = flat(job.gradient), self.storages(job.p)
+        gradient, storages = job.gradient.reshape(-1), self.storages(job.p)
         with flat_parts(self.parts(job.p)) as parts:
             before = None
             if self._measures(step):

@@ -34,7 +34,6 @@ class UpdateRecord:
     intended_norm: float
     along_hi: float
     along_full: float
-    low_norm: float
 
     @property
     def edq_hi(self) -> float:
@@ -59,15 +58,12 @@ class UpdateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A parameter before its step, and the intended change."""
-
     storage: Storage
     hi: Tensor
     full: Tensor
     intended: Tensor
 
     def compare(self, name: str, step: int, weight: tuple[Tensor, ...]) -> UpdateRecord:
-        """Compare with the weight's parts after the step and return the record."""
         full = stored_value(self.storage, weight)
         moved_hi, moved_full = weight[0].float() - self.hi, full - self.full
         is_intended = self.intended != 0
@@ -80,7 +76,6 @@ class Snapshot:
             intended_norm=float(self.intended.double().norm()),
             along_hi=float(self.intended.double() @ moved_hi.double()),
             along_full=float(self.intended.double() @ moved_full.double()),
-            low_norm=float((full - weight[0].float()).double().norm()),
         )
 
 
@@ -109,5 +104,4 @@ def combine(records: Sequence[UpdateRecord]) -> UpdateRecord:
         intended_norm=math.hypot(*(r.intended_norm for r in records)),
         along_hi=math.fsum(r.along_hi for r in records),
         along_full=math.fsum(r.along_full for r in records),
-        low_norm=math.hypot(*(r.low_norm for r in records)),
     )

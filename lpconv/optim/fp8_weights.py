@@ -5,6 +5,7 @@ e4m3fn. The dropped bits are stored in the optimizer (`Storage.FP8_BF16` and `FP
 weights need no cast before a matmul and no amax pass, and their gradient may stay bf16.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,9 +88,7 @@ def use_fp8_weights(
 
 def _replaceable(model: nn.Module, exclude: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     output_head = head(model)
-    owners: dict[Tensor, int] = {}
-    for _, p in model.named_parameters(remove_duplicate=False):
-        owners[p] = owners.get(p, 0) + 1
+    owners = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for layer in linears(model):
         name = layer.name
         module: Any = layer.module

@@ -50,9 +50,18 @@ class LPSGD(torch.optim.Optimizer):
         if not (lr > 0 and spacing > 0 and math.isfinite(lr * spacing)):
             raise UsageError(f"lr={lr} or spacing={spacing} is out of range", hint="both must be finite and above 0")
         self.format, self.spacing = integer_format(bits), spacing
-        self.generator = torch.Generator().manual_seed(seed)
         super().__init__(params, {"lr": lr})
+        device = self.param_groups[0]["params"][0].device
+        self.generator = torch.Generator(device).manual_seed(seed)
         self._start()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"spacing": self.spacing, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.spacing = state_dict["spacing"]
+        self.generator.set_state(state_dict["generator"].cpu())
 
     @torch.no_grad()
     def _start(self) -> None:

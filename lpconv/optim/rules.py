@@ -9,7 +9,7 @@ is an fp32 pair.
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -159,44 +159,39 @@ def _lion(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tupl
     return x - (decay * x + lr * direction), (moments[0] * beta2 + g * one_minus_beta2,)
 
 
-RULES: dict[str, UpdateRule] = {
-    r.name: r
-    for r in (
-        UpdateRule(
-            name="adamw",
-            moments=("exp_avg", "exp_avg_sq"),
-            decays=lambda group: group["betas"],
-            coefficients=_adamw_coefficients,
-            update=_adamw,
-        ),
-        UpdateRule(
-            name="adamw-ratio",
-            moments=("exp_avg_ratio", "exp_avg_sq"),
-            decays=lambda group: group["betas"],
-            coefficients=_ratio_coefficients,
-            update=_adamw_ratio,
-        ),
-        UpdateRule(
-            name="adamw-eco",
-            moments=("exp_avg", "exp_avg_sq"),
-            decays=lambda group: group["betas"],
-            coefficients=_eco_coefficients,
-            update=lambda x, g, moments, c: _adamw(x, g, moments, c[:-1]),
-            gain=_eco_gain,
-        ),
-        UpdateRule(
-            name="sgd",
-            moments=("momentum_buffer",),
-            decays=lambda group: (group["momentum"],),
-            coefficients=_sgd_coefficients,
-            update=_sgd,
-        ),
-        UpdateRule(
-            name="lion",
-            moments=("exp_avg",),
-            decays=lambda group: (group["betas"][1],),
-            coefficients=_lion_coefficients,
-            update=_lion,
-        ),
-    )
-}
+_ADAMW = UpdateRule(
+    name="adamw",
+    moments=("exp_avg", "exp_avg_sq"),
+    decays=lambda group: group["betas"],
+    coefficients=_adamw_coefficients,
+    update=_adamw,
+)
+_RATIO = replace(
+    _ADAMW,
+    name="adamw-ratio",
+    moments=("exp_avg_ratio", "exp_avg_sq"),
+    coefficients=_ratio_coefficients,
+    update=_adamw_ratio,
+)
+_ECO = replace(
+    _ADAMW,
+    name="adamw-eco",
+    coefficients=_eco_coefficients,
+    update=lambda x, g, moments, c: _adamw(x, g, moments, c[:-1]),
+    gain=_eco_gain,
+)
+_SGD = UpdateRule(
+    name="sgd",
+    moments=("momentum_buffer",),
+    decays=lambda group: (group["momentum"],),
+    coefficients=_sgd_coefficients,
+    update=_sgd,
+)
+_LION = UpdateRule(
+    name="lion",
+    moments=("exp_avg",),
+    decays=lambda group: (group["betas"][1],),
+    coefficients=_lion_coefficients,
+    update=_lion,
+)
+RULES: dict[str, UpdateRule] = {r.name: r for r in (_ADAMW, _RATIO, _ECO, _SGD, _LION)}

@@ -36,7 +36,6 @@ class UpdateSettings:
 
     @functools.cached_property
     def bf16_storages(self) -> tuple[Storage, ...]:
-        """Storages of the weight and each moment, for bf16 parameters."""
         return self.variant.weight, *self.variant.moments[: len(self.rule.moments)]
 
     @functools.cached_property
@@ -50,7 +49,6 @@ class UpdateSettings:
 
     @functools.cached_property
     def fp32_storages(self) -> tuple[Storage, ...]:
-        """Storages for fp32 parameters."""
         return (Storage.FP32,) * (1 + len(self.rule.moments))
 
 

@@ -123,7 +123,6 @@ class SharedState:
         return int(self._steps[0])
 
     def gather(self, gradients: Sequence[Tensor]) -> None:
-        """Copy gradients and weights into the buffers."""
         torch._foreach_copy_(self._gradients, list(gradients))
         torch._foreach_copy_(self._weights, list(self.params))
 
@@ -171,16 +170,11 @@ def local_gradient(p: Tensor, name: str) -> Tensor:
 def flat_parts(parts: Parts) -> Iterator[Parts]:
     """Yield the local parts of a parameter as 1-D contiguous tensors; copies are written back on exit."""
     sources = [[local(t) for t in tensors] for tensors in parts]
-    flats = tuple(tuple(flat(t) for t in tensors) for tensors in sources)
+    flats = tuple(tuple(t.reshape(-1) for t in tensors) for tensors in sources)
     yield flats
     for source, one in ((s, f) for many in zip(sources, flats, strict=True) for s, f in zip(*many, strict=True)):
         if not source.is_contiguous():
             source.copy_(one.view(source.shape))
-
-
-def flat(t: Tensor) -> Tensor:
-    """`t` as a 1-D contiguous tensor: a view if `t` is contiguous."""
-    return t if t.dim() == 1 and t.is_contiguous() else t.reshape(-1)
 
 
 def all_finite(gradients: Sequence[Tensor], device: torch.device) -> bool:

@@ -147,7 +147,6 @@ def load(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def stored_value(storage: Storage, parts: tuple[Tensor, ...]) -> Tensor:
-    """The fp32 value of all stored parts."""
     return join(*parts) if storage is Storage.KAHAN else load(storage, parts)
 
 

@@ -5,7 +5,7 @@ gradients and nothing else.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.histogram import Rates
@@ -139,8 +139,7 @@ def table(result: ProbeResult, format: str, *, log2_loss_scale: int = 0, limit: 
         lines.append(f"{t.layer:{width}}  {ROLE_WORDS[t.role]:15}{shares}{r.sqnr_db:>7.1f} dB")
     if len(worst) > limit:
         lines.append(f"and {len(worst) - limit} more with smaller losses")
-    if any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
-        scale = recommend_loss_scale(result, format)
+    for scale in loss_scales(result, [format]).values():
         lines.append(
             f"loss scale for {format}: {power_text(scale.log2_scale)} "
             f"(worst gradient underflow {brief_share(scale.worst_underflow_before)} at 1, "
@@ -196,7 +195,10 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
 
 def findings(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, tuple[str, ...]]:
     """Descriptions of the worst tensors in each format, worst first; empty if the format loses nothing."""
-    return {name: tuple(_findings(result, name)) for name in formats}
+    return {
+        name: tuple(sentence(tensor, name) for tensor, rates in assess(result, name)[:_FINDINGS] if rates.lost > 0)
+        for name in formats
+    }
 
 
 def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, LossScaleRecord]) -> ProbedRecord:
@@ -235,11 +237,6 @@ def loss_scales(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -
     if not any(t.role in GRADIENT_ROLES and t.exponents.num_nonzero for t in result.tensors):
         return {}
     return {name: recommend_loss_scale(result, name) for name in formats}
-
-
-def _findings(result: ProbeResult, name: str) -> Iterator[str]:
-    worst = assess(result, name)[:_FINDINGS]
-    return (sentence(tensor, name) for tensor, rates in worst if rates.lost > 0)
 
 
 def _nonfinite(tensors: Sequence[ProbedRecord]) -> tuple[str, ...]:

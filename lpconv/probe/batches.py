@@ -1,4 +1,4 @@
-"""Batches for a probe: windows of a text, or of random ids if there is no tokenizer.
+"""Batches for a probe, of windows of token ids.
 
 Letters in shapes: B batch, L sequence length.
 """
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lpconv.models.inputs import random_ids
 from lpconv.models.tasks import CLM, MLM, Task
 from lpconv.models.tokenizer import Tokens
 
@@ -51,8 +50,3 @@ class Batches:
         else:
             covered_BL = torch.full_like(ids_BL, self.tokens.mask_id)
         return {"input_ids": torch.where(chosen_BL, covered_BL, ids_BL), "labels": torch.where(chosen_BL, ids_BL, -100)}
-
-
-def random_tokens(*, windows: int, seq_len: int, vocab_size: int, seed: int) -> Tokens:
-    """Windows of uniformly random token ids."""
-    return Tokens(windows=random_ids((windows, seq_len), vocab_size, seed=seed))

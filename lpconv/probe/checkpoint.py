@@ -14,14 +14,14 @@ from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, check_runs, open_to_run, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
-from lpconv.probe.batches import MASK_RATE, Batches, random_tokens
+from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.noise import gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
@@ -51,7 +51,6 @@ class ProbeSetup:
     data_words: str
 
     def loss(self, output: Any) -> Tensor:
-        """Scalar loss of the model's output."""
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
@@ -78,12 +77,7 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
     )
     check_runs(opened.model, next(iter(batches)))
     return ProbeSetup(
-        checkpoint=checkpoint,
-        opened=opened,
-        task=task,
-        batches=batches,
-        seq_len=seq_len,
-        data_words=data_words,
+        checkpoint=checkpoint, opened=opened, task=task, batches=batches, seq_len=seq_len, data_words=data_words
     )
 
 
@@ -128,16 +122,16 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
             "revision": origin.revision,
             "facts": facts,
             "warnings": _warnings(prepared),
-            "versions": _versions(),
+            "versions": {"lpconv": __version__} | {n: importlib.metadata.version(n) for n in ("torch", "transformers")},
         },
     )
 
 
 def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int) -> tuple[Tokens, str]:
-    """The windows to run and a description of them."""
     tokenizer, vocab_size = read_tokenizer(directory), vocabulary_size(opened.model.config)
     if tokenizer is not None:
-        path, words = (options.data, options.data.name) if options.data else _embedded_text()
+        path = options.data or demo_text("heldout")
+        words = options.data.name if options.data else "the held-out sample text"
         tokens = tokenize(path, tokenizer, seq_len=seq_len, vocab_size=vocab_size)
         repeated = ", repeated" if len(tokens.windows) < options.steps * options.batch_size else ""
         return tokens, words + repeated
@@ -146,14 +140,8 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
             f"`{directory.name}` has no tokenizer to read `{options.data}` with",
             hint="copy the tokenizer files next to the weights, or leave --data out to probe with random token ids",
         )
-    tokens = random_tokens(
-        windows=options.steps * options.batch_size, seq_len=seq_len, vocab_size=vocab_size, seed=options.seed
-    )
-    return tokens, RANDOM_IDS
-
-
-def _embedded_text() -> tuple[Path, str]:
-    return demo_text("heldout"), "the held-out sample text"
+    ids = random_ids((options.steps * options.batch_size, seq_len), vocab_size, seed=options.seed)
+    return Tokens(windows=ids), RANDOM_IDS
 
 
 def _announce(
@@ -172,10 +160,6 @@ def _warnings(prepared: ProbeSetup) -> list[str]:
     if opened.missing:
         notes.append(f"not in the checkpoint, so filled with random numbers: {name_list(opened.missing)}")
     return [*notes, *prepared.batches.tokens.doubts]
-
-
-def _versions() -> dict[str, str]:
-    return {"lpconv": __version__, **{n: importlib.metadata.version(n) for n in ("torch", "transformers")}}
 
 
 def calibrate_checkpoint(

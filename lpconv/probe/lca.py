@@ -71,12 +71,10 @@ class LossChangeStep:
 
     @property
     def change(self) -> float:
-        """The sum of the parameters' changes of the loss."""
         return math.fsum(a.change for a in self.parameters)
 
     @property
     def rounding(self) -> float:
-        """The change of the loss due to rounding."""
         return math.fsum(a.rounding for a in self.parameters)
 
     @property
@@ -293,7 +291,6 @@ class _Path:
         self.middles = self._gradients_at([0.5])
 
     def mean_gradient(self) -> Tensor:
-        """ḡ, the gradient averaged over the line."""
         return (self.ends + 2 * self.inner + 4 * self.middles) / (6 * self.segments)
 
     def closes(self, tolerance: float) -> bool:

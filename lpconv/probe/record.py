@@ -32,7 +32,6 @@ class ProbedTensor:
 
     @cached_property
     def exponents(self) -> ExponentHistogram:
-        """The histogram as an object."""
         return ExponentHistogram.from_dict(self.histogram)
 
 

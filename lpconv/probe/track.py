@@ -205,7 +205,6 @@ def _count(tensor: Tensor) -> Callable[[], ExponentHistogram]:
 
 
 def _tracked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that `track` records, with their names, in the model's order."""
     return [
         (name, module)
         for name, module in weighted_modules(model).items()

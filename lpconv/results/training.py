@@ -161,7 +161,8 @@ class RunRecord:
     in older records).
 
     `role` is ``run`` or ``twin``. `step_time_s` is the median over steps without recording, `overhead` the time of
-    recording divided by the other time. `seconds` is the wall time by activity since the last resumption.
+    recording divided by the other time. `seconds` is the wall time by activity since the last resumption. `notes` tell
+    the user how the model was opened.
     """
 
     role: RunRole
@@ -180,6 +181,7 @@ class RunRecord:
     loss_allocation: LossAllocation | None = None
     fallbacks: dict[str, int] = field(default_factory=dict)
     held_out: tuple[EvaluationRecord, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for series in (self.losses, *self.evaluations):

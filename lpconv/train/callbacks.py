@@ -4,12 +4,11 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainerCallback
 
 from lpconv.optim.base import LowPrecisionOptimizer
@@ -40,7 +39,7 @@ NUM_COPIES = 14  # fp32 copies of the parameters during a measured step, includi
 
 
 class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyped
-    """Schedules evaluations every so many steps and after the last, and checkpoints by steps or every ten minutes.
+    """Schedules evaluations by steps and after the last one, and checkpoints by steps or every ten minutes.
 
     Never saves after a skipped step, nor by time after the last step.
     """
@@ -64,40 +63,11 @@ class Timetable(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         return not is_last and self.trainer.agree(time.monotonic() - self.saved_s > _SAVE_S)
 
 
-class LossWatch:
-    """Allocates the loss change of each step of `model`. `twin` is the same model in fp32, and is overwritten.
-
-    `seconds` is the time of the last step's measurement.
-    """
-
-    def __init__(self, model: nn.Module, twin: nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        self.model, self.twin, self.batches = model, twin, batches
-        self.seconds = 0.0
-        self._lca: LossChange | None = None
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call in place of `optimizer.step()`, with gradients unscaled and clipped."""
-        started = time.perf_counter()
-        if self._lca is None:  # the optimizer exists, or is restored, only once training begins
-            self._lca = LossChange(self.model, optimizer, self.batches, twin=self.twin)
-        self._lca.before_step()
-        self.seconds = time.perf_counter() - started
-
-    def after_step(self, step: int) -> dict[str, Any]:
-        """Call after step number `step`. Returns its allocation by layer, for the step's row."""
-        assert self._lca is not None
-        started = time.perf_counter()
-        change = by_layer(self._lca.after_step())
-        self._lca.steps.clear()  # stored in the rows
-        self.seconds += time.perf_counter() - started
-        row: dict[str, Any] = to_json(dataclasses.replace(change, step=step))
-        return row
-
-
 class Recorder(TrainerCallback):  # type: ignore[misc]
     """Writes a row per step, and one for step 0 with the evaluation before training.
 
-    Also records and measures the steps that are due, and reports progress. Step times exclude loss change allocation.
+    Also records and measures the steps that are due, and reports progress. `loss_change` makes the allocation of the
+    loss change for an optimizer, if that is wanted; step times exclude it.
     """
 
     def __init__(
@@ -105,14 +75,19 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         trainer: LowPrecisionTrainer,
         metrics: Metrics,
         watch: StepWatch,
-        loss_watch: LossWatch | None,
+        loss_change: Callable[[Optimizer], LossChange] | None,
         progress: Progress,
     ) -> None:
         self.trainer, self.memory, self.metrics = trainer, trainer.memory, metrics
-        self.watch, self.loss_watch, self.progress = watch, loss_watch, progress
+        self.watch, self.loss_change, self.progress = watch, loss_change, progress
+        self.lca: LossChange | None = None
         self.allotted: dict[str, Any] = {}
-        self.started_s = self.learning_rate = 0.0
+        self.started_s = self.learning_rate = self.lca_s = 0.0
         self.is_measured = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.loss_change is not None:  # only now is there an optimizer
+            self.lca = self.loss_change(self.trainer.own_optimizer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()
@@ -125,17 +100,23 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
             self.memory.end()
-        if self.loss_watch is not None:
-            self.loss_watch.before_step(self.trainer.own_optimizer)
+        if self.lca is not None:
+            started_s = time.perf_counter()
+            self.lca.before_step()
+            self.lca_s = time.perf_counter() - started_s
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.loss_watch is not None:
-            self.allotted = {"lca": self.loss_watch.after_step(state.global_step + 1)}
-            self.trainer.clock.add("loss change allocation", self.loss_watch.seconds)
+        if self.lca is not None:
+            started_s = time.perf_counter()
+            change = by_layer(self.lca.after_step())
+            self.lca.steps.clear()  # stored in the rows
+            self.allotted = {"lca": to_json(dataclasses.replace(change, step=state.global_step + 1))}
+            self.lca_s += time.perf_counter() - started_s
+            self.trainer.clock.add("loss change allocation", self.lca_s)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        time_s = time.perf_counter() - self.started_s - (self.loss_watch.seconds if self.loss_watch else 0.0)
+        time_s = time.perf_counter() - self.started_s - self.lca_s
         trainer.clock.add("steps", time_s)
         with trainer.clock.spending("records of values"):
             tracked = self.watch.end()

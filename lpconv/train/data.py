@@ -37,7 +37,6 @@ def _is_file_name(name: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether `--data` is a file of plain text."""
     return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 
@@ -118,7 +117,7 @@ def _column(columns: Sequence[str], wanted: str | None, usual: Sequence[str], na
     raise UsageError(f"`{name}` has no column `{wanted}`", hint=hint)
 
 
-_HELD_OUT = 10  # one row in so many is held out by default
+HELD_OUT = 10  # by default, one row in ten is held out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +146,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
     """
     if options.data is None:
         parts = {split: read_file(demo_text(split)) for split in ("train", "heldout")}
-        return Rows(
-            train=parts["train"],
-            held_out=parts["heldout"],
-            text="text",
-            label=None,
-            words="the sample text",
-        )
+        return Rows(train=parts["train"], held_out=parts["heldout"], text="text", label=None, words="the sample text")
     train, held_out = _splits(options.data)
     if options.eval_data is not None:
         held_out = _splits(options.eval_data)[0]
@@ -162,7 +155,7 @@ def read_rows(options: FinetuneOptions) -> Rows:
         if part is not None:
             _check(part, text, label, name)
     if held_out is None and len(train) >= 2:
-        parts = train.train_test_split(test_size=max(1, len(train) // _HELD_OUT), seed=0)
+        parts = train.train_test_split(test_size=max(1, len(train) // HELD_OUT), seed=0)
         train, held_out = parts["train"], parts["test"]
     return Rows(train=train, held_out=held_out, text=text, label=label, words=Path(options.data).name)
 
@@ -181,10 +174,7 @@ def _splits(name: str) -> tuple[Any, Any | None]:
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:
     for column in filter(None, (text, label)):
-        if column not in rows.column_names:
-            raise UsageError(
-                f"`{name}` has no column `{column}`", hint="its columns are " + ", ".join(rows.column_names)
-            )
+        _column(rows.column_names, column, (), name)
         try:
             list(rows[column])  # Arrow loads bytes unchecked and decodes on access
         except UnicodeDecodeError as e:

@@ -17,13 +17,12 @@ from torch.utils.data import Dataset
 from lpconv.errors import InputError, UsageError
 from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
-from lpconv.train.data import Rows
+from lpconv.train.data import HELD_OUT, Rows
 
 Example = Mapping[str, Any]
 
 IGNORED = -100  # label that losses ignore
 _CHUNK = 1000  # texts tokenised at a time
-_HELD_OUT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ def pack_examples(
     """
     if rows.held_out is None:
         windows = _windows(rows, rows.train, tokenizer, prefix, suffix, seq_len, vocab_size)
-        cut = max(1, len(windows) // _HELD_OUT)
+        cut = max(1, len(windows) // HELD_OUT)
         if len(windows) < 2:
             raise _too_short(rows.words, seq_len)
         train, held_out = windows[:-cut], windows[-cut:]
@@ -161,24 +160,24 @@ class Stream(Dataset[Example]):
         return {"input_ids": covered, "labels": labels}
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
-    """Collate examples into a batch, padded to the longest; to a multiple of 8 if lengths differ."""
+def collate(examples: Sequence[Example], pad_id: int, seq_len: int) -> dict[str, Tensor]:
+    """Collate examples into a batch; if lengths differ, pad to a multiple of 8 tokens, but to at most `seq_len`."""
     ids = [x["input_ids"] for x in examples]
     labels = [x["labels"] for x in examples]
-    length = _padded_length(ids)
+    length = _padded_length(ids, seq_len)
     batch = {"input_ids": _stack(ids, length, pad_id)}
     if any(len(x) != length for x in ids):
         batch["attention_mask"] = _stack([np.ones(len(x), dtype=np.int64) for x in ids], length, 0)
     if isinstance(labels[0], int):
         batch["labels"] = torch.tensor(labels)
     else:
-        batch["labels"] = _stack(labels, _padded_length(labels), IGNORED)
+        batch["labels"] = _stack(labels, _padded_length(labels, seq_len), IGNORED)
     return batch
 
 
-def _padded_length(sequences: Sequence[Any]) -> int:
+def _padded_length(sequences: Sequence[Any], seq_len: int) -> int:
     lengths = {len(x) for x in sequences}
-    return lengths.pop() if len(lengths) == 1 else -(-max(lengths) // 8) * 8
+    return lengths.pop() if len(lengths) == 1 else min(-(-max(lengths) // 8) * 8, seq_len)
 
 
 def _stack(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
@@ -259,7 +258,7 @@ def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
 
 
 def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
-    number = numbers.get(str(value))
+    number = numbers.get(str(int(value) if isinstance(value, bool) else value))
     if value is None or number is None:
         raise InputError(
             f"row {row} of {rows.words}: label {value!r:.40} is not one of the {len(numbers)} training classes",

@@ -106,7 +106,6 @@ def _clear(output: Path) -> None:
 
 
 def run_folder(output: Path, role: str, seed: int) -> Path:
-    """Folder for the checkpoints of one run."""
     return output / RUNS / f"{role}-seed{seed}"
 
 
@@ -141,12 +140,10 @@ class Metrics:
         self._open_row = dict(row)
 
     def add(self, figures: Mapping[str, Any]) -> None:
-        """Add metrics to the current row."""
         if self._open_row is not None:
             self._open_row |= figures
 
     def flush(self) -> None:
-        """Write the current row, if there is one."""
         if self._open_row is None:
             return
         self.rows.append(self._open_row)
@@ -185,7 +182,6 @@ def median_step_time(rows: list[dict[str, Any]]) -> float | None:
 
 
 def write_finished(folder: Path, record: RunRecord) -> None:
-    """Mark the run in `folder` as finished, with its record."""
     write_small(folder / _FINISHED, json_line(record))
 
 
@@ -205,7 +201,6 @@ def seal_checkpoint(folder: Path, step: int) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest complete checkpoint, or None."""
     return next((c for c in _checkpoints(folder) if _is_whole(c)), None)
 
 
@@ -218,7 +213,6 @@ def drop_broken(folder: Path) -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix(_CHECKPOINT))
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import stored_shapes
-from lpconv.lookup import find
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.quiet import quiet_transformers
@@ -57,29 +56,27 @@ class TrainingJob:
 
     @property
     def num_labels(self) -> int | None:
-        """Number of classes, for classification."""
         return len(self.examples.labels) or None
 
     @property
     def loss(self) -> str:
-        """Description of the loss."""
         return self.task.loss if self.recovery is None else "KL divergence from the source's predictions"
 
     def targets(self) -> Iterator[Any]:
-        """The loss targets of each training example."""
         first, last = self.keep
         for x in self.examples.train:
             yield x["labels"] if "labels" in x else x["input_ids"][first : len(x["input_ids"]) - last]
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Examples as one batch, padded if their lengths differ."""
-        return collate(examples, self.pad_id)
+        return collate(examples, self.pad_id, self.seq_len)
 
     def stream(self, seed: int, *, held_out: bool) -> Stream:
         """The examples of a run in order, or the held-out ones, which are equal for all seeds."""
         o = self.options
         examples = self.examples.held_out if held_out else self.examples.train
         count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
+        if num_processes() > 1:  # accelerate would fill an incomplete batch with repeated examples
+            count -= count % o.batch_size
         return Stream(
             examples,
             count,
@@ -110,7 +107,6 @@ class TrainingRun:
 
     @property
     def words(self) -> str:
-        """Label for the progress bar."""
         return f"{self.role} ({self.arithmetic.name}), seed {self.seed}"
 
 
@@ -150,6 +146,12 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
         examples = pack_examples(rows, tokenizer, **sizes, prefix=before, suffix=after)
+    if num_processes() > 1 and len(examples.held_out) < options.batch_size:
+        raise InputError(
+            f"{len(examples.held_out)} held-out examples do not fill a batch of {options.batch_size} over "
+            f"{num_processes()} processes",
+            hint="lower --batch-size, or pass more --eval-data",
+        )
     pads = (special_id(tokenizer, "pad"), special_id(tokenizer, "eos"), 0)
     return TrainingJob(
         checkpoint=checkpoint,
@@ -194,7 +196,6 @@ def _check_head(checkpoint: Checkpoint, options: FinetuneOptions, task: Task) ->
 
 
 def _check_gates(options: FinetuneOptions, task: Task) -> None:
-    """Raise UsageError for gates on the accuracy of a task that has none."""
     for gate in options.gates:
         if "accuracy" in gate and task.name != "classification" and not options.arithmetic.on_codes:
             raise UsageError(
@@ -237,7 +238,6 @@ def start_in_fp32(job: TrainingJob, seed: int) -> Any:
 
 
 def first_batches(job: TrainingJob, stream: Stream, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """Up to `count` first batches of a stream."""
     size = job.options.batch_size
     starts = range(0, min(len(stream), count * size), size)
     batches = (job.collate([stream[i] for i in range(s, min(s + size, len(stream)))]) for s in starts)
@@ -265,7 +265,6 @@ def check_run(options: FinetuneOptions) -> None:
     if num_processes() > 1:
         _check_shared(options)
     for name in options.log_to:
-        find("place to log to", name, INTEGRATION_TO_CALLBACK)
         if name not in get_available_reporting_integrations():
             raise UnsupportedError(f"--log-to {name}: its package is not installed", hint=f"pip install {name}")
 
@@ -280,7 +279,6 @@ def _why_not_compiled(arithmetic: Arithmetic) -> str | None:
 
 
 def _check_shared(options: FinetuneOptions) -> None:
-    """Raise UnsupportedError for options that several processes cannot carry out together."""
     if options.lca:
         raise UnsupportedError(
             f"--lca does not support {num_processes()} processes: each would repeat the same measurement",
@@ -294,7 +292,6 @@ def _check_shared(options: FinetuneOptions) -> None:
 
 
 def _check_sharded(options: FinetuneOptions) -> None:
-    """Raise UnsupportedError for options that do not work with a model in parts."""
     if num_processes() == 1:
         raise UsageError(
             "--parallel fsdp2 needs more than one process",

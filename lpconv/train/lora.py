@@ -80,7 +80,6 @@ def bytes_by_part(model: nn.Module) -> dict[str, int]:
 
 
 def save_adapter(folder: Path, base: Checkpoint, task: str, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write trained adapters, by parameter name, in the format of PEFT."""
     folder.mkdir(parents=True)
     tensors = {f"base_model.model.{name}": x.contiguous() for name, x in values.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -42,7 +42,6 @@ def available_bytes(limit: int | None) -> int:
 
 
 def weight_bytes(num_parameters: int, arithmetic: Arithmetic) -> int:
-    """Bytes of weights, gradients and optimizer state."""
     return num_parameters * TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter
 
 
@@ -127,7 +126,6 @@ class StepMemory:
         return self._stack is not None
 
     def stop(self) -> None:
-        """Abandon the current measurement."""
         if self._stack is not None:
             self._stack.close()
         self._stack = self._tracker = self._profile = None

@@ -117,7 +117,6 @@ def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shap
 
 
 def _with_blocks(empty: nn.Module, count: int) -> nn.Module:
-    """A copy of the model with only its first blocks."""
     blocks = blocks_of(empty)
     memo = {id(m): copy.copy(m) for m in empty.modules() if isinstance(m, nn.ModuleList) and m[0] is blocks[0]}
     for shortened in memo.values():
@@ -286,7 +285,6 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
 
 
 def _single_process_memory(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMemory:
-    """The parts of the peak for a process that trains alone."""
     count = sum(p.numel() for p in empty.parameters())
     weight = _crossing_bytes(arithmetic)
     block = _sizes(empty).block

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,12 @@ from lpconv.kernels.matmul import HalfProducts
 from lpconv.models.opening import Opened, error_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
+from lpconv.probe.lca import LossChange
 from lpconv.progress import Progress
+from lpconv.report.numbers import name_list
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
-from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, LossWatch, Recorder, Timetable, run_record
+from lpconv.train.callbacks import NUM_COPIES, PROBE_BATCHES, Recorder, Timetable, run_record
 from lpconv.train.folder import Metrics, drop_broken, last_checkpoint, step_of
 from lpconv.train.held_out import computes_in_fp32, in_fp32, rename_to_fp32
 from lpconv.train.job import (
@@ -36,24 +37,21 @@ from lpconv.train.job import (
     open_start,
     start_in_fp32,
 )
-from lpconv.train.lora import bytes_by_part
+from lpconv.train.lora import bytes_by_part, layers_without_adapter
 from lpconv.train.memory import StepMemory, available_bytes, check_room, explain_oom, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
-from lpconv.train.recipes import RECIPES
-from lpconv.train.trainer import Clock, DivergedError, LowPrecisionTrainer, predicted
+from lpconv.train.recipes import RECIPES, Arithmetic
+from lpconv.train.trainer import Clock, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished run, with its model and optimizer. `opened` is the starting model."""
-
     record: RunRecord
     prepared: TrainingSetup
     optimizer: torch.optim.Optimizer
-    opened: Opened
 
 
 def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finished:
@@ -69,10 +67,10 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
         opened, prepared, needed = _prepare(job, work, arguments.device, clock, is_resumed=checkpoint is not None)
         metrics = Metrics(work.metrics if arguments.process_index == 0 else None, step=done)
         watch = _watch(job, work, prepared.model)
-        loss_watch = _loss_watch(job, work, prepared.model) if work.lca else None
+        loss_change = _loss_change(job, work, prepared.model) if work.lca else None
         trainer = _trainer(job, work, prepared, arguments, clock)
         trainer.add_callback(Timetable(job.options, trainer))
-        trainer.add_callback(Recorder(trainer, metrics, watch, loss_watch, progress))
+        trainer.add_callback(Recorder(trainer, metrics, watch, loss_change, progress))
         progress.start(work.words, job.options.steps, unit="steps", done=done)
         with _compiler_errors() if job.options.compile else nullcontext():
             _train(trainer, work, checkpoint, needed)
@@ -85,8 +83,19 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
             exact = ()
         else:
             exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
-    record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact))
-    return Finished(record=record, prepared=prepared, optimizer=optimizer, opened=opened)
+    notes = _notes(opened, work.arithmetic)
+    record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact), notes=notes)
+    return Finished(record=record, prepared=prepared, optimizer=optimizer)
+
+
+def _notes(opened: Opened, arithmetic: Arithmetic) -> tuple[str, ...]:
+    """Notes for the user on how the model was opened."""
+    notes = {
+        "not in the checkpoint, so drawn from the seed": opened.missing,
+        "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
+        "frozen without an adapter": layers_without_adapter(opened.model) if arithmetic.lora else (),
+    }
+    return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
 
 
 def _prepare(
@@ -115,7 +124,6 @@ def _prepare(
 
 
 def _watch(job: TrainingJob, work: TrainingRun, model: Any) -> StepWatch:
-    """The watch that records due steps, in the formats of the job's arithmetic."""
     arithmetic = job.options.arithmetic
     scale = operand_scale_of(arithmetic, job.options) if arithmetic.casts_operands else "static"
     return StepWatch(model, work.track_every, arithmetic, work.log2_scale, operand_scale=scale)
@@ -162,9 +170,6 @@ def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | N
     try:
         with explain_oom(needed), half:
             trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    except DivergedError as e:
-        _keep_good(work.folder, e)
-        raise
     finally:
         if trainer.memory is not None:
             trainer.memory.stop()
@@ -217,15 +222,6 @@ def _start_of(folder: Path) -> Path | None:
     return last_checkpoint(folder)
 
 
-def _keep_good(folder: Path, error: DivergedError) -> None:
-    """Delete the checkpoint whose weights gave the non-finite loss, and name the previous one in the error."""
-    shutil.rmtree(folder / f"checkpoint-{error.since - 1}", ignore_errors=True)
-    kept = last_checkpoint(folder)
-    error.hint = "lower --lr, or choose a recipe with more range; " + (
-        f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
-    )
-
-
 def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, int]:
     """Estimated memory of a step. Raises ResourceError if there is not enough.
 
@@ -266,9 +262,10 @@ def _check_gradients(job: TrainingJob, work: TrainingRun, model: Any, needed: di
         check_gradients(model, {k: v[:1] for k, v in batch.items()}, scale)
 
 
-def _loss_watch(job: TrainingJob, work: TrainingRun, model: Any) -> LossWatch:
+def _loss_change(job: TrainingJob, work: TrainingRun, model: Any) -> Callable[[torch.optim.Optimizer], LossChange]:
     batches = first_batches(job, job.stream(work.seed, held_out=True), PROBE_BATCHES, model.device)
-    return LossWatch(model, open_start(job, work.seed).model.to(model.device), batches)
+    twin = open_start(job, work.seed).model.to(model.device)
+    return lambda optimizer: LossChange(model, optimizer, batches, twin=twin)
 
 
 def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:

@@ -268,9 +268,9 @@ class FinetuneOptions:
         bool,
         _check("Before training with scaled tensors, compare their gradients in fp32 with the plain model's"),
     ] = True
-    lca: Annotated[
-        bool, _check("Show how much each layer changes the loss at every step, and how much rounding takes away")
-    ] = False
+    lca: Annotated[bool, _check("Measure how much each layer, and its rounding, changes the loss at every step")] = (
+        False
+    )
     gates: Annotated[
         tuple[str, ...],
         gate_option("Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'", kind="finetune"),

@@ -134,7 +134,6 @@ def gap_error(pairs: Sequence[tuple[RunRecord, RunRecord]], metric: str) -> floa
 
 
 def _have_equal_sizes(evaluations: Iterable[EvaluationRecord]) -> bool:
-    """Whether all evaluations have batches of the same sizes."""
     return len({e.sizes for e in evaluations}) == 1
 
 

@@ -30,9 +30,9 @@ from lpconv.train.recover import Recovery
 class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
     """`LowPrecisionAdamW` for a model of `lpconv.scaled` with bf16 data; same arguments and variants.
 
-    `start` holds the fp32 values of the source model: the parts that bf16 drops go to the low parts at once. There is
-    one parameter group per scale, so that schedulers work; `group["scale"]` converts lr back as lr·scale. The model may
-    be sharded by FSDP2, with `start` whole or sharded alike.
+    `start` holds the fp32 values of the source model, so the low parts begin with the bits that bf16 drops. There is
+    one parameter group per scale, so that schedulers work; lr·`group["scale"]` is the learning rate of the weights. The
+    model may be sharded by FSDP2, with `start` whole or sharded alike.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class ScaledLowPrecisionAdamW(LowPrecisionAdamW):
                 local(self.data[name.replace(".", "/")]).data = own.data_part
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the model's parameters and of the data that they share."""
         super().zero_grad(set_to_none)
         self.model.zero_grad(set_to_none)
 
@@ -103,7 +102,6 @@ class TrainingSetup:
     autocast: torch.dtype | None = None
 
     def around_forward(self, device: str) -> AbstractContextManager[Any]:
-        """Context manager for every forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
     def values(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -161,7 +159,7 @@ def prepare(
 
 
 def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
-    """Shard every parameter by rows, in place; each rank keeps its rows, and a block's are gathered while it computes.
+    """Shard every parameter by rows, in place; the rows of a block are gathered while it computes.
 
     Trainer's own `fsdp=True` silently trains unsharded on a CPU, and accelerate widens 16-bit parameters to fp32. So
     the model is sharded here, before Trainer sees it, and accelerate uses it as it is.
@@ -177,7 +175,6 @@ def shard(model: nn.Module, arithmetic: Arithmetic) -> None:
 
 
 def _linear_recipe(arithmetic: Arithmetic) -> LinearRecipe:
-    """The casts of an arithmetic without scaled tensors."""
     if arithmetic.precision == "fp4":
         return FP4_RECIPES[arithmetic.operand_scale]
     if arithmetic.has_blocks:
@@ -261,11 +258,10 @@ def _on_fp16_grid(parameters: Iterable[nn.Parameter], **settings: Any) -> torch.
 
 
 def _loss_scale(arithmetic: Arithmetic) -> LossScale:
-    if arithmetic.loss_scale in ("dynamic", "logmax"):
-        return make_loss_scale(arithmetic.loss_scale, floor=arithmetic.loss_scale_floor)
-    if arithmetic.loss_scale == "none":
-        return make_loss_scale("none")
-    return make_loss_scale("constant", scale=float(arithmetic.loss_scale))
+    name = arithmetic.loss_scale
+    if name in ("dynamic", "logmax"):
+        return make_loss_scale(name, floor=arithmetic.loss_scale_floor)
+    return make_loss_scale("none") if name == "none" else make_loss_scale("constant", scale=float(name))
 
 
 def _full_precision(x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -31,17 +31,14 @@ def is_main_process() -> bool:
 
 
 def num_processes() -> int:
-    """Number of processes."""
     return int(_state().num_processes)
 
 
 def wait_for_all() -> None:
-    """Wait until all processes have arrived here."""
     _state().wait_for_everyone()
 
 
 def mesh() -> DeviceMesh:
-    """One-dimensional device mesh over all processes."""
     return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
 
 
@@ -112,16 +109,14 @@ class GradientAverage:
 
     @torch.no_grad()
     def _on_gradient(self, parameter: Any) -> None:
-        """Hook: the gradient of a parameter is complete."""
         if not self._is_running:
             return
         self._found.add(id(parameter))
-        while self.num_begun < len(self._buckets) and self._is_there(self._buckets[self.num_begun]):
-            self._send([p for p in self._buckets[self.num_begun] if id(p) in self._found])
+        for bucket in self._buckets[self.num_begun :]:
+            if not all(id(p) in self._found or id(p) in self._silent for p in bucket):
+                break
+            self._send([p for p in bucket if id(p) in self._found])
             self.num_begun += 1
-
-    def _is_there(self, bucket: Sequence[Any]) -> bool:
-        return all(id(p) in self._found or id(p) in self._silent for p in bucket)
 
     def _send(self, bucket: Sequence[Any]) -> None:
         """Start agreeing on the scales of a bucket, and start the sums of the previous bucket."""
@@ -136,8 +131,6 @@ class GradientAverage:
 
 
 class _PendingSum:
-    """Gradients of some parameters that are being averaged."""
-
     def __init__(self, parameters: Sequence[Any]) -> None:
         self.holders = [p for p in parameters if p.grad is not None]
         self._sums: list[tuple[Tensor, Any]] = []
@@ -147,7 +140,6 @@ class _PendingSum:
             self._agreed: Any = dist.all_reduce(self._common, op=dist.ReduceOp.MAX, async_op=True)
 
     def add_up(self) -> None:
-        """Start the sums, at the agreed scales."""
         if not self.holders:
             return
         self._agreed.wait()
@@ -159,7 +151,6 @@ class _PendingSum:
             self._sums.append((mean, dist.all_reduce(mean, async_op=True)))
 
     def write_back(self) -> None:
-        """Wait for the sums, and replace the gradients by them."""
         if not self.holders:
             return
         for parameter, scale, (mean, summed) in zip(self.holders, self._common.unbind(), self._sums, strict=True):

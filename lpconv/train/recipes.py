@@ -108,8 +108,8 @@ class Arithmetic:
         """The default for the highest learning rate.
 
         For native scaling it is the step on unit weights. For recovery it is relative to the distance of neighbouring
-        codes, so small that only codes whose gradient hardly changes its sign move, as in AutoRound (Cheng et al. 2023,
-        arXiv 2309.05516).
+        codes, and so small that a code moves only if its gradient rarely changes sign, as in AutoRound (Cheng et al.
+        2023, arXiv 2309.05516).
         """
         if self.on_codes:
             return _RECOVERY_PATH / max(steps, _LEAST_STEPS)
@@ -149,8 +149,6 @@ class Arithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named combination and its purpose."""
-
     arithmetic: Arithmetic
     purpose: str
 

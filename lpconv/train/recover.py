@@ -113,7 +113,6 @@ class Grid:
     pieces: tuple[Codes, ...]
 
     def to(self, device: torch.device) -> "Grid":
-        """The same grid with its scales on `device`."""
         return Grid(pieces=tuple(p.to(device) for p in self.pieces))
 
     def parts(self, x: Tensor) -> Iterator[tuple[Tensor, float | Tensor, Format]]:
@@ -127,7 +126,6 @@ class Grid:
             position += len(piece)
 
     def round_(self, latents: Tensor) -> Tensor:
-        """Replace latents by the nearest numbers of the grid."""
         for numbers, factor, element in self.parts(latents):
             nearest_code_(numbers, element).mul_(factor)
         return latents
@@ -164,7 +162,7 @@ def _codes_of(piece: Codes) -> ScaledCodes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recovery:
-    """What a recovery needs besides the model: the teacher, the grids of its parameters, and the stored components."""
+    """The teacher of a model, the grids of the model's parameters, and the stored components."""
 
     start: Recoverable
     distillation: Distillation
@@ -242,6 +240,5 @@ def _is_narrow(parameter: CodedTensor, start: Recoverable) -> bool:
 
 
 def _with_scales(piece: Codes) -> Codes:
-    """The piece without its codes."""
     side = {c.name for c in piece.form.side}
     return replace(piece, parts={n: x for n, x in piece.parts.items() if n in side})

@@ -75,10 +75,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
 
 
 def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:
-    """What the twin of adapters is trained on: the source of a conversion, or else the model itself.
-
-    Raises InputError if the source is not found or has other tensors.
-    """
+    """The checkpoint for the twin of adapters: the source of a conversion, or else the model itself."""
     provenance = read_marker(model.directory)
     if source is None and ("source" not in provenance or is_trained(model.directory)):
         return model

@@ -3,12 +3,11 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from lpconv.gates import FINETUNE_GATES, Gate
-from lpconv.models.opening import Opened
 from lpconv.plan.provenance import inherited_facts, versions
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
@@ -16,7 +15,7 @@ from lpconv.report.finetune import finetune_document
 from lpconv.report.finetune_words import nothing_learned
 from lpconv.report.html import html
 from lpconv.report.markdown import markdown
-from lpconv.report.numbers import name_list, plural
+from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, RunRecord, json_text, to_json
 from lpconv.scaled.critical import InputRisk
 from lpconv.storage.checkpoint import Checkpoint
@@ -33,13 +32,11 @@ from lpconv.train.folder import (
 )
 from lpconv.train.held_out import as_published, baselines
 from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_critical
-from lpconv.train.lora import layers_without_adapter
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records, held_out_records
 from lpconv.train.processes import is_main_process, num_processes, wait_for_all
 from lpconv.train.publish import in_place, publish_model
-from lpconv.train.recipes import Arithmetic
 from lpconv.train.recover import Recovery
 from lpconv.train.recoverable import Recoverable
 from lpconv.train.trainer import Clock
@@ -76,7 +73,7 @@ def study(
         wait_for_all()
         with clock.spending("measuring inputs"):
             job, chosen = with_critical(job)
-        runs, notes = _train_all(job, twin, output, progress, is_main, clock)
+        runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
         guess = (
             baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets) if start is None else {}
@@ -99,7 +96,7 @@ def study(
             versions=versions(),
             command=command,
             card=inherited_facts(checkpoint.directory, checkpoint.origin.hub_id),
-            warnings=_warnings(job, runs, notes),
+            warnings=_warnings(job, runs),
         )
         warnings = (*result.warnings, *nothing_learned(result))
         result = dataclasses.replace(result, gates=FINETUNE_GATES.check(gates, result), warnings=warnings)
@@ -119,11 +116,10 @@ def _write(output: Path, result: FinetuneResult) -> None:
 
 def _train_all(
     job: TrainingJob, twin: Checkpoint | None, output: Path, progress: Progress, is_main: bool, clock: Clock
-) -> tuple[tuple[RunRecord, ...], tuple[str, ...]]:
+) -> tuple[RunRecord, ...]:
     """All runs of all seeds, each followed by its twin; finished runs of an earlier command are read."""
     options = job.options
     records: list[RunRecord] = []
-    notes: tuple[str, ...] = ()
     for seed in range(options.seed, options.seed + options.seeds):
         done: list[RunRecord] = []  # finished runs of this seed
         for work in _runs_of_seed(job, output, seed, done):
@@ -131,7 +127,7 @@ def _train_all(
             if record is None:
                 own = dataclasses.replace(job, checkpoint=twin) if twin and work.role == "twin" else job
                 finished = train_one(own, work, progress)
-                record, notes = finished.record, _notes(finished.opened, job.options)
+                record = finished.record
                 for what, seconds in record.seconds.items():
                     clock.add(what, seconds)
                 figures = as_published(record.evaluations)
@@ -146,37 +142,33 @@ def _train_all(
                 wait_for_all()
             done.append(record)
         records += done
-    return tuple(records), notes
+    return tuple(records)
 
 
 def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunRecord]) -> Sequence[TrainingRun]:
     """The run of a seed, and its twin. When the twin trains, `done` contains the run."""
-    options, arithmetic = job.options, job.options.arithmetic
-    every = options.every("track")
-    is_first = seed == options.seed
+    options, is_first = job.options, seed == job.options.seed
 
-    def work(role: str, trained: Arithmetic, tracked: bool, log2_scale: Callable[[int], int]) -> TrainingRun:
-        folder = run_folder(output, role, seed)
-        return TrainingRun(
+    def scale_at(step: int) -> int:
+        return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
+
+    arithmetic, twin = options.arithmetic, options.twin_arithmetic
+    # The run's own values include the loss scale already.
+    works = [("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
+    works += [("twin", twin, watches_twin(arithmetic), scale_at)] if twin is not None else []
+    return [
+        TrainingRun(
             role=role,
             seed=seed,
             arithmetic=trained,
-            folder=folder,
-            metrics=output / "metrics.jsonl" if role == "run" and is_first else folder / "metrics.jsonl",
-            track_every=every if tracked and is_first else 0,
+            folder=run_folder(output, role, seed),
+            metrics=(output if role == "run" and is_first else run_folder(output, role, seed)) / "metrics.jsonl",
+            track_every=options.every("track") if is_tracked and is_first else 0,
             log2_scale=log2_scale,
             lca=options.lca and role == "run" and is_first,
         )
-
-    def scale_at(step: int) -> int:
-        """log2 of the run's loss scale at a step."""
-        return math.frexp(done[0].loss_scales.values[step - 1])[1] - 1
-
-    # The run's own values include the loss scale already.
-    works = [work("run", arithmetic, watches_run(arithmetic), lambda step: 0)]
-    if options.twin_arithmetic is not None:
-        works.append(work("twin", options.twin_arithmetic, watches_twin(arithmetic), scale_at))
-    return works
+        for role, trained, is_tracked, log2_scale in works
+    ]
 
 
 def _facts(job: TrainingJob) -> dict[str, str]:
@@ -209,21 +201,11 @@ def _critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dic
     return {"16-bit products": "; ".join(words)} if words else {}
 
 
-def _notes(opened: Opened, options: FinetuneOptions) -> tuple[str, ...]:
-    """Notes for the user on how the model was opened."""
-    notes = {
-        "not in the checkpoint, so drawn from the seed": opened.missing,
-        "transformers builds these from other weights, so each process held them whole for a while": opened.read_whole,
-        "frozen without an adapter": layers_without_adapter(opened.model) if options.arithmetic.lora else (),
-    }
-    return tuple(f"{what}: {name_list(names)}" for what, names in notes.items() if names)
-
-
-def _warnings(job: TrainingJob, runs: Sequence[RunRecord], notes: Sequence[str]) -> tuple[str, ...]:
-    warnings = [*job.examples.notes, *notes]
+def _warnings(job: TrainingJob, runs: Sequence[RunRecord]) -> tuple[str, ...]:
+    warnings = [*job.examples.notes, *dict.fromkeys(note for run in runs for note in run.notes)]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
-        warnings.append(f"the data were repeated {rounds:.3g} times")
+        warnings.append(f"the run passes over the training data {rounds:.3g} times")
     counted: dict[str, int] = {}
     for run in runs:
         for name, count in run.fallbacks.items():

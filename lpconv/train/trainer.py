@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -23,6 +25,7 @@ from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
+from lpconv.train.folder import last_checkpoint
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
 from lpconv.train.processes import GradientAverage, needs_averaging
@@ -54,12 +57,7 @@ class Clock:
 
 
 class DivergedError(VerificationError):
-    """A loss, or gradients at every loss scale, were not finite; the message names the layer and step.
-
-    `since` is the first affected step: the weights after the step before it caused it.
-    """
-
-    since: int = 0
+    """A loss, or gradients at every loss scale, were not finite; the message names the layer and step."""
 
 
 class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is untyped
@@ -196,7 +194,6 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return overflowed
 
     def agree(self, flag: bool) -> bool:
-        """Whether the flag is set on all processes."""
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
 
     def _note_nonfinite(self, outcome: str) -> None:
@@ -213,22 +210,24 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
                 loss: Tensor = self.compute_loss(self.model, self._prepare_inputs(self._inputs))
             return loss
 
-        place = first_nonfinite(self.model, repeat) or ("a parameter's own gradient", "backward")
+        places = gather_object([first_nonfinite(self.model, repeat)])
+        layer, direction = next(filter(None, places), ("a parameter's own gradient", "backward"))
         self.first_nonfinite = NonfiniteRecord(
-            step=self.state.global_step + 1, layer=place[0], direction=place[1], outcome=outcome
+            step=self.state.global_step + 1, layer=layer, direction=direction, outcome=outcome
         )
 
     def _diverged(self, what: str, since: int) -> DivergedError:
-        """The error for a diverged run. `since` is the first step computed with the current weights."""
-        first = self.first_nonfinite
+        """The error for a diverged run. Deletes the checkpoint of the weights that diverge, from step `since` on."""
+        first, folder = self.first_nonfinite, Path(self.args.output_dir)
         assert first is not None
-        error = DivergedError(
+        shutil.rmtree(folder / f"checkpoint-{since - 1}", ignore_errors=True)
+        kept = last_checkpoint(folder)
+        saved = f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
+        return DivergedError(
             f"{what}; the first non-finite value: `{first.layer}`, {first.direction}, step {first.step}",
-            hint="lower --lr, or choose a recipe with more range",
+            hint=f"lower --lr, or choose a recipe with more range; {saved}",
             details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
         )
-        error.since = since
-        return error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self._is_sharded:
@@ -251,7 +250,6 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     @property
     def own_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
@@ -294,13 +292,11 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
 
 def predicted(logits: Any) -> Tensor:
-    """The predicted class of each example."""
     of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
     return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Seed torch's generators from seed, step and rank."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -322,7 +318,6 @@ def load_sharded(folder: Path, model: nn.Module) -> None:
 
 
 def load_sharded_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load each rank's part of the optimizer state written by `save_sharded`."""
     state = _optimizer_state(model, optimizer)
     state_dict_loader.load(state, checkpoint_id=folder / _OPTIMIZER)
     set_optimizer_state_dict(_holder(model, optimizer), optimizer, state)
@@ -333,5 +328,4 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _holder(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """The module whose parameters the optimizer updates."""
     return optimizer.data if isinstance(optimizer, ScaledLowPrecisionAdamW) else model

@@ -71,7 +71,6 @@ class StepWatch:
         return self.rate(self._step, tracker.result().tensors)
 
     def rate(self, step: int, tensors: Iterable[ProbedTensor]) -> list[dict[str, Any]]:
-        """The figures of a step from its tensors."""
         records = []
         for t in tensors:
             if self._layers is not None and (t.layer not in self._layers or t.role not in _OPERANDS):
@@ -124,7 +123,6 @@ def _format(arithmetic: Arithmetic, is_gradient: bool, kind: str) -> str:
 
 
 def _cast_layers(model: nn.Module) -> frozenset[str]:
-    """The layers whose operands are cast to fp8."""
     exact = heads(model)
     layers = (x for x in linears(model) if x.kind != "experts" and x.module not in exact)
     return frozenset(x.name for x in layers if getattr(x.module.weight, "role", None) is not Role.EXACT)
@@ -148,7 +146,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[], Tensor]) -> tuple[str, 
     try:
         with _uncompiled(model):
             loss = step()
-            if not layers and loss.requires_grad:
+            if loss.requires_grad:  # even if a layer was found: ranks that share a model gather it together
                 loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:

@@ -50,6 +50,14 @@ def change_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def test_example_inputs_fit_a_model_with_few_positions_some_of_which_are_not_for_tokens() -> None:
+    config = transformers.RobertaConfig(**SMALL | {"max_position_embeddings": 20})
+    model = transformers.RobertaModel(config)
+    inputs = example_inputs(model)
+    assert inputs["input_ids"].shape[1] == 18
+    model(**inputs)
+
+
 @pytest.fixture(scope="module", params=[*FORMS, "source"])
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sentence encoder that names no architecture, in every form."""

@@ -30,11 +30,9 @@ def test_plain_bf16_loses_most_updates_and_plus_none() -> None:
     assert plain.lost_full > 0.5
     assert plain.lost_hi == plain.lost_full
     assert plain.edq_full < 0.8
-    assert plain.low_norm == 0.0
     assert plus.lost_full < 0.01
     assert plus.lost_hi > 0.5, "hi alone moves rarely"
     assert plus.edq_full == pytest.approx(1, abs=0.01)
-    assert plus.low_norm > 0.0
 
 
 def test_fp32_master_loses_nothing() -> None:

@@ -1,5 +1,6 @@
 """HALP and its rivals: convergence on least squares, the grid of each, bad input."""
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -106,6 +107,20 @@ def test_the_same_seed_gives_the_same_weights() -> None:
         run(problem, HALP([problem.w], lr=0.05, mu=0.3, seed=1), epochs=1, steps=20)
         ends.append(problem.w.detach().clone())
     assert torch.equal(*ends)
+
+
+def test_a_resumed_optimizer_continues_bit_for_bit() -> None:
+    problem, resumed = LeastSquares(), LeastSquares()
+    optimizer = HALP([problem.w], lr=0.05, mu=0.3)
+    run(problem, optimizer, epochs=1, steps=5)
+    other = HALP([resumed.w], lr=0.05, mu=0.3)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.w.detach().copy_(problem.w.detach())
+    resumed.draw.set_state(problem.draw.get_state())
+    for _ in range(5):
+        optimizer.step(problem.batch())
+        other.step(resumed.batch())
+    assert torch.equal(problem.w, resumed.w)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])

@@ -128,7 +128,7 @@ def finetune(**changes: object) -> FinetuneResult:
         gates=(GateRecord(expression="loss_gap<=0.01", value=0.05, passed=False),),
         command="lpconv finetune bert-large-uncased-whole-word-masking --recipe unit-fp8-collage --data reviews.jsonl",
         versions={"lpconv": "0.1.0", "torch": "2.13.0+cpu"},
-        warnings=("the data were repeated 1.5 times",),
+        warnings=("the run passes over the training data 1.5 times",),
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]  # any field
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpconv.models.opening import Opened, open_to_train
 from lpconv.models.sharing import running_copy
@@ -18,6 +18,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare, shard
 from lpconv.train.processes import mesh
 from lpconv.train.recipes import arithmetic
+from lpconv.train.watch import first_nonfinite
 
 STEPS = 2
 
@@ -132,3 +133,11 @@ def _gathered(mine: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
+
+
+def nonfinite_on_one() -> list[tuple[str, str] | None]:
+    """What each rank finds in a sharded model whose input is infinite on the first rank only."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard(model, arithmetic(recipe="fp32"))
+    x = torch.full((2, 4), torch.inf if dist.get_rank() == 0 else 1.0)
+    return _gathered(first_nonfinite(model, lambda: model(x).sum()))

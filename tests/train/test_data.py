@@ -165,6 +165,12 @@ def test_labels_that_cannot_be_are_refused(
         classification(rows, tokenizer, seq_len=16, vocab_size=10**6, num_trained=num_trained)
 
 
+def test_labels_may_be_booleans(tmp_path: Path, tokenizer: Any) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": i % 2 == 1} for i in range(20)])
+    found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6, num_trained=None)
+    assert {x["labels"] for x in found.train} == {0, 1}
+
+
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6, num_trained=None)
@@ -198,14 +204,20 @@ def test_masks_depend_on_the_place_and_never_cover_special_tokens() -> None:
 
 
 def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
-    batch = collate([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}], pad_id=9)
+    batch = collate(
+        [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [4], "labels": [4]}], pad_id=9, seq_len=128
+    )
     assert batch["input_ids"].shape == (2, 8)
     assert batch["attention_mask"].sum(1).tolist() == [3, 1]
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
     assert (batch["input_ids"][batch["attention_mask"] == 0] == 9).all()
-    whole = collate([{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}], pad_id=9)
+    whole = collate(
+        [{"input_ids": [1, 2, 3], "labels": 1}, {"input_ids": [4, 5, 6], "labels": 0}], pad_id=9, seq_len=128
+    )
     assert torch.equal(whole["labels"], torch.tensor([1, 0]))
     assert "attention_mask" not in whole
+    short = collate([{"input_ids": [1] * 20, "labels": 1}, {"input_ids": [4], "labels": 0}], pad_id=9, seq_len=20)
+    assert short["input_ids"].shape == (2, 20)  # a model may have no more positions
 
 
 def test_ids_that_the_model_does_not_embed_are_refused(tmp_path: Path, tokenizer: Any) -> None:

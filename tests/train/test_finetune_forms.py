@@ -16,7 +16,8 @@ import lpconv.hf
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
-from lpconv.models import find_task, open_to_train
+from lpconv.models.opening import open_to_train
+from lpconv.models.tasks import find_task
 from lpconv.optim import fp32_state_dict
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent

@@ -1,5 +1,6 @@
 """Two processes that torchrun starts train what one does."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ import torch
 from checkpoints import cli_environment
 from processes_worker import CASES, options
 
-from lpconv.errors import UsageError
+from lpconv.errors import InputError, UsageError
 from lpconv.results import RunRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
+from lpconv.train.job import training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -60,3 +63,15 @@ def test_a_step_must_divide_among_the_processes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
     with pytest.raises(UsageError, match=r"--batch-size 3 .* 2 "):
         finetune("demo", tmp_path / "run", FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), batch_size=3))
+
+
+def test_no_held_out_example_counts_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last batch that processes do not share evenly would be filled with examples of the first."""
+    asked = FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), seq_len=256, eval_batches=1000, batch_size=4)
+    checkpoint = Checkpoint.open("demo")
+    assert len(training_job(checkpoint, asked).stream(0, held_out=True)) == 375
+    monkeypatch.setattr("lpconv.train.job.num_processes", lambda: 2)
+    assert len(training_job(checkpoint, asked).stream(0, held_out=True)) == 372
+    (tmp_path / "short.txt").write_text("To be, or not to be. " * 100)
+    with pytest.raises(InputError, match=r" 4 .* 2 "):
+        training_job(checkpoint, dataclasses.replace(asked, data=str(tmp_path / "short.txt"), seq_len=128))

@@ -108,3 +108,7 @@ def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
     found = on_ranks(4, worker.peaks, tmp_path, "model")
     assert max(found["rows"]) < 0.6 * size
     assert min(found["whole"]) > size
+
+
+def test_ranks_look_together_for_what_only_one_of_them_has(tmp_path: Path) -> None:
+    assert on_ranks(2, worker.nonfinite_on_one, tmp_path) == [("0", "forward"), None]

@@ -98,6 +98,9 @@ def test_run_and_twin_drop_the_same_units(tmp_path: Path) -> None:
     # Three steps at the default rate teach nothing, and equal figures must not be read as "precision cost nothing".
     assert any(w.startswith("unit-fp8 ") for w in result.warnings)
     assert "gap" in verdict(result)
+    assert any("seed" in w for w in result.warnings)  # the new head
+    again = run(model, "unit-fp8", tmp_path / "run", data=str(rows(tmp_path)), resume=True)
+    assert again.warnings == result.warnings
 
 
 @pytest.mark.parametrize("recipe", ["amp-fp16", "scalify-fp8"])
