@@ -52,7 +52,8 @@ def gradient_noise(
     layers = {recipe: use_recipe(m, recipes[recipe], keep=heads(m)) for recipe, m in rounded.items()}
     weights = {f"{layer}.weight" for names in layers.values() for layer in names}
     squares: defaultdict[tuple[str, str], float] = defaultdict(float)  # by kind and weight
-    with torch.random.fork_rng(devices=[]):
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         for batch in itertools.islice(batches, steps):
             exact = _gradients(model, batch, loss, weights)

@@ -369,8 +369,8 @@ def _check_parts(options: FinetuneOptions) -> None:
     if options.task not in ("auto", "clm", "mlm"):
         raise UsageError(f"{flag} does not support task {options.task}", hint="it trains language models")
     defaults = {f.name: f.default for f in dataclasses.fields(FinetuneOptions)}
-    others = ("twin", "weight_decay") if options.arithmetic.on_codes else ("save", "track_every")
-    given = {n for n in ("lca", "compile", "parallel", *others) if getattr(options, n) != defaults[n]}
+    others = ("twin", "weight_decay") if options.arithmetic.on_codes else ("save",)
+    given = {n for n in ("lca", "compile", "parallel", "track_every", *others) if getattr(options, n) != defaults[n]}
     wrong = next(iter(sorted(given - ({"twin"} if options.twin == "none" else set()))), None)
     if wrong is not None:
         name = "--" + wrong.replace("_", "-")
