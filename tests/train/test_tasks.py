@@ -110,10 +110,12 @@ def test_a_masked_model_trains_on_text(recipe: str, tmp_path: Path) -> None:
     assert result.gaps[0].gap == pytest.approx(0, abs=0.05)
 
 
-def test_a_published_gpt2_has_the_loss_of_the_training(tmp_path: Path) -> None:
+def test_a_published_gpt2_has_the_loss_of_the_training_and_its_own_config(tmp_path: Path) -> None:
     """transformers knows no type of loss for its class; its Trainer then divided losses by one target too many."""
     result = run(write_model(tmp_path / "gpt2", "gpt2"), "fp32", tmp_path / "run")
     assert [g.gap for g in result.gaps] == [0.0] * 3
+    before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("gpt2", "run"))
+    assert before["pad_token_id"] is after["pad_token_id"] is None
 
 
 @pytest.mark.parametrize("recipe", ["collage-bf16", "unit-fp8"])
