@@ -20,6 +20,7 @@ from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
 from lpconv.probe.options import ProbeOptions
+from lpconv.report.numbers import plural
 from lpconv.results import FinetuneResult, from_json
 from lpconv.storage.contents import read_json
 from lpconv.train.options import FinetuneOptions, check_options
@@ -72,7 +73,7 @@ KINDS: dict[str, JobKind] = {
     "finetune": JobKind(
         fields=_manifest_fields(FinetuneOptions),
         options=_finetune_options,
-        words=lambda options: options.arithmetic.name + (f" beside {options.twin}" if options.twin != "none" else ""),
+        words=lambda options: options.arithmetic.name + (f" next to {options.twin}" if options.twin != "none" else ""),
         proof="report.json",
         accepts=lambda proof: gate_problem(from_json(FinetuneResult, read_json(proof))) is None,
     ),
@@ -86,7 +87,7 @@ KINDS: dict[str, JobKind] = {
     "probe": JobKind(
         fields=_manifest_fields(ProbeOptions),
         options=lambda settings: make(ProbeOptions, settings),
-        words=lambda options: f"{options.steps} steps",
+        words=lambda options: plural(options.steps, "step"),
         proof="probe.json",
         accepts=lambda proof: True,
     ),

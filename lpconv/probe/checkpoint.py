@@ -22,7 +22,7 @@ from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
 from lpconv.probe.batches import MASK_RATE, Batches
-from lpconv.probe.noise import gradient_noise
+from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
@@ -103,6 +103,9 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
             batches = _announce(prepared.batches, progress, what="step {} with rounded products")
             noise = gradient_noise(opened.model, batches, steps=options.steps, loss=prepared.loss, seed=options.seed)
             result = dataclasses.replace(result, noise=noise)
+    warnings = _warnings(prepared)
+    if options.noise and (left_out := NOISE_RECIPES.keys() - {x.name for x in result.noise}):
+        warnings.append(f"no noise of gradients with Inf or NaN: {', '.join(sorted(left_out))}")
     shape = f"{options.steps} of {options.batch_size} x {seq_len} tokens"
     masks = f", {MASK_RATE:.0%} masked".replace("%", " %") if prepared.task is MLM else ""
     facts = {
@@ -121,7 +124,7 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
             "resolved": origin.resolved,
             "revision": origin.revision,
             "facts": facts,
-            "warnings": _warnings(prepared),
+            "warnings": warnings,
             "versions": {"lpconv": __version__} | {n: importlib.metadata.version(n) for n in ("torch", "transformers")},
         },
     )

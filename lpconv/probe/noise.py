@@ -43,7 +43,7 @@ def gradient_noise(
     With g the gradient for exact products, and g' and g" two for those of the recipe that differ in their random bits:
     noise² = ‖g' - g"‖² / 2 is the variance of stochastic rounding, and bias² = (g' - g)·(g" - g), without the noise on
     average, the error of everything that is rounded to nearest. Both are summed over the weights of the layers that
-    the recipe multiplies, and over `steps` batches (None: all).
+    the recipe multiplies, and over `steps` batches (None: all). Recipes with sums that are not finite are left out.
     Everything but the products stays as the model has it, so pass a model in fp32. Heads stay exact, as in training.
     Weights do not change.
     """
@@ -69,24 +69,26 @@ def gradient_noise(
     def norms(recipe: str, of: Iterable[str]) -> dict[str, float]:
         kinds = {"gradient": "gradient", "noise": f"noise {recipe}", "bias": f"bias {recipe}"}
         sums = {k: sum(squares[kind, f"{layer}.weight"] for layer in of) for k, kind in kinds.items()}
-        return {k: math.sqrt(max(0.0, total)) for k, total in sums.items()}
+        return {k: math.sqrt(max(total, 0.0)) for k, total in sums.items()}  # NaN stays NaN
 
     return tuple(
         RecipeNoise(
             name=recipe,
-            **norms(recipe, names),
+            **total,
             layers=tuple(GradientNoise(name=layer, **norms(recipe, [layer])) for layer in names),
         )
         for recipe, names in layers.items()
+        if all(map(math.isfinite, (total := norms(recipe, names)).values()))
     )
 
 
 def _gradients(
     model: nn.Module, batch: Mapping[str, Tensor], loss: Callable[[Any], Tensor], weights: Container[str]
 ) -> dict[str, Tensor]:
-    """The gradients of one batch for some weights, by name; the model keeps none."""
+    """The gradients of one batch for some weights, by name, zero for unused ones; the model keeps none."""
     loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
-    gradients = {name: p.grad for name, p in model.named_parameters() if name in weights and p.grad is not None}
+    used = {name: p for name, p in model.named_parameters() if name in weights}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in used.items()}
     model.zero_grad(set_to_none=True)
     return gradients
 

@@ -97,7 +97,8 @@ def share_text(part: float, whole: float) -> str:
         return "< 0.01 %"
     if part < whole and percent > 99.99:
         return "> 99.99 %"
-    return f"{percent:.0f} %" if part == whole else f"{percent:.{3 if percent >= 1 else 2}g} %"
+    is_whole = part == whole or percent >= 999.5  # %g would print exponents
+    return f"{percent:.0f} %" if is_whole else f"{percent:.{3 if percent >= 1 else 2}g} %"
 
 
 def sqnr_text(decibels: float | None, unit: str = "") -> str:

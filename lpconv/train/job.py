@@ -16,7 +16,7 @@ from lpconv.forms.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.quiet import quiet_transformers
-from lpconv.models.tasks import Task, find_task, main_input, task_of
+from lpconv.models.tasks import CLM, MLM, Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
 from lpconv.report.numbers import name_list
@@ -215,7 +215,7 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     opened = open_to_train(
         job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared, resident=rank > 0
     )
-    if opened.model.config.pad_token_id is None:
+    if opened.model.config.pad_token_id is None and job.task not in (CLM, MLM):  # windows need no padding
         opened.model.config.pad_token_id = job.pad_id
     if job.recovery is not None:
         job.recovery.distillation.attach(opened.model)

@@ -80,6 +80,9 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         **kwargs: Any,
     ) -> None:
         self.optimizer: Any = None
+        if getattr(prepared.model, "loss_type", "") is None:
+            # The default of transformers. Trainer would count the first token of a window as a target (5.24, GPT-2).
+            prepared.model.loss_type = "ForCausalLM"
         super().__init__(model=prepared.model, **kwargs)
         self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
         self.distillation = distillation

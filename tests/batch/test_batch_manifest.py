@@ -253,6 +253,7 @@ class TestKinds:
         assert (benched.formats, benched.seqs, benched.batches) == (("fp8", "bf16"), (64,), ())
         assert benched.effort == Effort(min_seconds=0)
         assert (probed.steps, probed.calibrate, probed.data) == (1, True, None)
+        assert KINDS["probe"].words(probed) == "1 step"
 
     def test_defaults_of_conversions_stand_alone_and_of_other_kinds_under_their_name(self, tmp_path: Path) -> None:
         converted, tuned = self.jobs(

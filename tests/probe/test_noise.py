@@ -97,6 +97,35 @@ def test_the_seed_decides_the_noise() -> None:
     assert draw(0) == draw(0) != draw(1)
 
 
+class Routed(nn.Module):
+    """Two experts; rounded products route the batch to the first one, exact products to the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(64, 16), nn.Linear(64, 16)])
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.experts[type(self.experts[0]) is nn.Linear]
+        found: Tensor = self.last(chosen(x)).square().mean()
+        return found
+
+
+def test_an_expert_that_rounding_skips_or_adds_has_a_gradient_of_zero() -> None:
+    (found,) = gradient_noise(Routed(), [BATCH], recipes={"mxfp8": NOISE_RECIPES["mxfp8"]}, loss=as_loss)
+    skipped, added = found.layers[1], found.layers[0]
+    assert (skipped.name, added.name) == ("experts.1", "experts.0")
+    assert skipped.bias == skipped.gradient > 0
+    assert added.bias > added.gradient == 0
+
+
+def test_gradients_that_are_not_finite_have_no_figures() -> None:
+    model = Small()
+    model.layers[0].weight.data[0, 0] = math.inf
+    assert gradient_noise(model, [BATCH], loss=as_loss) == ()
+
+
 @pytest.mark.parametrize(("noise", "drowned"), [(0.0, False), (0.57, False), (0.58, True)])
 def test_a_gradient_drowns_below_root_three_of_its_noise(noise: float, drowned: bool) -> None:
     assert GradientNoise(name="a", gradient=1.0, noise=noise, bias=9.0).is_drowned is drowned

@@ -284,6 +284,9 @@ def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     assert document["losses"] == ["nan", "nan"]
     (warning,) = document["warnings"]
     assert "NaN" in warning
+    noisy = json.loads(run("probe", tmp_path / "model", *SMALL, "--noise", "-o", tmp_path / "noise", "--json").stdout)
+    assert noisy["noise"] == []
+    assert any("quartet2" in w for w in noisy["warnings"])
 
 
 def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_a_share_is_never_rounded_to_none_or_all() -> None:
     assert share_text(10**9 - 1, 10**9) == "> 99.99 %"
     assert share_text(7, 7) == "100 %"
     assert share_text(0, 0) == "0 %"
+    assert [share_text(part, 1) for part in (9.994, 9.996, 141.4)] == ["999 %", "1000 %", "14140 %"]
 
 
 @pytest.mark.parametrize("part", range(1, 1000, 7))
