@@ -11,11 +11,12 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most similar to `name`, or None if the similarity is below 0.6."""
+    """The known name that begins with `name`, else the most similar one, or None if the similarity is below 0.6."""
     import difflib  # imported late: only mistyped names need it
 
-    by_folded = {k.casefold(): k for k in known}
-    matches = difflib.get_close_matches(name.casefold(), by_folded, n=1)
+    by_folded, folded = {k.casefold(): k for k in known}, name.casefold()
+    begun = [k for k in by_folded if len(folded) > 2 and k.startswith(folded)]
+    matches = begun or difflib.get_close_matches(folded, by_folded, n=1)
     return by_folded[matches[0]] if matches else None
 
 

@@ -64,6 +64,13 @@ def test_contradictions_are_refused(options: ConvertOptions) -> None:
         fill_options(options)
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("MXFP4", "MXFP4A16"), ("w4a61", "W4A16"), ("FP8_DYN", "FP8_DYNAMIC")])
+def test_an_unknown_scheme_gets_the_one_that_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        with_scheme(ConvertOptions(scheme=typed))
+    assert f"`{meant}`" in str(raised.value.hint)
+
+
 def test_the_command_line_converts_by_scheme_and_lists_schemes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["convert", "demo", "--scheme", "FP8_DYNAMIC", "--verify", "weights", "-q"])
