@@ -21,12 +21,17 @@ def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
 
 
 def test_rows_of_a_model_and_layout_take_as_many_bytes() -> None:
-    """GPTQ's own files have zero points and the group of each column besides: up to 7 % more."""
+    """GPTQ's own files have zero points and the group of each column besides: up to 7 % more. AutoRound's have 1 % more
+    and the tied head twice.
+    """
+    heads = {"demo": 257 * 128 * 2, "smollm2": 49_152 * 576 * 2}
     rows = [r for r in recorded("peers")["rows"] if "bytes" in r]
     for row in rows:
         ours = next(r for r in rows if (r["model"], r["layout"], r["rounding"]) == (*_place(row), "nearest"))
-        most = 1.07 if row["rounding"].startswith("GPTQModel") else 1.0
-        assert ours["bytes"] <= row["bytes"] <= most * ours["bytes"], row
+        package = row["rounding"].partition(" ")[0].rstrip(",")
+        most = {"GPTQModel": 1.07, "AutoRound": 1.02}.get(package, 1.0)
+        extra = heads[row["model"]] if package == "AutoRound" else 0
+        assert ours["bytes"] <= row["bytes"] - extra <= most * ours["bytes"], row
     assert {r["rounding"] for r in rows} <= {*OURS, *THEIRS}
 
 

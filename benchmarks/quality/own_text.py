@@ -31,6 +31,23 @@ CASES = {
 }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table: KL on each text and, in brackets, its share of that of rounding to nearest."""
+    what = {"plays": "play", "python": "Python's help", "licence": "licence", "code": "code"}
+    lines = ["| model, layout | calibrated on | " + " | ".join(what.values()) + " | processor seconds | peak |"]
+    lines.append("|---" * (len(what) + 4) + "|")
+    nearest = {(r["model"], r["case"].split(", ")[0]): r for r in rows if r["case"].endswith("nearest")}
+    for row in rows:
+        layout, text = row["case"].split(", ")
+        usual = nearest[row["model"], layout]
+        shares = [f" ({row[t]['kl'] / usual[t]['kl']:.2f})" if row is not usual else "" for t in what]
+        kls = [f"{row[t]['kl']:.3f}{share}" for t, share in zip(what, shares, strict=True)]
+        cost = f"{row['processor_seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.2f} GB"
+        calibrated = "nothing: nearest" if row is usual else text
+        lines.append("| " + " | ".join((f"{row['model']}, {layout}", calibrated, *kls, *cost)) + " |")
+    return "\n".join(lines)
+
+
 def held_out(folder: Path, model: Path) -> dict[str, Any]:
     """Windows of each text, by what it is."""
     there = texts(folder) | {"licence": common.ROOT / "LICENSE", "code": Path(argparse.__file__)}
@@ -62,8 +79,12 @@ def main() -> None:
     parser = common.parser(__doc__, work="where models and outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["smollm2", "gemma3"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--table", action="store_true", help="print the table of the file, and measure nothing")
     asked = parser.parse_args()
     found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {"rows": []}
+    if asked.table:
+        print(table(found["rows"]))
+        return
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:

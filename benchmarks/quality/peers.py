@@ -67,7 +67,6 @@ THEIRS: dict[str, tuple[str, str]] = {  # peer and method of a job
     "llm-compressor GPTQ, imatrix": ("llm-compressor", "gptq imatrix_mse"),
     "llm-compressor AWQ": ("llm-compressor", "awq"),
     "GPTQModel GPTQ": ("gptqmodel", "gptq"),
-    "AutoRound, 0 steps": ("auto-round", "0"),
     "AutoRound, 50 steps": ("auto-round", "50"),
     "AutoRound, 200 steps": ("auto-round", "200"),
 }
