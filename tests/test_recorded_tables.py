@@ -1,7 +1,7 @@
 """The tables of calibrated rounding and of four bits in the READMEs of benchmarks/ are those of the recorded runs."""
 
 from benchmarks.common import ROOT, recorded
-from benchmarks.quality import calibration_tokens, peers
+from benchmarks.quality import calibration_tokens, own_text, peers
 from benchmarks.quality.peers import OURS, THEIRS
 from benchmarks.reproduce import four_bits, unit_attention
 
@@ -16,8 +16,9 @@ def test_the_pages_have_the_tables_of_the_recorded_runs() -> None:
         *(("reproduce", x) for x in (four, noise, attention)),
     ):
         assert table in (ROOT / "benchmarks" / folder / "README.md").read_text(encoding="utf-8")
-    tokens = calibration_tokens.table(recorded("calibration-tokens")["rows"])
-    assert tokens in (ROOT / "docs" / "methods" / "gptq.md").read_text(encoding="utf-8")
+    gptq = (ROOT / "docs" / "methods" / "gptq.md").read_text(encoding="utf-8")
+    assert calibration_tokens.table(recorded("calibration-tokens")["rows"]) in gptq
+    assert own_text.table(recorded("own-text")["rows"]) in gptq
 
 
 def test_rows_of_a_model_and_layout_take_as_many_bytes() -> None:

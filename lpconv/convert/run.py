@@ -241,7 +241,7 @@ def _place_of_own_text(output: Path | str, options: ConvertOptions) -> Path:
     Raises OutputExistsError for a file that no option allows to use or to replace.
     """
     is_remote = isinstance(output, str) and is_url(output)
-    text = Path(f"{Path(output).name if is_remote else output}.calibration.txt")
+    text = Path(f"{Path(output).name if is_remote else Path(output)}.calibration.txt")
     if text.exists() and not options.resume and not options.force:
         raise OutputExistsError(f"`{text}` exists", hint=f"use it with --calibrate {text}, or replace it with --force")
     return text
