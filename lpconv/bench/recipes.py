@@ -18,7 +18,6 @@ from lpconv.models.load import load
 from lpconv.models.opening import Blueprint
 from lpconv.optim import CollageAdamW
 from lpconv.scaled import AdamW as ScaledAdamW, scaled
-from lpconv.storage.compressed import quantization_method
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _RECIPES = {"fp8": FP8_RECIPES, "fp4": FP4_RECIPES}
@@ -31,21 +30,6 @@ def check_peers(case: Case) -> None:
     for peer in case.peers:
         if importlib.util.find_spec(peer.module) is None:
             raise UnsupportedError(f"{peer.module} is not installed", hint=peer.install)
-
-
-def check_codes(case: Case, known: Blueprint) -> None:
-    """Raise UnsupportedError if a case needs the codes of a checkpoint that has none, or if it trains on codes."""
-    if case.format != CODES:
-        return
-    if case.mode == "train":
-        raise UnsupportedError(
-            "weights that are kept as codes cannot be trained", hint="measure them with --mode infer"
-        )
-    if known.checkpoint is None or quantization_method(known.checkpoint.config) is None:
-        raise UnsupportedError(
-            f"`{case.model}` stores no codes",
-            hint="convert it first: `lpconv convert MODEL --method unit --format e4m3fn`",
-        )
 
 
 def is_emulated(case: Case) -> bool:
@@ -62,7 +46,7 @@ def is_emulated(case: Case) -> bool:
 
 def with_codes(known: Blueprint, case: Case) -> nn.Module:
     """The model of a checkpoint with weights kept as codes, and everything else in bf16."""
-    assert known.checkpoint is not None, "`check_codes` comes first"
+    assert known.checkpoint is not None, "the bench has checked it"
     model: nn.Module = load(
         known.checkpoint, dtype=torch.bfloat16, model_class=known.model_class, config=known.config, resident=True
     )

@@ -19,6 +19,8 @@ from lpconv.models.whole import check_complete
 from lpconv.options import PARALLEL, check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.compressed import quantization_method
 
 # Model to measure if none is named, its number of layers, and the reason.
 _ON_GPU = ("bert-large", None, "it fits any GPU, and its small shapes are the hardest for fp8")
@@ -65,7 +67,7 @@ def bench(
     if (options.device or "").startswith("cuda") and not may_have_gpu():
         raise UnsupportedError(f"--device {options.device}: this machine has no GPU", hint="pass --device cpu")
     progress = progress or Silent()
-    positions = None
+    checkpoint, positions = None, None
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
         checkpoint = open_readable(options.model)
         check_complete(checkpoint, allow_missing=options.allow_missing)
@@ -74,6 +76,8 @@ def bench(
         for seq in options.seqs:
             check_seq(seq, positions)
     cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit before any process starts
+    if CODES in options.formats:
+        _check_codes(options, checkpoint)
     with Child() as child:
         device = child.ask("look", device=options.device, processes=options.num_processes)
         if options.compiled == "graphs" and device["device"] == "cpu":
@@ -125,6 +129,20 @@ def cases_of(
     if not cases:
         raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
+
+
+def _check_codes(options: BenchOptions, checkpoint: Checkpoint | None) -> None:
+    """Raise UnsupportedError if codes are to be trained, or if the model stores none."""
+    if "train" in options.modes:
+        raise UnsupportedError(
+            "weights that are kept as codes cannot be trained", hint="measure them with --mode infer"
+        )
+    if checkpoint is None or quantization_method(checkpoint.config) is None:
+        name = f"`{options.model}`" if options.model else "the default model"
+        raise UnsupportedError(
+            f"{name} stores no codes",
+            hint="convert it first: `lpconv convert MODEL --method unit --format e4m3fn`",
+        )
 
 
 def _compiled(template: Case, format_name: str, method: str) -> str:

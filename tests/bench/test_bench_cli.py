@@ -111,11 +111,14 @@ def test_the_codes_of_a_checkpoint_are_measured_as_they_are(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("args", [("--mode", "train"), ()])
-def test_codes_do_not_train_and_a_plain_model_has_none(args: tuple[str, ...], tmp_path: Path) -> None:
+def test_codes_do_not_train_and_a_plain_model_has_none(
+    args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = "demo"
     if args:
         convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
         model = str(tmp_path / "out")
+    monkeypatch.setattr("lpconv.bench.run.Child", None)  # no process is started
     assert ("trained" if args else "`demo`") in refused(4, model, "--format", "codes", *QUICK, *args)
 
 
