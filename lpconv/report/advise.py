@@ -121,7 +121,7 @@ def _gap_cells(gap: GapEstimate | None, unit: str) -> tuple[str, str]:
 
 
 def _value_text(value: float, unit: str) -> str:
-    return f"{100 * value:.2g} %" if unit == "output" else f"{value:+.4f}"
+    return f"{100 * value:.2g} %" if unit == "output" else f"{value:+z.4f}"
 
 
 def _gap_text(gap: GapEstimate, unit: str) -> str:
