@@ -37,7 +37,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| model, layout | calibrated on | " + " | ".join(what.values()) + " | processor seconds | peak |"]
     lines.append("|---" * (len(what) + 4) + "|")
     nearest = {(r["model"], r["case"].split(", ")[0]): r for r in rows if r["case"].endswith("nearest")}
-    for row in rows:
+    for row in sorted(rows, key=lambda r: (r["model"] != "smollm2", r["model"], list(CASES).index(r["case"]))):
         layout, text = row["case"].split(", ")
         usual = nearest[row["model"], layout]
         shares = [f" ({row[t]['kl'] / usual[t]['kl']:.2f})" if row is not usual else "" for t in what]
