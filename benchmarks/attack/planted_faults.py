@@ -94,7 +94,7 @@ FAULTS: dict[str, Fault] = {
                              "train/test_processes.py"),
     "grows_on_overflow": _fault("0 if found_nonfinite else self._num_finite_in_a_row + 1",
                                 "self._num_finite_in_a_row + 1", "loss_scale"),
-    "trained_on_padding": _fault("_padded_length(labels), IGNORED)", "_padded_length(labels), self.pad_id)",
+    "trained_on_padding": _fault("(labels, seq_len), IGNORED)", "(labels, seq_len), self.pad_id)",
                                  "train/test_tasks.py", "train/test_data.py", "train/test_finetune.py"),
     "seed_ignored": _fault("generator = np.random.default_rng(seed)", "generator = np.random.default_rng(0)",
                            "train/test_data.py"),

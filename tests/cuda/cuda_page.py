@@ -55,6 +55,7 @@ UNTRIED = {
     "optim/kernel.py: ": "a table of sizes, which `benchmarks.cross_compile` takes",
     "optim/base.py: LowPrecisionOptimizer": "counts steps, which fake tensors cannot do; its kernels are rehearsed by "
     "optimizer_steps",
+    "probe/noise.py:": "the random state to put back; `tests/probe/test_noise.py` runs it on a CPU",
     "report/doctor.py:": "the name of a processor; `tests/doctor/test_doctor.py`",
     "scaled/model.py: Scaling.around_forward": "autocast, for adaptive scaling; `tests/scaled/test_adaptive.py`",
     "scaled/rules/": "a table; the rules in it are rehearsed by attention, and `tests/scaled/test_cuda_attention.py`",
