@@ -104,17 +104,18 @@ class Mlx(Tiles):
     def is_valid_side(self, side: Side) -> bool:
         import torch
 
-        biases = self._with_biases(side)
+        biases = self.with_scales(side, side[self.scales.name])
         return super().is_valid_side(side) and all(torch.equal(x, side[n]) for n, x in biases.items())
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         measured = super().combine(looked, over, fused)
-        return replace(measured, side=self._with_biases(measured.side))
+        return replace(measured, side=self.with_scales(measured.side, measured.side[self.scales.name]))
 
-    def _with_biases(self, side: Side) -> Side:
+    def with_scales(self, side: Side, scales: Tensor) -> Side:
+        side = super().with_scales(side, scales)
         if self.biases is None:
             return side
-        return {**side, self.biases.name: side[self.scales.name] * -(2.0 ** (self.format.storage_bits - 1))}
+        return {**side, self.biases.name: scales * -(2.0 ** (self.format.storage_bits - 1))}
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         import torch

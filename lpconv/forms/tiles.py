@@ -228,6 +228,10 @@ class Tiles(ScaledCodes):
     def scale(self, side: Side) -> None:
         return None
 
+    def with_scales(self, side: Side, scales: Tensor) -> Side:
+        """The side tensors with other scales."""
+        return {**side, self.scales.name: scales}
+
     def is_valid_side(self, side: Side) -> bool:
         grid = self.grid
         (span,) = grid.spans(0, self.num_elements)

@@ -69,8 +69,8 @@ class ArithmeticOptions:
     recover: Annotated[
         bool,
         _how(
-            "Train the codes of an output of `lpconv convert` towards the predictions of its source, and publish it in "
-            "the same form",
+            "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
+            "publish it in the same form",
             panel=None,
         ),
     ] = False

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from lpconv.train.job import TrainingJob, TrainingRun
 from lpconv.train.lora import save_adapter
 from lpconv.train.one import Finished, figures_in_fp32
 from lpconv.train.processes import is_main_process, wait_for_all
+from lpconv.train.recover import GridAdamW
 
 _LAST = ("config.json", ADAPTER)  # a model or adapter opens only with this file, which moves last
 # Side files of the source that describe its own training.
@@ -49,7 +49,7 @@ def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: F
             whole_values[id(x)] = whole.cpu()
     if is_main_process():
         with writing(folder.parent):
-            _publish(folder, job, finished.prepared.model, {name: whole_values[id(x)] for name, x in values.items()})
+            _publish(folder, job, finished, {name: whole_values[id(x)] for name, x in values.items()})
     del values, whole_values
     wait_for_all()
     if job.options.arithmetic.lora:  # adapters are published as they were trained
@@ -60,14 +60,16 @@ def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: F
         )
 
 
-def _publish(published: Path, job: TrainingJob, model: Any, values: dict[str, Tensor]) -> None:
+def _publish(published: Path, job: TrainingJob, finished: Finished, values: dict[str, Tensor]) -> None:
+    model = finished.prepared.model
     method, format = job.options.saved_form
     trained = published.with_name("trained")
     shutil.rmtree(trained, ignore_errors=True)
     shutil.rmtree(published, ignore_errors=True)
     if method == "recovered":
         assert job.recovery is not None
-        job.recovery.publish(published, values)
+        assert isinstance(finished.optimizer, GridAdamW)
+        job.recovery.publish(published, values, finished.optimizer)
         _remove_reports(published)
         return
     if method == "adapter":

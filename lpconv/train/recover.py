@@ -1,18 +1,23 @@
-"""Recover what rounding to codes lost: train the codes of an output towards the predictions of its source.
+"""Recover what rounding to codes lost: train the scales or the codes of an output towards its source's predictions.
 
-The model computes with its stored numbers s·c, for codes c and fixed scales s. The optimizer keeps a latent number u
-for each code, in units of its scale, and after every step the code is the one nearest to u. The gradient passes the
-rounding unchanged (straight-through estimator; Bengio et al. 2013, arXiv 1308.3432): u steps by the gradient at s·c. As
-Adam is invariant to the size of a gradient, the learning rate is about the largest step of u, as a fraction of the
-distance between neighbouring codes.
+The model computes with its stored numbers s·c, for codes c and scales s. Gradients pass the rounding of both unchanged
+(straight-through estimator; Bengio et al. 2013, arXiv 1308.3432).
 
-The latents begin at the codes. Beginning at the source's weights would undo error feedback in the first steps.
+Scales of 16 bits or more are trained, and codes stay (E2E-QP of EfficientQAT, Chen et al. 2024, arXiv 2407.11062).
+What the optimizer steps is the logarithm of a scale, so that scales stay positive. Its gradient is that of the numbers
+that share the scale: ∂L/∂log s = Σ ∂L/∂(s·c) · s·c.
+
+Other scales are too coarse to follow a gradient: powers of two, fp8, and one scale per tensor. Their codes are trained.
+The optimizer keeps a latent number u for each code, in units of its scale, and after every step the code is the one
+nearest to u, which steps by the gradient at s·c. As Adam is invariant to the size of a gradient, the learning rate is
+about the largest step of u, as a fraction of the distance between neighbouring codes. The latents begin at the codes.
+Beginning at the source's weights would undo error feedback in the first steps.
 
 Norms, biases and other tensors without codes keep the bits of the output.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +33,7 @@ from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Side
 from lpconv.forms.scaled import ScaledCodes
+from lpconv.forms.tiles import Tiles
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
@@ -38,6 +44,9 @@ from lpconv.progress import Progress
 from lpconv.train.recoverable import Recoverable
 from lpconv.verify.run import verify_output
 
+_SCALE_STEP = 1 / 15  # step of the logarithm of a scale at a learning rate of 1
+_FINE = ("F32", "F16", "BF16")
+_LATENTS = "latents"
 _ROWS = 256  # tokens whose probabilities are in memory at once
 _NOT_FOR_MODELS = ("labels", "num_items_in_batch")  # a loss of their own would only cost time
 
@@ -136,6 +145,22 @@ class Grid:
             nearest_code_(numbers.div_(factor), element)
         return values
 
+    def with_scales(self, scales: Mapping[str, "TrainedScales"]) -> "Grid":
+        """The grid with the trained scales of the tensors that have some."""
+        return Grid(pieces=tuple(scales[p.form.name].use(p) if p.form.name in scales else p for p in self.pieces))
+
+    def scale_(self, codes: Tensor) -> None:
+        for numbers, factor, _ in self.parts(codes):
+            numbers.mul_(factor)
+
+    def add_gradients(self, grad: Tensor, values: Tensor, scales: Mapping[str, "TrainedScales"]) -> None:
+        """Add the gradients of the logarithms of scales: sums of gradient · number over the numbers of each scale."""
+        products = grad * values
+        for piece, (of_numbers, factor, _) in zip(self.pieces, self.parts(products), strict=True):
+            assert isinstance(factor, Tensor)
+            sums = of_numbers.sum(-1, keepdim=True) if factor.shape[-1] == 1 else of_numbers
+            scales[piece.form.name].add_gradient(piece, sums)
+
     def step(self, values: Tensor) -> float:
         """Mean distance of neighbouring codes, in units of their scales: 1 for integers, more for large floats."""
         total = 0.0
@@ -160,6 +185,50 @@ def _codes_of(piece: Codes) -> ScaledCodes:
     return piece.form
 
 
+class TrainedScales:
+    """The scales of a stored tensor: `log` is trained, `stored` are the scales in their dtype, which grids share."""
+
+    def __init__(self, form: Tiles, start: Tensor) -> None:
+        self._form, self._start = form, start.float()
+        self.log = nn.Parameter(torch.zeros_like(self._start))
+        self.stored = start.clone()
+
+    def use(self, piece: Codes) -> Codes:
+        """A piece of the tensor with these scales."""
+        return replace(piece, parts={**piece.parts, self._form.scales.name: self.stored})
+
+    def update_(self) -> None:
+        self.stored.copy_(self._start * self.log.detach().exp())
+
+    def add_gradient(self, piece: Codes, sums: Tensor) -> None:
+        """Add gradients of factors, in the shape of the form's; a scale may be that of several of them."""
+        ones = torch.ones_like(self._start, requires_grad=True)
+        with torch.enable_grad():
+            factor = self._form.factor({**piece.parts, self._form.scales.name: ones}, piece.start, piece.stop)
+        (grad,) = torch.autograd.grad(factor, ones, sums)
+        self.log.grad = grad if self.log.grad is None else self.log.grad + grad
+
+
+def _fine_scales(parameters: Iterable[CodedTensor]) -> dict[str, tuple[Tiles, Tensor]]:
+    """Form and scales of the tensors whose scales are trained, by name; none if a parameter joins both kinds."""
+    found: dict[str, tuple[Tiles, Tensor]] = {}
+    for p in parameters:
+        fine = [(piece.form, x) for piece in p.pieces if (x := _scales_to_train(piece)) is not None]
+        if fine and len(fine) < len(p.pieces):
+            return {}
+        found |= {form.name: (form, x) for form, x in fine if isinstance(form, Tiles)}
+    return found
+
+
+def _scales_to_train(piece: Codes) -> Tensor | None:
+    """The scales of a tensor if they can follow a gradient: of 16 bits or more, no powers of two, more than one."""
+    form = piece.form
+    if not isinstance(form, Tiles) or form.whole_scale is not None or form.scales.dtype not in _FINE:
+        return None
+    scales = piece.parts[form.scales.name]
+    return None if bool((scales.float().frexp().mantissa == 0.5).all()) else scales
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recovery:
     """The teacher of a model, the grids of the model's parameters, and the stored components."""
@@ -168,6 +237,7 @@ class Recovery:
     distillation: Distillation
     grids: Mapping[str, Grid]
     codes: Mapping[str, Side]
+    scales: Mapping[str, tuple[Tiles, Tensor]]
 
     @classmethod
     def open(cls, start: Recoverable, task: Task, progress: Progress) -> Self:
@@ -189,39 +259,19 @@ class Recovery:
             distillation=Distillation(teacher),
             grids={n: Grid(pieces=tuple(map(_with_scales, p.pieces))) for n, p in stored.items()},
             codes=codes,
+            scales=_fine_scales(stored.values()),
         )
 
-    def optimizer(self, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-        """AdamW on the latents of the coded parameters of `model`, which have the rounded values between steps."""
-        trained = {p: self.grids[n].to(p.device) for n, p in model.named_parameters() if n in self.grids}
+    def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":
+        """The optimizer of the coded parameters of `model`, which hold numbers of their grids."""
+        scales = {n: TrainedScales(form, x.to(model.device)) for n, (form, x) in self.scales.items()}
+        named = {n: p for n, p in model.named_parameters() if n in self.grids}
         for p in model.parameters():
-            p.requires_grad_(p in trained)
-        steps = {p: grid.step(p.detach()) for p, grid in trained.items()}
-        groups = [{"params": [p], "lr": settings["lr"] * step, "scale": 1 / step} for p, step in steps.items()]
-        optimizer = torch.optim.AdamW(groups, **settings)
+            p.requires_grad_(False)
+        return GridAdamW({p.requires_grad_(): self.grids[n].to(p.device) for n, p in named.items()}, scales, **settings)
 
-        @torch.no_grad()
-        def take_latents(*_: Any) -> None:
-            for p, grid in trained.items():
-                if p.grad is not None:
-                    grid.hold_zeros_(p.grad, p)
-                latents = optimizer.state.get(p, {}).get("latents")
-                p.copy_(grid.divide_(p) if latents is None else latents)
-
-        @torch.no_grad()
-        def keep_latents(*_: Any) -> None:
-            for p, grid in trained.items():
-                grid.clip_(p)
-                if p in optimizer.state:  # a first step without gradients leaves no state
-                    optimizer.state[p]["latents"] = p.clone()
-                grid.round_(p)
-
-        optimizer.register_step_pre_hook(take_latents)
-        optimizer.register_step_post_hook(keep_latents)
-        return optimizer
-
-    def publish(self, output: Path, values: Mapping[str, Tensor]) -> None:
-        """Convert the source again with the codes of the trained `values`, by parameter name, and verify the result."""
+    def publish(self, output: Path, values: Mapping[str, Tensor], optimizer: "GridAdamW") -> None:
+        """Convert the source again with the trained scales, or the codes of `values`, and verify the result."""
         numbers: dict[str, Tensor] = {}
         forms: dict[str, ScaledCodes] = {}
         for name, grid in self.grids.items():
@@ -229,10 +279,71 @@ class Recovery:
                 forms[piece.form.name] = form = _codes_of(piece)
                 whole = numbers.setdefault(form.name, torch.empty(form.num_elements))
                 whole[piece.start : piece.stop] = part.reshape(-1)
-        work = Workspace()
-        sides = {n: {c.name: self.codes[n][c.name] for c in form.side} for n, form in forms.items()}
-        codes = {n: stored_parts(form, numbers[n], sides[n], work) for n, form in forms.items()}
-        convert(self.start.source, output, self.start.options, codes={**self.codes, **codes})
+        work, codes = Workspace(), dict(self.codes)
+        for name, form in forms.items():
+            if name in self.scales:
+                codes[name] = self.scales[name][0].with_scales(codes[name], optimizer.scales[name].stored.cpu())
+            else:
+                side = {c.name: codes[name][c.name] for c in form.side}
+                codes[name] = stored_parts(form, numbers[name], side, work)
+        convert(self.start.source, output, self.start.options, codes=codes)
+
+
+class GridAdamW(torch.optim.AdamW):
+    """AdamW on the scales, or on latents of the codes, of parameters that hold numbers of grids between steps."""
+
+    def __init__(self, grids: Mapping[nn.Parameter, Grid], scales: dict[str, TrainedScales], **settings: Any) -> None:
+        self.scales = scales
+        of_scales = {p for p, grid in grids.items() if grid.pieces[0].form.name in scales}
+        self._of_scales = {p: grids[p].with_scales(scales) for p in of_scales}
+        self._of_codes = {p: grid for p, grid in grids.items() if p not in of_scales}
+        steps = {p: grid.step(p.detach()) for p, grid in self._of_codes.items()}
+        steps |= dict.fromkeys((x.log for x in scales.values()), _SCALE_STEP)
+        groups = [{"params": [p], "lr": settings["lr"] * step, "scale": 1 / step} for p, step in steps.items()]
+        super().__init__(groups, **settings)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        self._take_latents()
+        loss = super().step(closure)
+        self._keep_latents()
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for x in self.scales.values():
+            if x.log in self.state:
+                x.log.copy_(self.state[x.log][_LATENTS])
+            x.update_()
+
+    @torch.no_grad()
+    def _take_latents(self) -> None:
+        for p, grid in self._of_scales.items():
+            if p.grad is not None:
+                grid.add_gradients(p.grad, p, self.scales)
+                p.grad = None
+        for p, grid in self._of_codes.items():
+            if p.grad is not None:
+                grid.hold_zeros_(p.grad, p)
+            latents = self.state.get(p, {}).get(_LATENTS)
+            p.copy_(grid.divide_(p) if latents is None else latents)
+
+    @torch.no_grad()
+    def _keep_latents(self) -> None:
+        for p, grid in self._of_codes.items():
+            grid.clip_(p)
+            if p in self.state:  # a first step without gradients leaves no state
+                self.state[p][_LATENTS] = p.clone()
+            grid.round_(p)
+        for p, grid in self._of_scales.items():
+            grid.divide_(p)
+        for x in self.scales.values():
+            if x.log in self.state:
+                self.state[x.log][_LATENTS] = x.log.detach().clone()
+            x.log.grad = None
+            x.update_()
+        for p, grid in self._of_scales.items():
+            grid.scale_(p)
 
 
 def _is_narrow(parameter: CodedTensor, start: Recoverable) -> bool:

@@ -20,14 +20,16 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
 from lpconv.forms.reader import StoredTensors
+from lpconv.forms.tiles import Tiles
 from lpconv.models.coded import CodedTensor
+from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import arithmetic
-from lpconv.train.recover import Distillation, Grid
+from lpconv.train.recover import Distillation, Grid, TrainedScales
 from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune, plan
 from lpconv.verify.run import verify_output
@@ -43,10 +45,22 @@ FORMS: dict[str, dict[str, Any]] = {
     "MXFP4": {"format": "e2m1", "granularity": "mx", **COMPRESSED},
     "fp8 rows": {"format": "e4m3fn", "granularity": "row", **COMPRESSED},
     "fp8 blocks": {"format": "e4m3fn", "granularity": "128x128"},
+    "fp8 blocks with exact scales": {"format": "e4m3fn", "granularity": "128x128", "scale": "exact"},
+    "int4 for MLX": {"format": "int4", "granularity": "group:32", "layout": "mlx"},
     "fp8 with one scale": {"format": "e4m3fn"},
     "two formats": {"format": "int4", "granularity": "group:32", "exclude": ("*.3.mlp.*",)},
 }  # fmt: skip
 
+
+# Those whose scales are fine enough to be trained.
+SCALES = {
+    "int4 groups",
+    "int8 groups",
+    "W4A16 with feedback",
+    "fp8 blocks with exact scales",
+    "int4 for MLX",
+    "two formats",
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,18 +81,20 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_only_codes_change_and_the_output_is_verified(outputs: dict[str, Path], form: str, tmp_path: Path) -> None:
+def test_only_scales_or_codes_change_and_the_output_is_verified(
+    outputs: dict[str, Path], form: str, tmp_path: Path
+) -> None:
     start, out = outputs[form], tmp_path / "out"
     finetune(str(start), out, _options(lr=0.4, warmup=0.0))
 
     with StoredTensors.open(start) as reader:
         coded = {name: f for name, f in reader.forms.items() if f.format is not None and f.format.storage_bits <= 8}
-    data = {c.name for f in coded.values() for c in f.data}
+    wanted = {c.name for f in coded.values() for c in (f.side if form in SCALES else f.data)}
     before, after = _stored(start), _stored(out)
     changed = {n for n, x in after.items() if not torch.equal(x.view(torch.uint8), before[n].view(torch.uint8))}
     assert list(after) == list(before)
     assert changed
-    assert changed <= data  # scales, norms and everything else keep their bits
+    assert changed <= wanted  # norms and everything else keep their bits
     assert read_json(out / "config.json") == read_json(start / "config.json")
     assert verify_output(out, VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
 
@@ -94,8 +110,9 @@ def test_changed_codes_are_found_by_verification(outputs: dict[str, Path], tmp_p
     assert [p for p in checked.problems if "model.safetensors" in p or "`model" in p]
 
 
-def test_divergence_falls_and_is_reported(outputs: dict[str, Path], tmp_path: Path) -> None:
-    result = finetune(str(outputs["MXFP4"]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128))
+@pytest.mark.parametrize("form", ["MXFP4", "int4 groups"])
+def test_divergence_falls_and_is_reported(outputs: dict[str, Path], form: str, tmp_path: Path) -> None:
+    result = finetune(str(outputs[form]), tmp_path / "out", _options(steps=50, batch_size=8, seq_len=128))
     held_out = {h.metric: h for h in result.held_out}
     (run,) = result.runs
     assert held_out["eval_loss"].after < 0.9 * held_out["eval_loss"].before
@@ -105,17 +122,19 @@ def test_divergence_falls_and_is_reported(outputs: dict[str, Path], tmp_path: Pa
     assert (result.source, result.twin, result.recipe) == ("demo", None, "recover fp32")
 
 
+@pytest.mark.parametrize(("form", "is_done"), [("int4 groups", False), ("int4 groups", True), ("MXFP4", False)])
 def test_a_resumed_run_publishes_the_same_bytes(
-    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outputs: dict[str, Path], form: str, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, options = str(outputs["int4 groups"]), _options(steps=6, lr=0.2, save_every=3)
+    start, options = str(outputs[form]), _options(steps=6, lr=0.2, save_every=3)
     finetune(start, tmp_path / "whole", options)
     with monkeypatch.context() as patch:
         patch.setattr("lpconv.train.study.publish_model", _fail)
         with pytest.raises(KeyboardInterrupt):
             finetune(start, tmp_path / "cut", options)
     folder = tmp_path / "cut" / "runs" / "run-seed0"
-    shutil.rmtree(folder / "checkpoint-6")
+    if not is_done:
+        shutil.rmtree(folder / "checkpoint-6")
     finetune(start, tmp_path / "cut", replace(options, resume=True))
     whole, resumed = (tmp_path / n / "model.safetensors" for n in ("whole", "cut"))
     assert whole.read_bytes() == resumed.read_bytes()
@@ -131,11 +150,41 @@ def test_groups_of_zeros_stay_zero(tmp_path: Path) -> None:
     tensors = load_file(source / "model.safetensors")
     tensors[name][:, :32] = 0
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert(str(source), tmp_path / "coded", ConvertOptions(verify="none", format="int4", granularity="group:32"))
+    convert(str(source), tmp_path / "coded", ConvertOptions(verify="none", format="e2m1", granularity="mx"))
     finetune(str(tmp_path / "coded"), tmp_path / "out", _options(lr=0.8, warmup=0.0, source=str(source)))
     with StoredTensors.open(tmp_path / "coded") as before, StoredTensors.open(tmp_path / "out") as after:
         assert not after.tensor(name)[:, :32].any()
         assert not torch.equal(after.tensor(name), before.tensor(name))
+
+
+@pytest.mark.parametrize("form", sorted(SCALES - {"two formats"}))
+def test_gradients_of_scales_are_those_of_the_numbers_that_share_them(outputs: dict[str, Path], form: str) -> None:
+    """∂L/∂log s for L = Σ r·s·c with random r, by a difference quotient of the decoded numbers."""
+    name = "model.layers.0.self_attn.k_proj.weight"
+    opened = load(Checkpoint.open(outputs[form]), resident=True, dtype=torch.float32)
+    tensor = opened.get_parameter(name)
+    assert isinstance(tensor, CodedTensor)
+    (piece,) = tensor.pieces
+    halves = piece.part(0, len(piece) // 2), piece.part(len(piece) // 2, len(piece))  # a scale may be that of both
+    tiles = piece.form
+    assert isinstance(tiles, Tiles)
+    scales = TrainedScales(tiles, piece.parts[tiles.scales.name].float())
+    grid, values = Grid(pieces=halves).with_scales({name: scales}), tensor.decode()
+    weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(0))
+    grid.add_gradients(weights, values, {name: scales})
+    assert scales.log.grad is not None
+
+    for index in {0, scales.log.numel() // 2, scales.log.numel() - 1}:
+        sums = []
+        for change in (-0.5, 0.5):
+            with torch.no_grad():
+                scales.log.zero_().view(-1)[index] = change
+            scales.update_()
+            changed = torch.empty(values.numel())
+            scales.use(piece).decode_to(changed)
+            sums.append(float((changed.view_as(values).double() * weights).sum()))
+        quotient = (sums[1] - sums[0]) / (2 * math.sinh(0.5))
+        assert math.isclose(float(scales.log.grad.view(-1)[index]), quotient, rel_tol=1e-4, abs_tol=1e-6)
 
 
 def test_a_recovered_output_is_recovered_again(outputs: dict[str, Path], tmp_path: Path) -> None:
