@@ -144,7 +144,7 @@ def _trainer(
         eval_dataset=job.stream(work.seed, held_out=True),
         data_collator=job.collate,
         distillation=job.recovery.distillation if job.recovery is not None else None,
-        compute_metrics=_accuracy if job.num_labels else None,
+        compute_metrics=(lambda _: {}) if job.num_labels else None,  # without one, Trainer drops the logits
         preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
     )
     trainer.remove_callback(PrinterCallback)
@@ -181,7 +181,7 @@ def figures_in_fp32(
     """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
     model = start_in_fp32(job, work.seed).to(device)
-    return in_fp32(model, values, batches, step=job.options.steps, num_right=_counter(job))
+    return in_fp32(model, values, batches, step=job.options.steps, accuracy=_accuracy_of_batch(job))
 
 
 def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool) -> TrainingArguments:
@@ -277,13 +277,11 @@ def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     apply_factors(model, calibrate(measured, batches))
 
 
-def _counter(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
-    """Counts the examples of a batch that a model gets right; None for tasks without accuracy."""
+def _accuracy_of_batch(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
+    """The accuracy on a batch, from a model's output; None for tasks without accuracy."""
     if job.recovery is not None:
         distillation = job.recovery.distillation
-        return lambda out, batch: distillation.agreement * len(batch["labels"])
-    return (lambda out, batch: int((out.logits.argmax(-1) == batch["labels"]).sum())) if job.num_labels else None
-
-
-def _accuracy(predictions: Any) -> dict[str, float]:
-    return {"accuracy": float((predictions.predictions == predictions.label_ids).mean())}
+        return lambda out, batch: distillation.agreement
+    if not job.num_labels:
+        return None
+    return lambda out, batch: float((out.logits.argmax(-1) == batch["labels"]).double().mean())

@@ -1,6 +1,7 @@
 """Every task on a two-layer model built here, with a tokenizer of bytes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,23 @@ def test_a_published_gpt2_has_the_loss_of_the_training_and_its_own_config(tmp_pa
     assert [g.gap for g in result.gaps] == [0.0] * 3
     before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("gpt2", "run"))
     assert before["pad_token_id"] is after["pad_token_id"] is None
+
+
+def test_held_out_losses_are_means_over_targets_like_their_baseline(tmp_path: Path) -> None:
+    """Trainer weights the loss of a batch by its examples, whatever the lengths of their targets."""
+    folder, data = write_model(tmp_path / "t5", "t5"), tmp_path / "pairs.jsonl"
+    table = [{"text": f"say {i}", "label": "a" if i % 4 else "a long answer " * 2} for i in range(60)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in table))
+    result = run(folder, "fp32", tmp_path / "run", data=str(data), twin="none", batch_size=1, eval_batches=6)
+    batches = result.runs[0].held_out[-1]
+    assert len(set(batches.sizes)) == 2
+    exact = math.fsum(n * x for n, x in zip(batches.sizes, batches.losses, strict=True)) / sum(batches.sizes)
+    ends = {s.name: s.values[-1] for s in result.runs[0].evaluations}
+    assert ends == {
+        name: pytest.approx(exact, rel=1e-6) for name in ("eval_loss", "eval_loss_fp32", "eval_loss_published")
+    }
+    (held_out,) = result.held_out
+    assert (held_out.after, held_out.num_examples) == (pytest.approx(exact, rel=1e-6), 6)
 
 
 @pytest.mark.parametrize("recipe", ["collage-bf16", "unit-fp8"])
