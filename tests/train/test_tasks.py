@@ -11,10 +11,12 @@ import transformers
 from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
 from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
+from lpconv.train.data import read_rows
+from lpconv.train.examples import sequence_pairs
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -137,6 +139,16 @@ def test_held_out_losses_are_means_over_targets_like_their_baseline(tmp_path: Pa
     }
     (held_out,) = result.held_out
     assert (held_out.after, held_out.num_examples) == (pytest.approx(exact, rel=1e-6), 6)
+
+
+def test_targets_without_tokens_are_refused(tmp_path: Path) -> None:
+    """A batch of them has no loss. Tokenizers that end targets with a token give even an empty text one."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"text": "say", "label": "" if i == 7 else "a"}) + "\n" for i in range(20)))
+    tokenizer = Tokenizer(models.WordLevel({"say": 0, "a": 1}))
+    read = read_rows(FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), data=str(data)))
+    with pytest.raises(InputError, match=r"pairs\.jsonl"):
+        sequence_pairs(read, transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer), seq_len=4, vocab_size=2)
 
 
 @pytest.mark.parametrize("recipe", ["collage-bf16", "unit-fp8"])
