@@ -102,10 +102,11 @@ def _prepare(
     job: TrainingJob, work: TrainingRun, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """(opened model, setup for training on a device, estimated memory of a step by part)."""
+    available = available_bytes(job.options.max_memory)  # before the model takes its part of a CPU's memory
     with clock.spending("opening the model"):
         opened = open_start(job, work.seed)
     with clock.spending("estimating memory"):
-        needed = _check_memory(job, work, opened.model)
+        needed = _check_memory(job, work, opened.model, available)
     if not is_resumed and job.options.check_gradients and not job.options.is_sharded:
         with clock.spending("checking gradients"):
             _check_gradients(job, work, opened.model.to(device), needed)
@@ -222,8 +223,8 @@ def _start_of(folder: Path) -> Path | None:
     return last_checkpoint(folder)
 
 
-def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, int]:
-    """Estimated memory of a step. Raises ResourceError if there is not enough.
+def _check_memory(job: TrainingJob, work: TrainingRun, model: Any, available: int) -> dict[str, int]:
+    """Estimated memory of a step, including the model. Raises ResourceError if it is more than `available` bytes.
 
     Activations are measured for one sequence in fp32, times the batch size, an upper bound for low precision.
     """
@@ -235,7 +236,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
         needed = parameter_bytes(parameters, largest, work.arithmetic, num_ranks=num_ranks(job.options))
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
-    check_room(needed, job.options.max_memory)
+    check_room(needed, available)
     batch = job.collate([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     with model_errors(
@@ -243,7 +244,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
     ):
         running = running_copy(model, mesh()) if job.options.is_sharded else model
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
-    check_room(needed, job.options.max_memory)
+    check_room(needed, available)
     return needed
 
 

@@ -17,6 +17,7 @@ from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
 from lpconv.train.data import read_rows
 from lpconv.train.examples import sequence_pairs
+from lpconv.train.job import open_start
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -139,6 +140,18 @@ def test_held_out_losses_are_means_over_targets_like_their_baseline(tmp_path: Pa
     }
     (held_out,) = result.held_out
     assert (held_out.after, held_out.num_examples) == (pytest.approx(exact, rel=1e-6), 6)
+
+
+def test_weights_in_memory_are_not_needed_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10**12]
+
+    def fill_memory(*args: Any) -> Any:
+        free[0] = 0
+        return open_start(*args)
+
+    monkeypatch.setattr("lpconv.train.one.open_start", fill_memory)
+    monkeypatch.setattr("lpconv.train.memory.available_memory", lambda: free[0])
+    assert run(write_model(tmp_path / "gpt2", "gpt2"), "fp32", tmp_path / "run", twin="none").runs
 
 
 def test_targets_without_tokens_are_refused(tmp_path: Path) -> None:
