@@ -139,7 +139,8 @@ def test_held_out_losses_are_means_over_targets_like_their_baseline(tmp_path: Pa
         name: pytest.approx(exact, rel=1e-6) for name in ("eval_loss", "eval_loss_fp32", "eval_loss_published")
     }
     (held_out,) = result.held_out
-    assert (held_out.after, held_out.num_examples) == (pytest.approx(exact, rel=1e-6), 6)
+    assert held_out.after == pytest.approx(exact, rel=1e-6)
+    assert held_out.num_examples == 6
 
 
 def test_weights_in_memory_are_not_needed_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
