@@ -24,7 +24,7 @@ from lpconv.advise.options import Budget
 from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.options import PLAIN, Case
-from lpconv.bench.roofline import step_gemm_seconds
+from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import example_inputs, vocabulary_size
@@ -227,11 +227,10 @@ def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: st
         model="", layers=None, format=opened, method=PLAIN, mode="infer", optimizer=None, seq=seq_len,
         batch=batch_size, compiled="off", device="cpu",
     )  # fmt: skip
-    if opened == "fp32":  # operands have four bytes
-        peaks = replace(peaks, bf16_flops=peaks.fp32_flops, bytes_per_s=peaks.bytes_per_s / 2)
+    gemms, m = gemms_of(model), batch_size * seq_len
     return {
         "memory_bytes": running_bytes(model, case, vocabulary_size(model.config)),
         "memory_from": f"estimate, opened in {'fp32' if opened == 'fp32' else '16 bits'}",
-        "step_time_s": step_gemm_seconds(gemms_of(model), batch_size * seq_len, peaks, method=None, train=False),
+        "step_time_s": step_gemm_seconds(gemms, m, peaks_in(opened, peaks), method=None, train=False),
         "time_from": "roofline of its Linear layers, from measured peaks",
     }

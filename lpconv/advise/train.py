@@ -213,7 +213,8 @@ class Ends:
 
 
 def _losses(run: RunRecord) -> tuple[float, ...]:
-    return next(s.values for s in run.evaluations if s.name == _METRIC)
+    """Held-out losses from halfway on; the first evaluation is before training."""
+    return next(s.values[1:] for s in run.evaluations if s.name == _METRIC)
 
 
 def outlook(ends: Sequence[Ends], *, steps: int, horizon: int) -> GapEstimate:

@@ -6,7 +6,7 @@ element and writes one, and scaling by amax reads the tensor once more before.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lpconv.report.numbers import plural, ratio_text, share_text
 from lpconv.results import BenchRow, GemmRecord, PeakRecord, VerdictRecord
@@ -75,6 +75,13 @@ def gemm_seconds(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str | None, t
     return multiply + cast_bytes / peaks.bytes_per_s
 
 
+def peaks_in(format: str, peaks: PeakRecord) -> PeakRecord:
+    """The peaks of products without fp8 whose operands are in `format`: in fp32 they have four bytes."""
+    if format != "fp32":
+        return peaks
+    return replace(peaks, bf16_flops=peaks.fp32_flops, bytes_per_s=peaks.bytes_per_s / 2)
+
+
 def step_gemm_seconds(gemms: tuple[Gemm, ...], m: int, peaks: PeakRecord, *, method: str | None, train: bool) -> float:
     """Predicted seconds of all Linears of a step; the head stays in 16 bits."""
     return sum(
@@ -94,7 +101,7 @@ def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int 
 
 @dataclass(frozen=True, kw_only=True)
 class _StepRoofline:
-    """Predicted seconds of the Linears of a step at the measured peaks: in 16 bits, and in fp8 with `method`.
+    """Predicted seconds of the Linears of a step at the measured peaks: in the baseline, and in fp8 with `method`.
 
     `fp8_s` is None if fp8 is emulated. `gemms` are all Linears by shape, `inner` those that fp8 would compute.
     """
@@ -118,7 +125,7 @@ def roofline_verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: P
     native = peaks.fp8_flops is not None
     roofline = _StepRoofline(
         method=method,
-        plain_s=step_gemm_seconds(gemms, m, peaks, method=None, train=train),
+        plain_s=step_gemm_seconds(gemms, m, peaks_in(base.format, peaks), method=None, train=train),
         fp8_s=step_gemm_seconds(gemms, m, peaks, method=method, train=train) if native else None,
         gemms=records,
         inner=tuple(r for r, g in zip(records, gemms, strict=True) if not g.is_head),

@@ -277,7 +277,7 @@ def _time_spent(result: FinetuneResult) -> tuple[str, ...]:
     if not spent:
         return ()
     parts = (f"{duration_text(s)} {what}" for what, s in sorted(spent.items(), key=lambda part: -part[1]))
-    return (f"of {duration_text(result.seconds)} in total: {', '.join(parts)}",)
+    return (f"of the command's {duration_text(result.seconds)}: {', '.join(parts)}",)
 
 
 def worst_tracked(result: FinetuneResult) -> tuple[str, ...]:

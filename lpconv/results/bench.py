@@ -107,7 +107,7 @@ class GpuRecord:
 class GemmRecord:
     """Roofline estimate of one matrix product, y_MN = x_MK @ w_NKᵀ, that occurs `count` times in the model.
 
-    `gain` is the predicted time in the baseline's 16 bits divided by the time in fp8 including casts,
+    `gain` is the predicted time in 16 bits divided by the time in fp8 including casts,
     `break_even_tokens` the smallest M (a power of two) with a gain above 1; None if fp8 is emulated or never gains.
     """
 

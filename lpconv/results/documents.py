@@ -27,7 +27,7 @@ class Result:
 class RunResult(Result):
     """Result of a run that writes a folder: `options` are the settings that determine it, `versions` the libraries'.
 
-    `seconds` is the time of the whole run, and `command` repeats the run.
+    `seconds` is the time of the command, without what it resumed, and `command` repeats the run.
     """
 
     output: str

@@ -111,7 +111,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """One evaluation, batch by batch: number of held-out examples, mean loss and, for classification, accuracy."""
+    """One evaluation, batch by batch: number of held-out targets, mean loss and, for classification, accuracy."""
 
     step: int
     sizes: tuple[int, ...]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -143,9 +142,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.metrics.add({name: metrics[name] for name in ("eval_loss", "eval_accuracy") if name in (metrics or {})})
         if state.global_step in (0, state.max_steps):
             self.metrics.add({"eval_batches": self.trainer.evaluated})
-        if self.trainer.distillation is not None:
-            sizes, _, shares = zip(*self.trainer.evaluated, strict=True)
-            self.metrics.add({"eval_accuracy": statistics.fmean(shares, weights=sizes)})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.metrics.flush()  # resuming after this step needs its row
@@ -199,7 +195,7 @@ def run_record(trainer: LowPrecisionTrainer, metrics: Metrics, watch: StepWatch,
 
 
 def _evaluation(step: int, batches: list[list[float]]) -> EvaluationRecord:
-    """An evaluation from batches (examples, loss, accuracy). Rows read from a file have non-finite numbers as text."""
+    """An evaluation from batches (targets, loss, accuracy). Rows read from a file have non-finite numbers as text."""
     sizes, losses, accuracies = (tuple(map(float, column)) for column in zip(*batches, strict=True))
     has_classes = not any(map(math.isnan, accuracies))
     return EvaluationRecord(

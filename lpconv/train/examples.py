@@ -79,9 +79,9 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
     def examples(part: Any) -> list[Example]:
         nonlocal cut
         texts = rows.texts(part)
-        ids = _ids(tokenizer, texts, seq_len, vocab_size)
+        ids = _ids(tokenizer, texts, seq_len, vocab_size, words=rows.words)
         full = [text for text, x in zip(texts, ids, strict=True) if len(x) == seq_len]
-        cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None, vocab_size))
+        cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None, vocab_size, words=rows.words))
         labels = [_label(x, numbers, i, rows) for i, x in enumerate(part[rows.label])]
         return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
 
@@ -106,8 +106,9 @@ def sequence_pairs(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int)
         raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
 
     def examples(part: Any) -> list[Example]:
-        sources = _ids(tokenizer, rows.texts(part), seq_len, vocab_size)
-        targets = _ids(tokenizer, [x or "" for x in part[rows.label]], seq_len, vocab_size, target=True)
+        sources = _ids(tokenizer, rows.texts(part), seq_len, vocab_size, words=rows.words)
+        texts = [x or "" for x in part[rows.label]]
+        targets = _ids(tokenizer, texts, seq_len, vocab_size, words=rows.words, target=True)
         return [{"input_ids": x, "labels": y} for x, y in zip(sources, targets, strict=True)]
 
     train, held_out = examples(rows.train), examples(rows.held_out)
@@ -188,15 +189,18 @@ def _stack(sequences: Sequence[Any], length: int, padding: int) -> Tensor:
 
 
 def _ids(
-    tokenizer: Any, texts: Sequence[str], seq_len: int | None, vocab_size: int, *, target: bool = False
+    tokenizer: Any, texts: Sequence[str], seq_len: int | None, vocab_size: int, *, words: str, target: bool = False
 ) -> list[list[int]]:
-    """Token ids of each text, including special tokens, truncated to `seq_len`."""
+    """Token ids of each text, including special tokens, truncated to `seq_len`. Raises InputError if one has none."""
     options: dict[str, Any] = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
     ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
         kind = {"text_target": chunk} if target else {"text": chunk}
         ids += token_ids(tokenizer, vocab_size=vocab_size, **kind, **options)
+    if empty := sum(not x for x in ids):
+        what = "target texts" if target else "texts"
+        raise InputError(f"{empty} of {len(ids)} {what} of {words} have no tokens", hint="remove empty rows")
     return ids
 
 

@@ -88,9 +88,9 @@ def held_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force: 
 
 
 def _remove_unused(output: Path) -> None:
-    """Delete the folder of a run that ended before its first step, for example because of a wrong option."""
-    if os.listdir(output) == [MARKER]:
-        with writing(output):
+    """Delete the folder of a run that ended before its first step, whose error matters more than one of the disk."""
+    with contextlib.suppress(OSError):
+        if os.listdir(output) == [MARKER]:
             (output / MARKER).unlink()
             output.rmdir()
 

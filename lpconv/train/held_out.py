@@ -3,8 +3,10 @@
 The metrics in fp32 separate effects of training and of publishing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -38,26 +40,36 @@ def as_published(evaluations: Iterable[Series]) -> tuple[Series, ...]:
 @torch.no_grad()
 def in_fp32(
     model: Any, values: Mapping[str, Tensor] | None, batches: Iterable[Mapping[str, Tensor]], *, step: int,
-    num_right: Callable[[Any, Mapping[str, Tensor]], float] | None,
+    accuracy: Callable[[Any, Mapping[str, Tensor]], float] | None,
 ) -> tuple[Series, ...]:  # fmt: skip
-    """Mean loss, and optionally accuracy, of `model` with the trained `values`, weighted by examples.
+    """Mean loss, and optionally accuracy, of `model` with the trained `values`, weighted by targets.
 
-    `num_right` counts the right examples of a batch from the model's output, for the accuracy. Without `values`,
-    `model` is the published one, and the metrics are named accordingly.
+    `accuracy` is that of a batch, from the model's output. Without `values`, `model` is the published one, and the
+    metrics are named accordingly.
     """
     if values is not None:
         model.load_state_dict(values)
     model.eval()
-    losses: list[float] = []  # per example, its batch's loss: bit-identical to Trainer's mean
-    hits = 0.0
+    rows = []
     for batch in batches:
-        out, labels = model(**batch), batch["labels"]
-        losses += [float(out.loss)] * len(labels)
-        hits += num_right(out, batch) if num_right is not None else 0
-    metrics = {"eval_loss": float(np.array(losses, np.float32).mean())}
-    metrics |= {"eval_accuracy": hits / len(losses)} if num_right is not None else {}
+        out = model(**batch)
+        rows.append((num_targets(batch), float(out.loss), accuracy(out, batch) if accuracy is not None else math.nan))
     behind = PUBLISHED if values is None else IN_FP32
-    return tuple(Series(name=name + behind, steps=(step,), values=(value,)) for name, value in metrics.items())
+    return tuple(
+        Series(name=name + behind, steps=(step,), values=(value,)) for name, value in held_out_metrics(rows).items()
+    )
+
+
+def num_targets(batch: Mapping[str, Tensor]) -> float:
+    """Number of labels in a batch; a causal model predicts all but the first of each window, which are equally long."""
+    return float((batch["labels"] != IGNORED).sum())
+
+
+def held_out_metrics(batches: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Means over the targets of batches (targets, loss, accuracy or NaN)."""
+    sizes, losses, accuracies = zip(*batches, strict=True)
+    means = {"eval_loss": fmean(losses, sizes), "eval_accuracy": fmean(accuracies, sizes)}
+    return means if not math.isnan(means["eval_accuracy"]) else {"eval_loss": means["eval_loss"]}
 
 
 def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> dict[str, float]:

@@ -102,10 +102,11 @@ def _prepare(
     job: TrainingJob, work: TrainingRun, device: torch.device, clock: Clock, *, is_resumed: bool
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """(opened model, setup for training on a device, estimated memory of a step by part)."""
+    available = available_bytes(job.options.max_memory)  # before the model takes its part of a CPU's memory
     with clock.spending("opening the model"):
         opened = open_start(job, work.seed)
     with clock.spending("estimating memory"):
-        needed = _check_memory(job, work, opened.model)
+        needed = _check_memory(job, work, opened.model, available)
     if not is_resumed and job.options.check_gradients and not job.options.is_sharded:
         with clock.spending("checking gradients"):
             _check_gradients(job, work, opened.model.to(device), needed)
@@ -144,7 +145,7 @@ def _trainer(
         eval_dataset=job.stream(work.seed, held_out=True),
         data_collator=job.collate,
         distillation=job.recovery.distillation if job.recovery is not None else None,
-        compute_metrics=_accuracy if job.num_labels else None,
+        compute_metrics=(lambda _: {}) if job.num_labels else None,  # without one, Trainer drops the logits
         preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
     )
     trainer.remove_callback(PrinterCallback)
@@ -181,7 +182,7 @@ def figures_in_fp32(
     """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
     model = start_in_fp32(job, work.seed).to(device)
-    return in_fp32(model, values, batches, step=job.options.steps, num_right=_counter(job))
+    return in_fp32(model, values, batches, step=job.options.steps, accuracy=_accuracy_of_batch(job))
 
 
 def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool) -> TrainingArguments:
@@ -222,8 +223,8 @@ def _start_of(folder: Path) -> Path | None:
     return last_checkpoint(folder)
 
 
-def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, int]:
-    """Estimated memory of a step. Raises ResourceError if there is not enough.
+def _check_memory(job: TrainingJob, work: TrainingRun, model: Any, available: int) -> dict[str, int]:
+    """Estimated memory of a step, including the model. Raises ResourceError if it is more than `available` bytes.
 
     Activations are measured for one sequence in fp32, times the batch size, an upper bound for low precision.
     """
@@ -235,7 +236,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
         needed = parameter_bytes(parameters, largest, work.arithmetic, num_ranks=num_ranks(job.options))
     if work.lca:
         needed["loss change allocation"] = 4 * NUM_COPIES * parameters
-    check_room(needed, job.options.max_memory)
+    check_room(needed, available)
     batch = job.collate([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
     with model_errors(
@@ -243,7 +244,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any) -> dict[str, 
     ):
         running = running_copy(model, mesh()) if job.options.is_sharded else model
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
-    check_room(needed, job.options.max_memory)
+    check_room(needed, available)
     return needed
 
 
@@ -277,13 +278,11 @@ def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     apply_factors(model, calibrate(measured, batches))
 
 
-def _counter(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
-    """Counts the examples of a batch that a model gets right; None for tasks without accuracy."""
+def _accuracy_of_batch(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
+    """The accuracy on a batch, from a model's output; None for tasks without accuracy."""
     if job.recovery is not None:
         distillation = job.recovery.distillation
-        return lambda out, batch: distillation.agreement * len(batch["labels"])
-    return (lambda out, batch: int((out.logits.argmax(-1) == batch["labels"]).sum())) if job.num_labels else None
-
-
-def _accuracy(predictions: Any) -> dict[str, float]:
-    return {"accuracy": float((predictions.predictions == predictions.label_ids).mean())}
+        return lambda out, batch: distillation.agreement
+    if not job.num_labels:
+        return None
+    return lambda out, batch: float((out.logits.argmax(-1) == batch["labels"]).double().mean())

@@ -200,7 +200,7 @@ class FinetuneOptions:
         ),
     ] = None
     schedule: Annotated[str, _train("Schedule of the learning rate after the warm-up", choices=_SCHEDULES)] = "linear"
-    warmup: Annotated[float, Ge(0), Lt(1), _train("Warm-up, as a fraction of all steps")] = 0.1
+    warmup: Annotated[float, Ge(0), Lt(1), _train("Warm-up from rate 0, as a fraction of all steps")] = 0.1
     weight_decay: Annotated[float, Ge(0), _train("Weight decay of AdamW")] = 0.01
     beta2: Annotated[
         float, Ge(0), Lt(1), _train("AdamW's beta2, the decay rate of the second moment", example="0.999")

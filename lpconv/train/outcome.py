@@ -75,7 +75,7 @@ def _last(run: RunRecord, metric: str) -> float:
 
 
 def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """Standard error of a mean over examples, from means over batches of the given sizes; None with one batch.
+    """Standard error of a mean over targets, from means over batches of the given sizes; None with one batch.
 
     Uses the formula for a weighted mean of clusters (Cochran, Sampling Techniques, section 9A.1, without the correction
     for a finite population).
@@ -89,7 +89,7 @@ def batch_error(values: Sequence[float], sizes: Sequence[int]) -> float | None:
 
 
 def held_out_records(
-    runs: Sequence[RunRecord], baseline: dict[str, float], *, num_available: int
+    runs: Sequence[RunRecord], baseline: dict[str, float], *, num_examples: int, num_available: int
 ) -> tuple[HeldOutRecord, ...]:
     """A record per role and metric, over the seeds of that role, which see the same held-out batches.
 
@@ -109,7 +109,7 @@ def held_out_records(
                     HeldOutRecord(
                         role=role,
                         metric=metric,
-                        num_examples=sum(sizes),
+                        num_examples=num_examples,
                         num_available=num_available,
                         baseline=baseline.get(metric),
                         before=_mean(before, sizes),

@@ -75,9 +75,8 @@ def study(
             job, chosen = with_critical(job)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
-        guess = (
-            baselines(job.targets(), job.stream(0, held_out=True), num_targets=job.num_targets) if start is None else {}
-        )
+        held_out = job.stream(0, held_out=True)
+        guess = baselines(job.targets(), held_out, num_targets=job.num_targets) if start is None else {}
         result = FinetuneResult(
             name=checkpoint.origin.name,
             output=str(output),
@@ -91,7 +90,9 @@ def study(
             seconds=time.perf_counter() - started,
             spent=clock.seconds,
             saved_as=" ".join(options.saved_form),
-            held_out=held_out_records(runs, guess, num_available=len(job.examples.held_out)),
+            held_out=held_out_records(
+                runs, guess, num_examples=len(held_out), num_available=len(job.examples.held_out)
+            ),
             options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
             versions=versions(),
             command=command,

@@ -26,6 +26,7 @@ from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of
 from lpconv.shards import gather_whole, is_sharded
 from lpconv.storage.partfile import writing
 from lpconv.train.folder import last_checkpoint
+from lpconv.train.held_out import held_out_metrics, num_targets
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
 from lpconv.train.processes import GradientAverage, needs_averaging
@@ -96,7 +97,7 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = self.num_skipped_in_a_row = 0
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
-        self.evaluated: list[list[float]] = []  # (examples, loss, accuracy or NaN) of each batch in the last evaluation
+        self.evaluated: list[list[float]] = []  # (targets, loss, accuracy or NaN) of each batch in the last evaluation
         self._inputs: dict[str, Any] = {}
 
     def _keep_unwrapped(self) -> None:
@@ -121,6 +122,12 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         with self.clock.spending("evaluations"):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, but with means over targets: it weights the loss of a batch by its number of examples."""
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics.update(held_out_metrics(self.evaluated))
+        return output
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.clock.spending("checkpoints"), writing(Path(self.args.output_dir)):
@@ -152,9 +159,11 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = prediction = super().prediction_step(model, inputs, *args, **kwargs)
-        is_right = math.nan if logits is None else float((predicted(logits) == labels).float().mean())
+        is_right = math.nan if logits is None else float((predicted(logits) == labels).double().mean())
         is_right = is_right if self.distillation is None else self.distillation.agreement
-        row = torch.tensor([[float(len(inputs["labels"])), float(loss.mean()), is_right]], device=self.args.device)
+        row = torch.tensor(
+            [[num_targets(inputs), float(loss.mean()), is_right]], dtype=torch.float64, device=self.args.device
+        )
         self.evaluated += self.accelerator.gather(row).tolist()
         return prediction
 

@@ -19,7 +19,7 @@ from lpconv.batch.manifest import load_manifest
 from lpconv.errors import UsageError
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
-from lpconv.results import AdviceRow
+from lpconv.results import AdviceRow, RunRecord, Series
 from lpconv.student import estimate_mean
 from lpconv.train.options import FinetuneOptions
 
@@ -53,6 +53,16 @@ def test_a_new_run_varies_as_those_of_other_seeds_did() -> None:
     found = outlook([ends(0.0), ends(0.1), ends(0.2)], steps=8, horizon=8)
     assert found.value == pytest.approx(0.1)
     assert found.high - 0.1 == pytest.approx(4.303 * 0.1 * math.sqrt(1 + 1 / 3), rel=1e-3)  # a new run beside three
+
+
+def test_the_drift_is_that_of_the_second_half() -> None:
+    """Runs are also evaluated before the first step, where a low precision has a gap of its own."""
+    records = []
+    for role, losses in (("run", (5.0, 3.1, 2.2)), ("twin", (4.0, 3.0, 2.0))):
+        series = Series(name="eval_loss", steps=(0, 4, 8), values=losses)
+        records.append(RunRecord(role=role, seed=0, losses=series, evaluations=(series,), loss_scales=series))
+    found = Ends.of(*records)
+    assert (found.half, found.last, found.learnt) == pytest.approx((0.1, 0.2, 1.0))
 
 
 def test_the_least_that_an_upper_end_can_be_has_no_spread_of_seeds() -> None:

@@ -124,6 +124,15 @@ def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: boo
     assert any("fp8 static" in s and ratio in s for s in found.sentences) == told
 
 
+def test_a_baseline_in_fp32_is_predicted_from_the_peak_of_fp32() -> None:
+    slow = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9, fp32_flops=3e15, bytes_per_s=1e13)  # emulates bf16
+
+    found = roofline_verdict([row("plain", format="fp32"), row("static")], GEMMS, slow)
+
+    assert found is not None
+    assert any("Amdahl" in s for s in found.sentences)
+
+
 def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
     busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
 

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.errors import InputError, ResourceError
 from lpconv.storage.partfile import writing
+from lpconv.train.folder import held_folder
 from lpconv.train.trainer import save_sharded
 
 Fail = Callable[[Path, pytest.MonkeyPatch], None]
@@ -119,6 +120,15 @@ def test_a_run_that_is_stopped_in_its_twin_has_published_nothing(tmp_path: Path)
     assert str(twin.with_name("run.json")) in done.stderr
     assert not (out / "config.json").exists()
     assert (out / "runs/published/config.json").exists()
+
+
+def test_the_error_of_a_run_survives_that_its_folder_is_gone(tmp_path: Path) -> None:
+    def fail() -> None:
+        shutil.rmtree(tmp_path / "run")
+        raise InputError("no data")
+
+    with pytest.raises(InputError, match="data"), held_folder(tmp_path / "run", {}, resume=False, force=False):
+        fail()
 
 
 def test_a_sharded_checkpoint_fails_as_its_first_rank_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_pairs_of_batches_tell_more_than_either_run() -> None:
     pairs = [(run("run", 0, (2.1, 1.1)), run("twin", 0, (2.0, 1.0)))]
     error = gap_error(pairs, "eval_loss")
     assert error == pytest.approx(0, abs=1e-12)  # the batches differ by 1, the pairs always by 0.1
-    (of_run, of_twin) = held_out_records([*pairs[0]], {"eval_loss": 2.5}, num_available=97)
+    (of_run, of_twin) = held_out_records([*pairs[0]], {"eval_loss": 2.5}, num_examples=8, num_available=97)
     assert (of_run.role, of_twin.role) == ("run", "twin")
     assert of_run.before == 3.0
     assert of_run.after == pytest.approx(1.6)

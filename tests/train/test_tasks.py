@@ -1,6 +1,7 @@
 """Every task on a two-layer model built here, with a tokenizer of bytes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import transformers
 from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
 from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
+from lpconv.train.data import read_rows
+from lpconv.train.examples import sequence_pairs
+from lpconv.train.job import open_start
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -119,6 +123,46 @@ def test_a_published_gpt2_has_the_loss_of_the_training_and_its_own_config(tmp_pa
     assert [g.gap for g in result.gaps] == [0.0] * 3
     before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("gpt2", "run"))
     assert before["pad_token_id"] is after["pad_token_id"] is None
+
+
+def test_held_out_losses_are_means_over_targets_like_their_baseline(tmp_path: Path) -> None:
+    """Trainer weights the loss of a batch by its examples, whatever the lengths of their targets."""
+    folder, data = write_model(tmp_path / "t5", "t5"), tmp_path / "pairs.jsonl"
+    table = [{"text": f"say {i}", "label": "a" if i % 4 else "a long answer " * 2} for i in range(60)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in table))
+    result = run(folder, "fp32", tmp_path / "run", data=str(data), twin="none", batch_size=1, eval_batches=6)
+    batches = result.runs[0].held_out[-1]
+    assert len(set(batches.sizes)) == 2
+    exact = math.fsum(n * x for n, x in zip(batches.sizes, batches.losses, strict=True)) / sum(batches.sizes)
+    ends = {s.name: s.values[-1] for s in result.runs[0].evaluations}
+    assert ends == {
+        name: pytest.approx(exact, rel=1e-6) for name in ("eval_loss", "eval_loss_fp32", "eval_loss_published")
+    }
+    (held_out,) = result.held_out
+    assert held_out.after == pytest.approx(exact, rel=1e-6)
+    assert held_out.num_examples == 6
+
+
+def test_weights_in_memory_are_not_needed_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10**12]
+
+    def fill_memory(*args: Any) -> Any:
+        free[0] = 0
+        return open_start(*args)
+
+    monkeypatch.setattr("lpconv.train.one.open_start", fill_memory)
+    monkeypatch.setattr("lpconv.train.memory.available_memory", lambda: free[0])
+    assert run(write_model(tmp_path / "gpt2", "gpt2"), "fp32", tmp_path / "run", twin="none").runs
+
+
+def test_targets_without_tokens_are_refused(tmp_path: Path) -> None:
+    """A batch of them has no loss. Tokenizers that end targets with a token give even an empty text one."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"text": "say", "label": "" if i == 7 else "a"}) + "\n" for i in range(20)))
+    tokenizer = Tokenizer(models.WordLevel({"say": 0, "a": 1}))
+    read = read_rows(FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), data=str(data)))
+    with pytest.raises(InputError, match=r"pairs\.jsonl"):
+        sequence_pairs(read, transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer), seq_len=4, vocab_size=2)
 
 
 @pytest.mark.parametrize("recipe", ["collage-bf16", "unit-fp8"])
