@@ -178,6 +178,33 @@ def test_a_write_to_all_of_a_view_takes_the_scale_of_what_is_written() -> None:
     assert torch.equal(base.dequantize(), torch.full((2, 3), 2.0**-30))
 
 
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "product with 2": lambda x: x * 2 / 2,
+    "quotient by 1": lambda x: x / 1,
+    "copy into an activation": lambda x: scaled_tensor(torch.ones(2, 3), 1.0).copy_(x),
+    "copy into zeros": lambda x: torch.zeros_like(x).copy_(x),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("role", [Role.WEIGHT, Role.EXACT])
+def test_a_result_keeps_its_value_when_its_parameter_is_updated(name: str, role: Role) -> None:
+    parameter = scaled_tensor(torch.ones(2, 3), 4.0, role=role)
+    out = COPIES[name](parameter)
+    parameter.add_(1)
+    assert torch.equal(out.dequantize(), torch.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_buffer_made_like_a_parameter_does_not_write_to_what_was_copied_into_it(role: Role) -> None:
+    source = scaled_tensor(torch.ones(2, 3), 4.0, role=role)
+    average = torch.zeros_like(scaled_tensor(torch.ones(2, 3), 1.0, role=Role.WEIGHT))
+    average.copy_(source)
+    average.mul_(0.5)
+    assert torch.equal(source.dequantize(), torch.full((2, 3), 4.0))
+    assert torch.equal(average.dequantize(), torch.full((2, 3), 2.0))
+
+
 def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:

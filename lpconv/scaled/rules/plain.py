@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, is_static, value
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, is_static, value
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
 def _new_zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """`_zeros`, or for a parameter a tensor at its own scale, because it will hold a part of the parameter."""
     zeros = _zeros(call, x, *args, **kwargs)
-    return Scaled(zeros.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else zeros
+    return Scaled(zeros.data, x.scale, x.role) if x.role.is_stored else zeros
 
 
 def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
