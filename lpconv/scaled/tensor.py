@@ -124,9 +124,11 @@ class ScaledTensor(torch.Tensor):
         self._numerics = numerics
 
     def rebalance_(self) -> None:
-        """Rescale the data to a root mean square near 1, in place; the value stays, and the scale becomes dynamic."""
-        data, self._scale, _ = rebalance_pair(self._pair(), "l2")
-        self._data.copy_(data)
+        """Rescale the data to a root mean square near 1; the value stays, and the scale becomes dynamic.
+
+        In new memory: views that an earlier forward pass saved have the old scale.
+        """
+        self._data, self._scale, _ = rebalance_pair(self._pair(), "l2")
 
     def _pair(self) -> Scaled:
         """Data, scale and role, including writes to other views of the same memory."""
