@@ -27,6 +27,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "baddbmm": lambda x, y, w: torch.baddbmm(y.view(2, 2, 6), x.view(2, 2, 6), w.expand(2, 6, 6), beta=0.5, alpha=3.0),
     "conv1d": lambda x, y, w: F.conv1d(x.view(2, 2, 6), w.view(9, 2, 2)[:4], y[0, :4], padding=1),
     "conv2d": lambda x, y, w: F.conv2d(x.view(2, 1, 3, 4), w.view(9, 1, 2, 2)[:3], y[0, :3]),
+    "integers": lambda x, y, w: (
+        torch.maximum(x + TARGET[:, None], y.masked_fill(MASK, 0.5)) + MASK - torch.cat([w, MASK])[:4]
+    ),
     "mul": lambda x, y, w: x * y,
     "mul number": lambda x, y, w: 0.3 * x * -2,
     "div": lambda x, y, w: x / (y * y + 1.5),
