@@ -95,6 +95,17 @@ class ScaledTensor(torch.Tensor):
         self._data, self._scale, self._role, self._numerics = data, scale, role, numerics
 
     @property
+    def data(self) -> Tensor:
+        """The tensor without autograd, as in torch; assigning to it is refused, which would not reach the data."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise UnsupportedError(
+            "assigning to `.data` would not change a scaled tensor", hint="write into it: x.data.copy_(value)"
+        )
+
+    @property
     def data_part(self) -> Tensor:
         """The data, in the dtype of the tensor."""
         return self._pair().data
@@ -375,11 +386,11 @@ def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
 def _in_place(
     op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], numerics: Numerics
 ) -> Any:
-    """Write the result of the functional twin into the first argument."""
+    """Write the result of the functional twin into the first argument; into `out` only if it is plain."""
     if op.namespace == "fsdp":
         gather.copy_to_reduce(op, pairs, kwargs)
         return None
-    target = args[0]
+    target = kwargs.get("out", args[0])
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:
             return target.copy_(value(pairs[1]))

@@ -205,6 +205,20 @@ def test_a_buffer_made_like_a_parameter_does_not_write_to_what_was_copied_into_i
     assert torch.equal(average.dequantize(), torch.full((2, 3), 2.0))
 
 
+def test_writes_that_would_not_reach_the_data_are_refused() -> None:
+    ones, parameter = torch.ones(2, 3), nn.Parameter(scaled_tensor(torch.ones(2, 3), 4.0, role=Role.WEIGHT))
+    with pytest.raises(UnsupportedError, match=r"`.data`"):
+        parameter.data = parameter.data * 3
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"aten\.add\.out"):
+        torch.add(ones, ones, out=parameter)
+
+    parameter.data.mul_(3)
+    with torch.no_grad():
+        torch.add(parameter, 1, out=ones)
+    assert torch.equal(parameter.dequantize(), torch.full((2, 3), 12.0))
+    assert torch.equal(ones, torch.full((2, 3), 13.0))
+
+
 def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
