@@ -219,6 +219,14 @@ def test_writes_that_would_not_reach_the_data_are_refused() -> None:
     assert torch.equal(ones, torch.full((2, 3), 13.0))
 
 
+@pytest.mark.parametrize("scale", [2.0**-12, torch.tensor(2.0**-12)])
+def test_a_copy_into_a_16_bit_parameter_is_rounded_once(scale: float | Tensor) -> None:
+    source = torch.tensor([1.234567e-6, -3e-7, 5e-8])
+    parameter = scaled_tensor(torch.ones(3, dtype=torch.float16), scale, role=Role.WEIGHT)
+    parameter.copy_(source)
+    torch.testing.assert_close(parameter.dequantize(), source, rtol=2.0**-11, atol=0)
+
+
 def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
-from lpconv.scaled.scales import multiply, times
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, is_static, pair, value, with_nonzero_scale
+from lpconv.scaled.scales import multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -120,8 +120,10 @@ def _conjugate(call: Call, x: Scaled) -> Scaled:
 
 
 def _copy(call: Call, target: Any, source: Any, *args: Any) -> Scaled:
-    """The source with the shape and dtype of the target."""
+    """The source with the shape and dtype of the target, for a parameter also at its scale: rounded once."""
     data, scale = pair(source)
+    if isinstance(target, Scaled) and target.role.is_stored and not (is_static(target.scale) and target.scale == 0):
+        data, scale = times(data, ratio(scale, target.scale)), target.scale
     return Scaled(data.to(data_of(target).dtype).expand_as(data_of(target)), scale)
 
 
