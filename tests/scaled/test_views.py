@@ -131,6 +131,26 @@ def test_a_write_in_place_reaches_all_views_and_gradients_come_back(
         assert torch.equal(ours.get_parameter(name).grad.dequantize(), parameter.grad), name
 
 
+ZEROING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda h: h.clone().index_put_((torch.tensor([True, False, False, False]),), torch.tensor(0.0)),
+    "rows": lambda h: h.clone().index_put_((torch.tensor([0]),), torch.zeros(4)),
+    "scatter": lambda h: h.scatter(0, torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4)),
+}
+
+
+@pytest.mark.parametrize("method", ["unit", "scalify"])
+@pytest.mark.parametrize("name", ZEROING)
+def test_small_gradients_keep_their_bits_in_fp16_where_plain_zeros_were_written(name: str, method: str) -> None:
+    torch.manual_seed(0)
+    plain = Writing(ZEROING[name])
+    ours = scaled(copy.deepcopy(plain), method=method, compute="fp16")
+    for model in (plain, ours):
+        (model(torch.ones(4, 4)).float() * 1e-7).sum().backward()
+
+    expected = plain.first.weight.grad
+    assert float((ours.first.weight.grad.dequantize() - expected).norm()) < 2.0**-9 * float(expected.norm())
+
+
 def test_writes_have_rules() -> None:
     ours = scaled(Writing(_views_of_views), strict=True)
     ours(torch.randn(4, 4)).sum().backward()

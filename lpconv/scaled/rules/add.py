@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_number, times
 
@@ -112,7 +112,13 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
 
 
 def _index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
-    """Both at the larger scale; the zeros at the start of an index's backward pass have any scale."""
+    """Both at the larger scale; the zeros at the start of an index's backward pass have any scale.
+
+    Plain values in a gradient are taken at its scale: they are zeros if plain numbers were written in the forward pass.
+    """
+    if isinstance(base, Scaled) and base.role is Role.GRADIENT and not isinstance(values, Scaled):
+        base = with_nonzero_scale(base)
+        values = base.with_data(in_units_of(values, base))
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 

@@ -105,9 +105,11 @@ def _unchanged(call: Call, x: Scaled) -> Scaled:
 
 
 def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> Any:
-    """(scatter(d, fill/s), s), like `_masked_fill`."""
+    """(scatter(d, fill/s), s); under a dynamic scale a fill other than 0 gives (scatter(value, fill), 1)."""
     if not isinstance(x, Scaled):
         return NotImplemented
+    if fill == 0:
+        return x.with_data(call.op(x.data, dim, index, 0.0))
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
