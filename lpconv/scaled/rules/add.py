@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
+from lpconv.scaled.rules.layout import fill_value
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_number, times
 
@@ -149,14 +150,13 @@ def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: 
 
 
 def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """(clamp(d, low/s, high/s), s) with finite bounds; needs a static scale."""
+    """(clamp(d, low/s, high/s), s), finite bounds stay finite; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
-    limit = torch.finfo(x.data.dtype).max
-    bounds = [None if v is None else min(max(v / x.scale, -limit), limit) for v in (low, high)]
+    bounds = [None if v is None else fill_value(x, v) for v in (low, high)]
     return x.with_data(call.op(x.data, *bounds))
 
 

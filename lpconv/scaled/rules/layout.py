@@ -71,7 +71,7 @@ def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Ten
     return torch.exp2(power.nan_to_num(0.0).floor().clamp(0, 64))
 
 
-def _fill_value(x: Scaled, fill: float) -> float:
+def fill_value(x: Scaled, fill: float) -> float:
     """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
     assert isinstance(x.scale, float)
     limit = torch.finfo(x.data.dtype).max
@@ -85,7 +85,7 @@ def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, padding, _fill_value(x, fill)))
+    return x.with_data(call.op(x.data, padding, fill_value(x, fill)))
 
 
 def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
@@ -94,7 +94,7 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
-        return x.with_data(aten.masked_fill.Scalar(x.data, mask, _fill_value(x, float(fill))))
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, fill_value(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
     return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units_of(constant, x)))
 
@@ -113,7 +113,7 @@ def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> A
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, dim, index, _fill_value(x, float(fill))))
+    return x.with_data(call.op(x.data, dim, index, fill_value(x, float(fill))))
 
 
 def _conjugate(call: Call, x: Scaled) -> Scaled:
