@@ -27,6 +27,7 @@ SGD_OPTIONS: list[dict[str, Any]] = [
     {"momentum": 0.9},
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+    {"dampening": 0.3},
 ]
 
 
