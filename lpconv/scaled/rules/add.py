@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.formats.scale import pow2_floor
+from lpconv.formats.scale import amax, pow2_floor
 from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
 from lpconv.scaled.rules.layout import fill_value
 from lpconv.scaled.rules.multiply import contraction_factor
@@ -73,7 +73,7 @@ def _fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scal
     Adaptive loss scaling §1.4 in our convention, where the loss scale is 1/s. The reference bounds the largest summand;
     the sum of K of them may then overflow by a factor K, so here the sum of the maxima is bounded.
     """
-    amax_a, amax_b = times(data_a.abs().amax().float(), scale_a), times(data_b.abs().amax().float(), scale_b)
+    amax_a, amax_b = times(amax(data_a).float(), scale_a), times(amax(data_b).float(), scale_b)
     limit = torch.finfo(torch.promote_types(data_a.dtype, data_b.dtype)).max
     smallest_fit = 2 * pow2_floor((amax_a + amax_b) / limit)
     scales = (torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.formats.scale import pow2_floor
+from lpconv.formats.scale import amax, pow2_floor
 from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, is_static, pair, value, with_nonzero_scale
 from lpconv.scaled.scales import multiply, ratio, times
 
@@ -52,7 +52,7 @@ def _fit_dtype(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     is below the smallest number u_min, factor exp(ln u_min - μ - σ·√2·erfinv(2T - 1)) for the mean μ and the deviation
     σ of the logarithms of non-zero elements [adaptive loss scaling, casts].
     """
-    times_over = x.data.abs().amax() / torch.finfo(dtype).max
+    times_over = amax(x.data) / torch.finfo(dtype).max
     down = 0.5 / pow2_floor(times_over).float()
     target = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
     factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(target, down), 1.0)
