@@ -86,7 +86,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cross entropy, summed": lambda x, y, w: F.cross_entropy(x, TARGET, reduction="sum"),
     "cross entropy, of images": lambda x, y, w: F.cross_entropy(x.view(2, 2, 6), (y > 0).long().view(2, 2, 6)[:, 0]),
     "binary cross entropy": lambda x, y, w: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype)),
-    "binary cross entropy, weighted": lambda x, y, w: F.binary_cross_entropy_with_logits(
+    "weighted_entropy": lambda x, y, w: F.binary_cross_entropy_with_logits(
         x, (y > 0).to(x.dtype), w[:4].detach().abs(), pos_weight=w[0].detach().abs()
     ),
     "mse": lambda x, y, w: F.mse_loss(x, y),
@@ -155,7 +155,7 @@ def test_values_and_gradients_are_those_of_the_plain_op(name: str, scales: str) 
             torch.testing.assert_close(dequantized(grad), expected, rtol=1e-12, atol=1e-13)
 
 
-WITHOUT_SLOPE = ("embedding", "binary cross entropy, weighted")  # padding_idx and weights stop a gradient
+WITHOUT_SLOPE = ("embedding", "weighted_entropy")  # padding_idx and weights stop a gradient
 
 
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in WITHOUT_SLOPE])
