@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lpconv.errors import UsageError
 from lpconv.formats.codes import code_dtype
@@ -174,6 +175,7 @@ class _Linear(torch.autograd.Function):
         return coded_product(x_MK, w_NK, bias=bias, out_dtype=x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable  # casts have no derivative, so a second backward pass would lose terms
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x_codes, x_scale, w_kept, w_factor = ctx.saved_tensors
         how, is_unbiased = ctx.recipe.gradient, ctx.recipe.is_unbiased

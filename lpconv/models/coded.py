@@ -264,6 +264,8 @@ def _embedding(ids: Tensor, weight: Any, *args: Any, max_norm: float | None = No
     if max_norm is not None or args[1:2] not in ((), (None,)):
         raise UnsupportedError("an embedding with max_norm rewrites its rows, which codes do not allow", hint=_HINT)
     unique_ids, inverse = torch.unique(ids, return_inverse=True)
+    if len(unique_ids) and not 0 <= unique_ids[0] <= unique_ids[-1] < len(weight):
+        raise IndexError(f"ids from {int(unique_ids[0])} to {int(unique_ids[-1])} in a table of {len(weight)} rows")
     cols, runs = weight.shape[-1], []
     breaks = (unique_ids.diff() != 1).nonzero().view(-1) + 1
     for run in unique_ids.tensor_split(breaks.tolist()) if len(unique_ids) else ():
@@ -289,11 +291,11 @@ def _to_copy(
 
 def _getitem(x: Any, index: Any) -> Tensor:
     """One matrix of a stack as codes; anything else decoded."""
-    is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
+    is_one = type(index) is int or (isinstance(index, Tensor) and index.ndim == 0 and index.dtype == torch.int64)
     if not isinstance(x, CodedTensor) or x.ndim < 3 or not is_one:
         values: Tensor = x[index]
         return values
-    size, position = x.numel() // x.shape[0], int(index) % x.shape[0]
+    size, position = x.numel() // x.shape[0], range(x.shape[0])[int(index)]
     return _require_grad_like(x.part(position * size, (position + 1) * size, tuple(x.shape[1:])), x)
 
 

@@ -142,7 +142,7 @@ class LowPrecisionOptimizer(Optimizer):
         saved = [(p, state_dict["state"].get(i, {})) for p, i in zip(params, saved_ids, strict=False)]
         for p, state in saved:
             if state:
-                check_state(state, self.settings.rule.name, self.storages(p))
+                check_state(p, state, self.settings.rule.name, self.storages(p))
         super().load_state_dict(state_dict)  # raises if the groups differ in number or length
         self._shared.clear()
         for p, state in saved:

@@ -127,8 +127,8 @@ def _eco_gain(moments: Moments, c: tuple[Tensor, ...]) -> Tensor:
 
 
 def _sgd_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    # The first buffer of torch.optim.SGD is the gradient itself, for any dampening.
-    dampening = group["dampening"] if step > 1 else 0.0
+    # The first buffer of torch.optim.SGD is the gradient itself, for any dampening, and without momentum every one.
+    dampening = group["dampening"] if step > 1 and group["momentum"] else 0.0
     return (
         _sign(group),
         group["weight_decay"],

@@ -61,19 +61,20 @@ def parts_of(p: Tensor, state: Mapping[str, Tensor], rule: str, storages: tuple[
     return (p.detach(), *[state[n] for n in weight]), *[tuple([state[n] for n in names]) for names in moments]
 
 
-def check_state(state: Mapping[str, Any], rule: str, storages: tuple[Storage, ...]) -> None:
-    """Raise InputError unless the state has the entries and dtypes of these storages."""
+def check_state(p: Tensor, state: Mapping[str, Any], rule: str, storages: tuple[Storage, ...]) -> None:
+    """Raise InputError unless the state has the entries, dtypes and shapes of these storages of `p`."""
     weight, *moments = _state_names(rule, storages)
-    expected: dict[str, torch.dtype | None] = {"step": torch.float32}
-    expected |= dict.fromkeys(weight, storages[0].companion)
+    expected: dict[str, torch.dtype | None] = dict.fromkeys(weight, storages[0].companion)
     for names, storage in zip(moments, storages[1:], strict=True):
         # A moment without a companion has one name.
         expected.update(zip(names, (storage.dtype, storage.companion), strict=False))
-    dtypes = {name: value.dtype for name, value in state.items()}
-    if dtypes != expected:
+    needed = {"step": (torch.float32, ()), **{name: (dtype, tuple(p.shape)) for name, dtype in expected.items()}}
+    found = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
+    if found != needed:
         raise InputError(
-            f"the saved optimizer state does not fit: it contains {dtypes}",
-            hint=f"create the optimizer with the options of the saved run; the current options need {expected}",
+            f"the saved optimizer state does not fit: it contains {found}",
+            hint="create the optimizer with the options of the saved run, and its parameters in the same order; "
+            f"the current options need {needed}",
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lpconv.errors import UsageError
-from lpconv.formats.scale import pow2_floor
+from lpconv.formats.scale import amax, pow2_floor
 from lpconv.formats.spec import get_format
 from lpconv.kernels.compiled import COMPILES_SUBCLASSES, is_compiling
 from lpconv.kernels.matmul import at_half
@@ -77,7 +77,7 @@ def adaptive_factor(
     √(½·n·E[g²]·E[w²]) (½: the paper's ReLU assumption), and P(|α·o| < u_min) = erf(u_min/(√2·α·σ_o)) ≤ T gives α ≥
     u_min/(√2·erfinv(T)·σ_o). α is at least 1, then bounded by the range of the dot product and of the gradient, by
     `total_bound`·scale and by `layer_bound`, in this order, and rounded down to a power of two; the first bounds may
-    lower it below 1. An all-zero or non-finite gradient gives 1.
+    lower it below 1. An empty, all-zero or non-finite gradient gives 1.
     """
     spec = get_format(format)
     u_min = spec.min_subnormal if options.floor == "subnormal" else spec.min_normal
@@ -85,7 +85,7 @@ def adaptive_factor(
     g, w = grad.float(), weight.float()
     sigma = (0.5 * num_terms * g.square().mean() * w.square().mean()).sqrt()
     lower_bound = u_min / (math.sqrt(2) * _erfinv(options.threshold) * sigma)
-    amax_g, amax_w = g.abs().amax(), w.abs().amax()
+    amax_g, amax_w = amax(g), amax(w)
     factor = lower_bound.clamp(min=1.0)
     factor = torch.minimum(factor, spec.max / num_terms / (amax_g * amax_w))
     factor = torch.minimum(factor, spec.max / amax_g)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled.model import scaling_of
 from lpconv.scaled.pair import Role
-from lpconv.scaled.tensor import ScaledTensor, data_part, scaled_tensor
+from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
 from lpconv.shards import is_sharded, local
 
 _TOLERANCE = 1e-3  # rounding of fp32 in deep models is below 1e-5; a wrong rule is above 1e-2
@@ -87,7 +87,7 @@ def gradients_are_finite(parameters: Iterable[Tensor]) -> bool:
     pairs = [(p, p.grad) for p in parameters if p.grad is not None]
     if not pairs:
         return True
-    finite = torch.stack([data_part(local(grad)).isfinite().all() for _, grad in pairs]).all()
+    finite = torch.stack([local(grad).isfinite().all() for _, grad in pairs]).all()  # a scale may be infinite
     if any(is_sharded(p) for p, _ in pairs):
         dist.all_reduce(number := finite.to(torch.int32), op=dist.ReduceOp.MIN)
         finite = number

@@ -27,6 +27,11 @@ class Role(enum.Enum):
     GRADIENT = "gradient"
     EXACT = "exact"  # never cast below the carrier dtype: loss head, critical matmuls
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the tensor is a parameter, or like one: a write goes into its storage and keeps its scale."""
+        return self in (Role.WEIGHT, Role.EXACT)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:

@@ -80,16 +80,16 @@ def clamp_scale(
 
 
 def times(data: Tensor, factor: Scale) -> Tensor:
-    """data · factor in the dtype of `data`; a factor of exactly 1 costs nothing.
+    """data · factor in the dtype of `data`, or in fp32 for integers; a factor of exactly 1 costs nothing.
 
     16-bit data are multiplied by a tensor factor in fp32, because PyTorch would first round the factor to 16 bits,
     where 2^-30 is 0.
     """
     if isinstance(factor, float):
         return data if factor == 1.0 else data * factor
-    if data.dtype in (torch.float32, torch.float64) or data.is_complex():
-        return (data * factor).to(data.dtype)
-    return (data.float() * factor).to(data.dtype)
+    if data.is_floating_point():
+        return (data.to(torch.promote_types(data.dtype, torch.float32)) * factor).to(data.dtype)
+    return data * factor
 
 
 def uninitialised_like(data: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -95,6 +95,17 @@ class ScaledTensor(torch.Tensor):
         self._data, self._scale, self._role, self._numerics = data, scale, role, numerics
 
     @property
+    def data(self) -> Tensor:
+        """The tensor without autograd, as in torch; assigning to it is refused, which would not reach the data."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise UnsupportedError(
+            "assigning to `.data` would not change a scaled tensor", hint="write into it: x.data.copy_(value)"
+        )
+
+    @property
     def data_part(self) -> Tensor:
         """The data, in the dtype of the tensor."""
         return self._pair().data
@@ -124,9 +135,11 @@ class ScaledTensor(torch.Tensor):
         self._numerics = numerics
 
     def rebalance_(self) -> None:
-        """Rescale the data to a root mean square near 1, in place; the value stays, and the scale becomes dynamic."""
-        data, self._scale, _ = rebalance_pair(self._pair(), "l2")
-        self._data.copy_(data)
+        """Rescale the data to a root mean square near 1; the value stays, and the scale becomes dynamic.
+
+        In new memory: views that an earlier forward pass saved have the old scale.
+        """
+        self._data, self._scale, _ = rebalance_pair(self._pair(), "l2")
 
     def _pair(self) -> Scaled:
         """Data, scale and role, including writes to other views of the same memory."""
@@ -136,9 +149,8 @@ class ScaledTensor(torch.Tensor):
         return Scaled(self._data, self._scale, self._role)
 
     def _keeps_scale(self) -> bool:
-        """Whether this is a parameter, or was created like one."""
-        is_zero = isinstance(self._scale, float) and self._scale == 0
-        return self._role in (Role.WEIGHT, Role.EXACT) and not is_zero
+        """Whether this is a parameter, or was created like one and filled."""
+        return self._role.is_stored and not (isinstance(self._scale, float) and self._scale == 0)
 
     def _share_with(self, view: "ScaledTensor", step: _View) -> None:
         """Make writes to this tensor visible in `view`, the result of a view op on it, and the other way round.
@@ -176,7 +188,7 @@ class ScaledTensor(torch.Tensor):
             )
         whole, old_scale = (data, 0.0) if self._memory is None else (self._memory.data, self._memory.scale)
         new_scale, is_part = result.scale, data.numel() < whole.numel()
-        if not self._views and _same_layout(result.data, data):
+        if not self._views and not self._role.is_stored and _same_layout(result.data, data):
             new = target = result.data
         else:
             new = uninitialised_like(whole)
@@ -314,13 +326,22 @@ def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     rule = rule_for(call.op, call.numerics.native)
     result = NotImplemented if rule is None else rule(call, *args, **kwargs)
     if result is not NotImplemented:
-        return result
+        return result if call.op.is_view else _in_own_memory(result, args)
     if torch._C._current_graph_task_id() >= 0 and any(isinstance(a, Scaled) and a.role is Role.GRADIENT for a in args):
         raise UnsupportedError(
             f"no rule takes gradients through `{call.op}` in the backward pass of {_node(call.numerics)}",
             hint="add a rule in lpconv/scaled/rules, or run that module in fp32 outside of `scaled`",
         )
     return _on_values(call, args, kwargs)
+
+
+def _in_own_memory(result: Any, args: list[Any]) -> Any:
+    """A copy if the data are those of a parameter, as in a product with 2: parameters are written in place."""
+    if isinstance(result, Scaled) and any(
+        isinstance(a, Scaled) and a.role.is_stored and _same_memory(a.data, result.data) for a in args
+    ):
+        return result.with_data(result.data.clone())
+    return result
 
 
 def _node(numerics: Numerics) -> str:
@@ -365,11 +386,11 @@ def _wrap(result: Any, is_gradient: bool, numerics: Numerics) -> Any:
 def _in_place(
     op: OpOverload, args: tuple[Any, ...], pairs: list[Any], kwargs: dict[str, Any], numerics: Numerics
 ) -> Any:
-    """Write the result of the functional twin into the first argument."""
+    """Write the result of the functional twin into the first argument; into `out` only if it is plain."""
     if op.namespace == "fsdp":
         gather.copy_to_reduce(op, pairs, kwargs)
         return None
-    target = args[0]
+    target = kwargs.get("out", args[0])
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):
         if op is torch.ops.aten.copy_.default:
             return target.copy_(value(pairs[1]))
@@ -385,6 +406,10 @@ def _in_place(
     result = _run(Call(twin, numerics), pairs, kwargs)
     target._write(result if isinstance(result, Scaled) else Scaled(result, 1.0))
     return target
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:

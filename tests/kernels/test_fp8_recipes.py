@@ -160,6 +160,14 @@ def test_a_compiler_casts_the_input_of_two_layers_once() -> None:
     assert len(casts) == 3  # of the input, once, and of two weights
 
 
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_second_derivative_is_an_error_not_zero(recipe: str) -> None:
+    x = torch.randn(4, 96, requires_grad=True)
+    (grad,) = torch.autograd.grad(multiplying(nn.Linear(96, 64), recipe)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        grad.square().sum().backward()
+
+
 def test_what_is_not_finite_cannot_be_calibrated() -> None:
     model = nn.Sequential(nn.Linear(32, 16))
     use_recipe(model, FP8_RECIPES["static"])

@@ -231,6 +231,21 @@ def test_codes_have_no_gradient_and_are_not_written(directory: Path) -> None:
         model.lm_head.weight.mul_(2)
 
 
+@pytest.mark.parametrize("ids", [[-1, 0], [94, 95, 96], [96]])
+def test_ids_outside_the_table_are_an_error_as_in_torch(directory: Path, ids: list[int]) -> None:
+    table = lpconv.load(directory, resident=True).model.embed_tokens
+    assert len(table.weight) == 96
+    with pytest.raises(IndexError):
+        table(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("index", [2, -3, torch.tensor(2)])
+def test_an_expert_that_a_stack_does_not_have_is_an_error_as_in_torch(directory: Path, index: Any) -> None:
+    weight = lpconv.load(directory, resident=True).lm_head.weight.detach()
+    with pytest.raises(IndexError):
+        torch.stack([weight, weight])[index]
+
+
 def test_gradients_through_an_op_that_decodes_are_refused_too(tmp_path: Path) -> None:
     model = lpconv.load(ours(tmp_path, OURS["unit"], "gpt2"), resident=True)
     with pytest.raises(UnsupportedError, match="gradient"):

@@ -27,6 +27,7 @@ SGD_OPTIONS: list[dict[str, Any]] = [
     {"momentum": 0.9},
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     {"momentum": 0.5, "dampening": 0.3, "maximize": True},
+    {"dampening": 0.3},
 ]
 
 
@@ -196,6 +197,17 @@ def test_state_of_another_variant_is_refused() -> None:
         plus.load_state_dict(copy.deepcopy(light.state_dict()))
     assert caught.value.hint
     assert plus.state[p]["exp_avg_sq_residual"] is kept
+
+
+def test_state_of_parameters_in_another_order_is_refused() -> None:
+    params = [nn.Parameter(weights(n).bfloat16()) for n in (6, 8)]
+    optimizer, other = (CollageAdamW(order, compiled=False) for order in (params, params[::-1]))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(InputError, match=r"6") as caught:
+        other.load_state_dict(optimizer.state_dict())
+    assert "order" in caught.value.hint
 
 
 def test_fp32_state_for_bf16_weights() -> None:

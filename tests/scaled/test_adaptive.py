@@ -188,6 +188,13 @@ def test_bounds_hold() -> None:
     assert adaptive_factor(torch.full((4, 8), 6e4), torch.full((8, 8), 1e3), 1.0, "fp16", AdaptiveOptions()) < 1e-3
 
 
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_an_empty_batch_has_gradients_of_zero(compute: str) -> None:
+    model = adaptive_scaling(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), compute=compute)
+    model(torch.ones(0, 4)).sum().backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("wrong", [{"threshold": 0}, {"floor": "zero"}, {"every": 0}, {"layer_bound": 0.5}])
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError):

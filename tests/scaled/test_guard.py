@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import rms
-from lpconv.scaled import StepGuard, check_gradients, scaled
+from lpconv.scaled import StepGuard, check_gradients, gradients_are_finite, scaled, scaled_tensor
+from lpconv.scaled.pair import Role
 from lpconv.scaled.rules import RULES
 
 
@@ -45,6 +46,13 @@ def test_an_overflow_behind_a_rescaling_ends_after_a_few_halvings() -> None:
     assert guard.num_skipped < 8
     grad = ours[0].weight.grad.dequantize()
     assert (grad - reference).norm() < 0.02 * reference.norm()
+
+
+def test_a_gradient_with_an_infinite_scale_is_an_overflow() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    for scale, is_finite in ((2.0**127, True), (torch.inf, False)):
+        parameter.grad = scaled_tensor(torch.ones(2), torch.tensor(scale), role=Role.GRADIENT)
+        assert gradients_are_finite([parameter]) == is_finite
 
 
 class Attention(nn.Module):

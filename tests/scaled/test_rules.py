@@ -27,6 +27,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "baddbmm": lambda x, y, w: torch.baddbmm(y.view(2, 2, 6), x.view(2, 2, 6), w.expand(2, 6, 6), beta=0.5, alpha=3.0),
     "conv1d": lambda x, y, w: F.conv1d(x.view(2, 2, 6), w.view(9, 2, 2)[:4], y[0, :4], padding=1),
     "conv2d": lambda x, y, w: F.conv2d(x.view(2, 1, 3, 4), w.view(9, 1, 2, 2)[:3], y[0, :3]),
+    "integers": lambda x, y, w: (
+        torch.maximum(x + TARGET[:, None], y.masked_fill(MASK, 0.5)) + MASK - torch.cat([w, MASK])[:4]
+    ),
     "mul": lambda x, y, w: x * y,
     "mul number": lambda x, y, w: 0.3 * x * -2,
     "div": lambda x, y, w: x / (y * y + 1.5),
@@ -50,6 +53,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sum": lambda x, y, w: x.sum(1) + y.sum(),
     "mean": lambda x, y, w: x.mean(-1, keepdim=True) + y.mean(),
     "cumsum": lambda x, y, w: x.cumsum(1),
+    "vector norms": lambda x, y, w: torch.linalg.vector_norm(x, 3, 0) + torch.linalg.vector_norm(y.abs(), math.inf, 0),
     "clamp": lambda x, y, w: x.clamp(-0.5, 1.0) + y.clamp(max=0.2) + x.clamp(torch.tensor(-1.0), torch.tensor(0.3)),
     "index": lambda x, y, w: x[TARGET] + y.index_select(0, TARGET),
     "index put": lambda x, y, w: x.index_put((TARGET[:3],), y[:3]) + x.index_put((TARGET,), y, accumulate=True),
@@ -82,6 +86,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cross entropy, summed": lambda x, y, w: F.cross_entropy(x, TARGET, reduction="sum"),
     "cross entropy, of images": lambda x, y, w: F.cross_entropy(x.view(2, 2, 6), (y > 0).long().view(2, 2, 6)[:, 0]),
     "binary cross entropy": lambda x, y, w: F.binary_cross_entropy_with_logits(x, (y > 0).to(x.dtype)),
+    "weighted_entropy": lambda x, y, w: F.binary_cross_entropy_with_logits(
+        x, (y > 0).to(x.dtype), w[:4].detach().abs(), pos_weight=w[0].detach().abs()
+    ),
     "mse": lambda x, y, w: F.mse_loss(x, y),
     "activations": lambda x, y, w: (
         F.gelu(x) + F.gelu(y, approximate="tanh") + F.silu(x) + F.mish(y) + F.elu(x) + F.hardswish(y)
@@ -148,7 +155,10 @@ def test_values_and_gradients_are_those_of_the_plain_op(name: str, scales: str) 
             torch.testing.assert_close(dequantized(grad), expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "embedding"])  # whose padding_idx stops a gradient
+WITHOUT_SLOPE = ("embedding", "weighted_entropy")  # padding_idx and weights stop a gradient
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in WITHOUT_SLOPE])
 def test_gradients_are_the_slopes_of_the_scaled_op(name: str) -> None:
     """Gradcheck in fp64: along a random direction, the central difference of Σ result·(1, 2, 3, …)."""
     _, grads = run(FUNCTIONS[name], scaled_inputs("static"))
@@ -201,6 +211,14 @@ def test_cross_entropy_gradients_have_unit_data_at_any_vocabulary() -> None:
         logits = scaled_tensor(0.01 * torch.randn(64, classes), 1.0).requires_grad_()
         F.cross_entropy(logits, torch.arange(64) % classes).backward(gradient=scaled_tensor(torch.ones(()), 1.0))
         assert 0.4 <= float(logits.grad.data_part.square().mean().sqrt()) <= 2
+
+
+@pytest.mark.parametrize("scale", [4.0, torch.tensor(4.0)])
+def test_infinite_numbers_and_counts_are_those_of_the_value(scale: float | Tensor) -> None:
+    x = torch.tensor([-8.0, 0.0, 8.0, torch.inf])
+    ours = scaled_tensor(x / 4, scale)
+    assert torch.equal(ours.clamp(0, torch.inf).dequantize(), x.clamp(0, torch.inf))
+    assert torch.equal(torch.linalg.vector_norm(ours, 0), torch.tensor(3.0))
 
 
 def test_attention_with_a_fully_masked_row_is_finite() -> None:

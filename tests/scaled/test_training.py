@@ -94,6 +94,21 @@ def test_weights_that_outgrew_their_scale_get_another_in_training_only() -> None
     assert torch.equal(weight.dequantize(), value)
 
 
+def test_a_pass_that_rescales_weights_does_not_change_the_gradients_of_an_earlier_pass() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ours = scaled(copy.deepcopy(plain), method="scalify", rescale=("every:2",))
+    for model in (plain, ours):
+        state = model.state_dict()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(64)
+        (model(torch.ones(2, 4)) + model(torch.ones(2, 4) / 2)).sum().backward()
+
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(ours.get_parameter(name).grad.dequantize(), parameter.grad), name
+        assert torch.equal(state[name].dequantize(), parameter), name
+
+
 def test_sgd_steps_on_parameters_with_a_scale_set_by_data() -> None:
     plain, batch = build("bert-mlm")
     ours = scaled(copy.deepcopy(plain), method="scalify", rescale=("every:1",))

@@ -131,6 +131,26 @@ def test_a_write_in_place_reaches_all_views_and_gradients_come_back(
         assert torch.equal(ours.get_parameter(name).grad.dequantize(), parameter.grad), name
 
 
+ZEROING: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda h: h.clone().index_put_((torch.tensor([True, False, False, False]),), torch.tensor(0.0)),
+    "rows": lambda h: h.clone().index_put_((torch.tensor([0]),), torch.zeros(4)),
+    "scatter": lambda h: h.scatter(0, torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4)),
+}
+
+
+@pytest.mark.parametrize("method", ["unit", "scalify"])
+@pytest.mark.parametrize("name", ZEROING)
+def test_small_gradients_keep_their_bits_in_fp16_where_plain_zeros_were_written(name: str, method: str) -> None:
+    torch.manual_seed(0)
+    plain = Writing(ZEROING[name])
+    ours = scaled(copy.deepcopy(plain), method=method, compute="fp16")
+    for model in (plain, ours):
+        (model(torch.ones(4, 4)).float() * 1e-7).sum().backward()
+
+    expected = plain.first.weight.grad
+    assert float((ours.first.weight.grad.dequantize() - expected).norm()) < 2.0**-9 * float(expected.norm())
+
+
 def test_writes_have_rules() -> None:
     ours = scaled(Writing(_views_of_views), strict=True)
     ours(torch.randn(4, 4)).sum().backward()
@@ -176,6 +196,55 @@ def test_a_write_to_all_of_a_view_takes_the_scale_of_what_is_written() -> None:
     view = base.t()
     view.mul_(2.0**-30)
     assert torch.equal(base.dequantize(), torch.full((2, 3), 2.0**-30))
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "product with 2": lambda x: x * 2 / 2,
+    "quotient by 1": lambda x: x / 1,
+    "copy into an activation": lambda x: scaled_tensor(torch.ones(2, 3), 1.0).copy_(x),
+    "copy into zeros": lambda x: torch.zeros_like(x).copy_(x),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("role", [Role.WEIGHT, Role.EXACT])
+def test_a_result_keeps_its_value_when_its_parameter_is_updated(name: str, role: Role) -> None:
+    parameter = scaled_tensor(torch.ones(2, 3), 4.0, role=role)
+    out = COPIES[name](parameter)
+    parameter.add_(1)
+    assert torch.equal(out.dequantize(), torch.full((2, 3), 4.0))
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_buffer_made_like_a_parameter_does_not_write_to_what_was_copied_into_it(role: Role) -> None:
+    source = scaled_tensor(torch.ones(2, 3), 4.0, role=role)
+    average = torch.zeros_like(scaled_tensor(torch.ones(2, 3), 1.0, role=Role.WEIGHT))
+    average.copy_(source)
+    average.mul_(0.5)
+    assert torch.equal(source.dequantize(), torch.full((2, 3), 4.0))
+    assert torch.equal(average.dequantize(), torch.full((2, 3), 2.0))
+
+
+def test_writes_that_would_not_reach_the_data_are_refused() -> None:
+    ones, parameter = torch.ones(2, 3), nn.Parameter(scaled_tensor(torch.ones(2, 3), 4.0, role=Role.WEIGHT))
+    with pytest.raises(UnsupportedError, match=r"`.data`"):
+        parameter.data = parameter.data * 3
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"aten\.add\.out"):
+        torch.add(ones, ones, out=parameter)
+
+    parameter.data.mul_(3)
+    with torch.no_grad():
+        torch.add(parameter, 1, out=ones)
+    assert torch.equal(parameter.dequantize(), torch.full((2, 3), 12.0))
+    assert torch.equal(ones, torch.full((2, 3), 13.0))
+
+
+@pytest.mark.parametrize("scale", [2.0**-12, torch.tensor(2.0**-12)])
+def test_a_copy_into_a_16_bit_parameter_is_rounded_once(scale: float | Tensor) -> None:
+    source = torch.tensor([1.234567e-6, -3e-7, 5e-8])
+    parameter = scaled_tensor(torch.ones(3, dtype=torch.float16), scale, role=Role.WEIGHT)
+    parameter.copy_(source)
+    torch.testing.assert_close(parameter.dequantize(), source, rtol=2.0**-11, atol=0)
 
 
 def test_complex_numbers_turn_as_they_do_in_plain_torch() -> None:

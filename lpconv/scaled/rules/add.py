@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
+from lpconv.formats.scale import amax, pow2_floor
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
+from lpconv.scaled.rules.layout import fill_value
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_number, times
 
@@ -72,7 +73,7 @@ def _fitting_scale(data_a: Tensor, scale_a: Scale, data_b: Tensor, scale_b: Scal
     Adaptive loss scaling §1.4 in our convention, where the loss scale is 1/s. The reference bounds the largest summand;
     the sum of K of them may then overflow by a factor K, so here the sum of the maxima is bounded.
     """
-    amax_a, amax_b = times(data_a.abs().amax().float(), scale_a), times(data_b.abs().amax().float(), scale_b)
+    amax_a, amax_b = times(amax(data_a).float(), scale_a), times(amax(data_b).float(), scale_b)
     limit = torch.finfo(torch.promote_types(data_a.dtype, data_b.dtype)).max
     smallest_fit = 2 * pow2_floor((amax_a + amax_b) / limit)
     scales = (torch.as_tensor(s, dtype=torch.float32, device=data_a.device) for s in (scale_a, scale_b))
@@ -112,7 +113,13 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
 
 
 def _index_put(call: Call, base: Any, indices: Any, values: Any, accumulate: bool = False) -> Scaled:
-    """Both at the larger scale; the zeros at the start of an index's backward pass have any scale."""
+    """Both at the larger scale; the zeros at the start of an index's backward pass have any scale.
+
+    Plain values in a gradient are taken at its scale: they are zeros if plain numbers were written in the forward pass.
+    """
+    if isinstance(base, Scaled) and base.role is Role.GRADIENT and not isinstance(values, Scaled):
+        base = with_nonzero_scale(base)
+        values = base.with_data(in_units_of(values, base))
     data_base, data_values, scale = _at_larger(base, values)
     return Scaled(call.op(data_base, indices, data_values, accumulate), scale)
 
@@ -143,14 +150,13 @@ def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: 
 
 
 def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
-    """(clamp(d, low/s, high/s), s) with finite bounds; needs a static scale."""
+    """(clamp(d, low/s, high/s), s), finite bounds stay finite; needs a static scale."""
     if not isinstance(x, Scaled):
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
-    limit = torch.finfo(x.data.dtype).max
-    bounds = [None if v is None else min(max(v / x.scale, -limit), limit) for v in (low, high)]
+    bounds = [None if v is None else fill_value(x, v) for v in (low, high)]
     return x.with_data(call.op(x.data, *bounds))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, pair, value, with_nonzero_scale
-from lpconv.scaled.scales import multiply, times
+from lpconv.formats.scale import amax, pow2_floor
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, in_units_of, is_static, pair, value, with_nonzero_scale
+from lpconv.scaled.scales import multiply, ratio, times
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def _fit_dtype(x: Scaled, dtype: torch.dtype, underflow: float = 0.0) -> Scaled:
     is below the smallest number u_min, factor exp(ln u_min - μ - σ·√2·erfinv(2T - 1)) for the mean μ and the deviation
     σ of the logarithms of non-zero elements [adaptive loss scaling, casts].
     """
-    times_over = x.data.abs().amax() / torch.finfo(dtype).max
+    times_over = amax(x.data) / torch.finfo(dtype).max
     down = 0.5 / pow2_floor(times_over).float()
     target = _lognormal_factor(x.data, dtype, underflow) if underflow else torch.ones_like(down)
     factor = torch.where(times_over.isfinite() & (times_over > 0), torch.minimum(target, down), 1.0)
@@ -71,7 +71,7 @@ def _lognormal_factor(data: Tensor, dtype: torch.dtype, underflow: float) -> Ten
     return torch.exp2(power.nan_to_num(0.0).floor().clamp(0, 64))
 
 
-def _fill_value(x: Scaled, fill: float) -> float:
+def fill_value(x: Scaled, fill: float) -> float:
     """`fill` in units of the static scale; finite fills stay finite in the dtype of the data (finfo.min is a mask)."""
     assert isinstance(x.scale, float)
     limit = torch.finfo(x.data.dtype).max
@@ -85,7 +85,7 @@ def _pad(call: Call, x: Scaled, padding: list[int], fill: float = 0.0) -> Scaled
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), padding, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, padding, _fill_value(x, fill)))
+    return x.with_data(call.op(x.data, padding, fill_value(x, fill)))
 
 
 def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
@@ -94,7 +94,7 @@ def _masked_fill(call: Call, x: Any, mask: Tensor, fill: Any) -> Any:
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, float) and not isinstance(fill, Tensor):
-        return x.with_data(aten.masked_fill.Scalar(x.data, mask, _fill_value(x, float(fill))))
+        return x.with_data(aten.masked_fill.Scalar(x.data, mask, fill_value(x, float(fill))))
     constant = torch.as_tensor(fill, dtype=torch.promote_types(x.data.dtype, torch.float32), device=x.data.device)
     return x.with_data(aten.masked_fill.Tensor(x.data, mask, in_units_of(constant, x)))
 
@@ -105,13 +105,15 @@ def _unchanged(call: Call, x: Scaled) -> Scaled:
 
 
 def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> Any:
-    """(scatter(d, fill/s), s), like `_masked_fill`."""
+    """(scatter(d, fill/s), s); under a dynamic scale a fill other than 0 gives (scatter(value, fill), 1)."""
     if not isinstance(x, Scaled):
         return NotImplemented
+    if fill == 0:
+        return x.with_data(call.op(x.data, dim, index, 0.0))
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
         return Scaled(call.op(value(x), dim, index, fill).to(x.data.dtype), 1.0)
-    return x.with_data(call.op(x.data, dim, index, _fill_value(x, float(fill))))
+    return x.with_data(call.op(x.data, dim, index, fill_value(x, float(fill))))
 
 
 def _conjugate(call: Call, x: Scaled) -> Scaled:
@@ -120,8 +122,10 @@ def _conjugate(call: Call, x: Scaled) -> Scaled:
 
 
 def _copy(call: Call, target: Any, source: Any, *args: Any) -> Scaled:
-    """The source with the shape and dtype of the target."""
+    """The source with the shape and dtype of the target, for a parameter also at its scale: rounded once."""
     data, scale = pair(source)
+    if isinstance(target, Scaled) and target.role.is_stored and not (is_static(target.scale) and target.scale == 0):
+        data, scale = times(data, ratio(scale, target.scale)), target.scale
     return Scaled(data.to(data_of(target).dtype).expand_as(data_of(target)), scale)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.scaled.operands import product
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, move_factor, pair, value
+from lpconv.scaled.pair import Call, Rule, Scaled, move_factor, pair, value
 from lpconv.scaled.rules import layout, linear, nonlinear
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, multiply, ratio, times
@@ -165,7 +165,7 @@ def _is_size_of_sum(x: Any, other: Any) -> bool:
 
 
 def _is_vector(x: Scaled) -> bool:
-    return x.role in (Role.WEIGHT, Role.EXACT) and x.data.dim() == 1
+    return x.role.is_stored and x.data.dim() == 1
 
 
 def _at(data: Any, factor: Scale) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, is_static, value
+from lpconv.scaled.pair import Call, Rule, Scaled, data_of, is_static, value
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def _zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
 def _new_zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
     """`_zeros`, or for a parameter a tensor at its own scale, because it will hold a part of the parameter."""
     zeros = _zeros(call, x, *args, **kwargs)
-    return Scaled(zeros.data, x.scale, x.role) if x.role in (Role.WEIGHT, Role.EXACT) else zeros
+    return Scaled(zeros.data, x.scale, x.role) if x.role.is_stored else zeros
 
 
 def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
@@ -41,13 +41,15 @@ def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, i
     return Scaled(loss, 1.0), total
 
 
-def loss(call: Call, x: Any, target: Any, *args: Any) -> Scaled:
+def loss(call: Call, *args: Any) -> Scaled:
     """(loss of the values, 1), scaled for the same reason as in `_nll_loss`."""
-    return Scaled(call.op(value(x), value(target), *args), 1.0)
+    return Scaled(call.op(*map(value, args)), 1.0)
 
 
 def _vector_norm(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
-    """The norm as a plain fp32 tensor: norm(d)·s."""
+    """The norm as a plain fp32 tensor: norm(d)·s. NotImplemented for the order 0, a count."""
+    if args[:1] == (0,):
+        return NotImplemented
     dtype = torch.promote_types(x.data.dtype, torch.float32)
     return value(x.with_data(call.op(x.data.to(dtype), *args, **kwargs)))
 
