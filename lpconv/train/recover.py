@@ -264,29 +264,31 @@ class Recovery:
 
     def optimizer(self, model: nn.Module, **settings: Any) -> "GridAdamW":
         """The optimizer of the coded parameters of `model`, which hold numbers of their grids."""
-        scales = {n: TrainedScales(form, x.to(model.device)) for n, (form, x) in self.scales.items()}
-        named = {n: p for n, p in model.named_parameters() if n in self.grids}
+        trained = {p: self.grids[n].to(p.device) for n, p in model.named_parameters() if n in self.grids}
         for p in model.parameters():
-            p.requires_grad_(False)
-        return GridAdamW({p.requires_grad_(): self.grids[n].to(p.device) for n, p in named.items()}, scales, **settings)
+            p.requires_grad_(p in trained)
+        device = next(iter(trained)).device
+        scales = {n: TrainedScales(form, x.to(device)) for n, (form, x) in self.scales.items()}
+        return GridAdamW(trained, scales, **settings)
 
     def publish(self, output: Path, values: Mapping[str, Tensor], optimizer: "GridAdamW") -> None:
         """Convert the source again with the trained scales, or the codes of `values`, and verify the result."""
+        new = {
+            n: form.with_scales(self.codes[n], optimizer.scales[n].stored.cpu()) for n, (form, _) in self.scales.items()
+        }
         numbers: dict[str, Tensor] = {}
         forms: dict[str, ScaledCodes] = {}
         for name, grid in self.grids.items():
             for piece, (part, _, _) in zip(grid.pieces, grid.parts(values[name].contiguous()), strict=True):
-                forms[piece.form.name] = form = _codes_of(piece)
-                whole = numbers.setdefault(form.name, torch.empty(form.num_elements))
-                whole[piece.start : piece.stop] = part.reshape(-1)
-        work, codes = Workspace(), dict(self.codes)
+                if (form := _codes_of(piece)).name not in new:
+                    whole = numbers.setdefault(form.name, torch.empty(form.num_elements))
+                    whole[piece.start : piece.stop] = part.reshape(-1)
+                    forms[form.name] = form
+        work = Workspace()
         for name, form in forms.items():
-            if name in self.scales:
-                codes[name] = self.scales[name][0].with_scales(codes[name], optimizer.scales[name].stored.cpu())
-            else:
-                side = {c.name: codes[name][c.name] for c in form.side}
-                codes[name] = stored_parts(form, numbers[name], side, work)
-        convert(self.start.source, output, self.start.options, codes=codes)
+            side = {c.name: self.codes[name][c.name] for c in form.side}
+            new[name] = stored_parts(form, numbers[name], side, work)
+        convert(self.start.source, output, self.start.options, codes={**self.codes, **new})
 
 
 class GridAdamW(torch.optim.AdamW):
@@ -304,7 +306,7 @@ class GridAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         self._take_latents()
-        loss = super().step(closure)
+        loss: float | None = super().step(closure)
         self._keep_latents()
         return loss
 
