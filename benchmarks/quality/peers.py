@@ -56,6 +56,7 @@ OURS = {
     "gptq": GPTQ,
     "gptq, search": f"{GPTQ} {SEARCH}",
     "gptaq, search": f"{GPTAQ} {SEARCH}",
+    "gptaq, search, recover": f"{GPTAQ} {SEARCH}",  # and then `lpconv finetune --recover`, 200 steps on the plays
 }
 PACKAGES = {
     "llm-compressor": ("llmcompressor",),
@@ -230,19 +231,16 @@ def stored_bytes(output: Path) -> int:
 def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> list[str | Path]:
     options, element, group = LAYOUTS[row["layout"]]
     if row["rounding"] in OURS:
-        words = [
-            *shlex.split(options),
-            *shlex.split(OURS[row["rounding"]]),
-            "--verify",
-            "weights",
-            "--workers",
-            "1",
-            "-o",
-            str(output),
-        ]
+        words = [*shlex.split(options), *shlex.split(OURS[row["rounding"]]), "--verify", "weights", "--workers", "1"]
         if row["seed"] is not None:
             words += ["--calibrate", "demo", "--calibration-seed", str(row["seed"])]
-        return [sys.executable, "-m", "lpconv", "convert", model, *words]
+        program = [sys.executable, "-m", "lpconv"]
+        if not row["rounding"].endswith("recover"):
+            return [*program, "convert", model, *words, "-o", output]
+        first = output.with_name(f"{output.name}-start")
+        trained = [*program, "finetune", first, "--recover", "--source", model, "--steps", "200", "-o", output]
+        commands = ([*program, "convert", model, *words, "-o", first], trained)
+        return ["sh", "-c", " && ".join(shlex.join(map(str, c)) for c in commands)]
     peer, method = THEIRS[row["rounding"]]
     job = {"peer": peer, "method": method, "element": element, "group": group, "model": str(model)}
     job |= {"output": str(output), "windows": str(calibration_file(folder, model, row["seed"]))}

@@ -4,11 +4,13 @@
   right one column-major, both inner sizes multiples of 16 (padded with zeros, which change no sum). Compiled or not.
 - CPU, fp8: decode to bfloat16, which represents every code, and multiply there. Products are exact and sums are
   float32; torch's own fp8 product is several times slower and `fp8 @ fp8` hundreds of times.
-- CPU, float16: multiply in float32 and round once. torch's float16 product is ten or more times slower there.
+- CPU, float16: multiply in float32 and round once. torch's float16 product is ten or more times slower there, and so is
+  its bfloat16 product on a CPU without arithmetic for it: see `HalfProducts`.
 
 Scales follow `value = scale · component`: the result is (a · scale_a) @ (b · scale_b).
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -176,28 +178,41 @@ def _check(a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None,
 
 
 class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
-    """Compute float16 matrix products and convolutions on a CPU in float32 and round once, as a GPU does.
+    """Compute 16-bit matrix products and convolutions on a CPU in float32 and round once, where torch's own are slow.
 
-    A context manager. torch's own are ten or more times slower (see `kernels.matmul`). Products on other devices and in
-    other dtypes are unchanged, and so are tensor subclasses: a scaled tensor does this by itself, and a cast here would
-    remove its scale. Covers the backward pass too, if that runs inside.
+    A context manager for float16, which is ten or more times slower, and for bfloat16 on a CPU without arithmetic for
+    it, where a gradient's product takes up to 50 times as long. Sums are float32 either way. Products on other devices
+    and in other dtypes are unchanged, and so are tensor subclasses: a scaled tensor does this by itself for float16,
+    and a cast here would remove its scale. Covers the backward pass too, if that runs inside.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return at_half(func, *args, **(kwargs or {})) if func in _PRODUCTS else func(*args, **(kwargs or {}))
+        slow = _slow_dtypes() if func in _PRODUCTS else ()
+        return _rounded_once(slow, func, *args, **(kwargs or {})) if slow else func(*args, **(kwargs or {}))
 
 
 def at_half(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `op`; if all its tensors are plain float16 ones on a CPU, compute in float32 and round once."""
-    if not all(map(_is_plain_half, args)):
+    return _rounded_once((torch.float16,), op, *args, **kwargs)
+
+
+@functools.cache
+def _slow_dtypes() -> tuple[torch.dtype, ...]:
+    """The 16-bit dtypes whose products torch computes element by element on this CPU."""
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float16,) if has_bf16 else (torch.float16, torch.bfloat16)
+
+
+def _rounded_once(slow: tuple[torch.dtype, ...], op: Any, *args: Any, **kwargs: Any) -> Any:
+    dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
+    if len(dtypes) != 1 or not dtypes <= {*slow} or not all(map(_is_plain_on_cpu, args)):
         return op(*args, **kwargs)
+    (dtype,) = dtypes
     out = op(*(a.float() if isinstance(a, Tensor) else a for a in args), **kwargs)
-    return out.half() if isinstance(out, Tensor) else tuple(x if x is None else x.half() for x in out)
+    return out.to(dtype) if isinstance(out, Tensor) else tuple(x if x is None else x.to(dtype) for x in out)
 
 
-def _is_plain_half(x: Any) -> bool:
-    if not isinstance(x, Tensor):
-        return True
-    return x.dtype == torch.float16 and x.device.type == "cpu" and not is_traceable_wrapper_subclass(x)
+def _is_plain_on_cpu(x: Any) -> bool:
+    return not isinstance(x, Tensor) or (x.device.type == "cpu" and not is_traceable_wrapper_subclass(x))

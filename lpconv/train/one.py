@@ -166,7 +166,7 @@ def _compiler_errors() -> Iterator[None]:
 
 
 def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | None, needed: dict[str, int]) -> None:
-    is_half = work.arithmetic.precision == "fp16" and trainer.args.device.type == "cpu"
+    is_half = work.arithmetic.precision != "fp32" and trainer.args.device.type == "cpu"
     half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
     try:
         with explain_oom(needed), half:

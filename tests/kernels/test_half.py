@@ -1,7 +1,12 @@
 """float16 products on a CPU: computed in float32, rounded once."""
 
+import sys
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, linear
 from lpconv.kernels.matmul import HalfProducts
@@ -34,10 +39,31 @@ def test_convolutions_are_rounded_once_forward_and_backward() -> None:
     assert torch.equal(x.grad, wide.grad.half())
 
 
-def test_other_dtypes_are_left_alone() -> None:
-    a = torch.randn(4, 4, dtype=torch.bfloat16)
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_bfloat16_is_rounded_once_only_where_its_products_are_slow(
+    is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    slow = (torch.float16, torch.bfloat16) if is_slow else (torch.float16,)
+    monkeypatch.setattr(sys.modules[HalfProducts.__module__], "_slow_dtypes", lambda: slow)
+    a, b = (torch.randn(8, 8, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            computed.append((func, args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    with Watch(), HalfProducts():
+        out = a @ b
+    products = [dtype for func, dtype in computed if func is torch.ops.aten.mm.default]
+    assert products == [torch.float32 if is_slow else torch.bfloat16]
+    assert torch.equal(out, (a.float() @ b.float()).bfloat16())
+
+
+def test_wider_dtypes_are_left_alone() -> None:
+    a = torch.randn(4, 4, dtype=torch.float64)
     with HalfProducts():
-        assert torch.equal(a @ a, torch.mm(a, a))
+        assert (a @ a).dtype == torch.float64
 
 
 def test_e5m2_gradients_overflow_to_inf_for_a_loss_scale_to_see() -> None:
