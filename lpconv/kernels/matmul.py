@@ -189,8 +189,9 @@ class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyp
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        slow = _slow_dtypes() if func in _PRODUCTS else ()
-        return _rounded_once(slow, func, *args, **(kwargs or {})) if slow else func(*args, **(kwargs or {}))
+        if func not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        return _rounded_once(_slow_dtypes(), func, *args, **(kwargs or {}))
 
 
 def at_half(op: Any, *args: Any, **kwargs: Any) -> Any:

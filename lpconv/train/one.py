@@ -42,7 +42,7 @@ from lpconv.train.memory import StepMemory, available_bytes, check_room, explain
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
-from lpconv.train.recipes import RECIPES, RECOVERY, Arithmetic
+from lpconv.train.recipes import RECIPES, Arithmetic
 from lpconv.train.trainer import Clock, LowPrecisionTrainer, predicted
 from lpconv.train.watch import StepWatch
 
@@ -166,8 +166,8 @@ def _compiler_errors() -> Iterator[None]:
 
 
 def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | None, needed: dict[str, int]) -> None:
-    is_half = work.arithmetic.precision == "fp16" or work.arithmetic == RECOVERY  # it does not compile its optimizer
-    is_half = is_half and trainer.args.device.type == "cpu"
+    # The optimizers of other bf16 recipes are compiled, which a dispatch mode prevents.
+    is_half = (work.arithmetic.precision == "fp16" or work.arithmetic.on_codes) and trainer.args.device.type == "cpu"
     half = HalfProducts() if is_half else nullcontext()  # type: ignore[no-untyped-call]  # untyped in torch
     try:
         with explain_oom(needed), half:

@@ -213,20 +213,20 @@ def _fine_scales(parameters: Iterable[CodedTensor]) -> dict[str, tuple[Tiles, Te
     """Form and scales of the tensors whose scales are trained, by name; none if a parameter joins both kinds."""
     found: dict[str, tuple[Tiles, Tensor]] = {}
     for p in parameters:
-        fine = [(piece.form, x) for piece in p.pieces if (x := _scales_to_train(piece)) is not None]
+        fine = [x for x in map(_scales_to_train, p.pieces) if x is not None]
         if fine and len(fine) < len(p.pieces):
             return {}
-        found |= {form.name: (form, x) for form, x in fine if isinstance(form, Tiles)}
+        found |= {form.name: (form, scales) for form, scales in fine}
     return found
 
 
-def _scales_to_train(piece: Codes) -> Tensor | None:
-    """The scales of a tensor if they can follow a gradient: of 16 bits or more, no powers of two, more than one."""
+def _scales_to_train(piece: Codes) -> tuple[Tiles, Tensor] | None:
+    """Form and scales of a tensor if they can follow a gradient: 16 bits or more, no powers of two, more than one."""
     form = piece.form
     if not isinstance(form, Tiles) or form.whole_scale is not None or form.scales.dtype not in _FINE:
         return None
     scales = piece.parts[form.scales.name]
-    return None if bool((scales.float().frexp().mantissa == 0.5).all()) else scales
+    return None if bool((scales.float().frexp().mantissa == 0.5).all()) else (form, scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -341,7 +341,7 @@ class GridAdamW(torch.optim.AdamW):
             grid.divide_(p)
         for x in self.scales.values():
             if x.log in self.state:
-                self.state[x.log][_LATENTS] = x.log.detach().clone()
+                self.state[x.log][_LATENTS] = x.log.detach()  # for checkpoints
             x.log.grad = None
             x.update_()
         for p, grid in self._of_scales.items():
