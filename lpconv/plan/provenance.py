@@ -21,6 +21,7 @@ from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
 
 _MAX_BYTES = 2**16  # of front matter that is read
@@ -80,8 +81,11 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(
             f"the source is quantised: {size_text(held)} on disk, compared here with its size in fp32, {decoded}"
         )
-    if job.missing:
-        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
+    if ignored := ignored_files(job.checkpoint):
+        warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
+    warnings += job.fit.warnings
+    if missing := job.fit.missing:
+        lacks = f"the source lacks {plural(len(missing), 'weight')} of its model: {code_list(missing)}"
         warnings.append(f"{lacks}, and so does the output")
     formats = {t.format.name for t in plan.tensors if t.format}
     if nothing := nothing_converted(formats, plan.format_name, verb=verb):
@@ -92,7 +96,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
-    warnings += _joined_warnings(plan)
+    warnings += joined_warnings(plan)
     warnings += _nearest_warnings(plan)
     if plan.gguf is not None and plan.gguf.hidden:
         warnings.append(f"{code_list(sorted(plan.gguf.hidden))}: llama.cpp has no such tensor, so the output lacks it")
@@ -115,7 +119,7 @@ def _nearest_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _joined_warnings(plan: Plan) -> Iterator[str]:
+def joined_warnings(plan: Plan) -> Iterator[str]:
     """Limits of plain transformers for fused weights in compressed-tensors layouts."""
     if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return
