@@ -151,7 +151,7 @@ def test_the_search_for_a_duplicate_name_is_linear() -> None:
             num_compared += 1
             return str.__eq__(self, other)
 
-    with pytest.raises(ValueError, match="`999` occurs twice"):
+    with pytest.raises(ValueError, match="`999`"):
         unique_keys([(Name(i), None) for i in (*range(1000), 999)])
     assert num_compared < 2000
 
@@ -160,9 +160,9 @@ def test_limits_of_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     table = {"a": entry(0, 1, [1] * MAX_DIMENSIONS), "b": entry(1, 1)}
     assert len(read(path, raw_safetensors(table, b"x")).tensors) == 2
     monkeypatch.setattr("lpconv.storage.header.MAX_TENSORS", 1)
-    with pytest.raises(InputError, match="2 tensors, more than 1"):
+    with pytest.raises(InputError, match="2 .* 1"):
         read(path, raw_safetensors(table, b"x"))
-    with pytest.raises(InputError, match="65 dimensions, more than 64"):
+    with pytest.raises(InputError, match="65 .* 64"):
         read(path, raw_safetensors({"a": entry(0, 1, [1] * 65)}, b"x"))
 
 

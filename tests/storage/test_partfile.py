@@ -120,11 +120,11 @@ def test_pipes_devices_and_huge_files_are_not_read(tmp_path: Path, read: Callabl
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        with pytest.raises(InputError, match="not a regular file"):
+        with pytest.raises(InputError, match="regular"):
             read(tmp_path / name)
     with (tmp_path / "huge").open("wb") as f:
         f.truncate(MAX_SMALL_BYTES + 1)
-    with pytest.raises(InputError, match=f"up to {MAX_SMALL_BYTES} bytes"):
+    with pytest.raises(InputError, match=str(MAX_SMALL_BYTES)):
         read_json(tmp_path / "huge")
 
 

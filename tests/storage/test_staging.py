@@ -350,7 +350,7 @@ def test_a_link_in_place_of_the_journal_is_not_followed(begin: Begin, output: Pa
     partial = folder_next_to(output, ".partial")
     partial.mkdir()
     (partial / JOURNAL).symlink_to(victim)
-    with pytest.raises(ResourceError, match="symbolic links"):
+    with pytest.raises(ResourceError, match="symbolic"):
         begin(**how)
     assert victim.read_text() == "mine"
 
@@ -359,7 +359,7 @@ def test_a_link_in_place_of_the_journal_is_not_followed(begin: Begin, output: Pa
 def test_an_output_whose_records_are_pipes_is_refused(output: Path, name: str) -> None:
     output.mkdir()
     os.mkfifo(output / name)
-    with pytest.raises(InputError, match="not a regular file"):
+    with pytest.raises(InputError, match="regular"):
         check_is_output(output)
 
 
