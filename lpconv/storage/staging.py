@@ -192,6 +192,11 @@ def folder_next_to(output: Path, suffix: str) -> Path:
     return Path(f"{named}{suffix}")
 
 
+def working_folders(output: Path) -> tuple[Path, ...]:
+    """The output and all folders next to it that a run may use."""
+    return (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS)))
+
+
 def read_marker(directory: Path) -> dict[str, Any]:
     """The marker document of an output; empty for any other directory."""
     path = directory / MARKER
@@ -233,7 +238,7 @@ def check_is_output(directory: Path) -> None:
 def check_apart(source: Path, output: Path) -> None:
     """Refuse an output inside its own source, or one that contains or replaces it."""
     inner = Path(os.path.realpath(source))
-    for folder in (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS))):
+    for folder in working_folders(output):
         outer = Path(os.path.realpath(folder))
         if inner == outer:
             raise OutputExistsError("source and output are the same directory", hint="choose another --output")
