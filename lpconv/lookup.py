@@ -25,7 +25,7 @@ def find(what: str, name: str, table: Mapping[str, T], *, error: type[LpconvErro
     if name in table:
         return table[name]
     near = nearest(name, table)
-    hint = f"did you mean `{near}`?" if near else "known: " + ", ".join(table)
+    hint = f"did you mean `{near}`?" if near else "known: " + (", ".join(table) or "none")
     raise error(f"unknown {what} `{name}`", hint=hint)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lpconv.advise.options import ADVICE_FILE, AdviseOptions
+from lpconv.advise.options import ADVICE_FILE, AdviseOptions, Budget
 from lpconv.errors import InputError
 from lpconv.options import command_words
 from lpconv.plan.options import ConvertOptions
@@ -74,7 +74,10 @@ def read_advice(path: Path) -> AdviceResult:
         raise InputError(
             f"`{path}` is not an output of `lpconv advise`", hint="pass the directory that `lpconv advise` wrote"
         )
-    return from_json(AdviceResult, document)
+    advice = from_json(AdviceResult, document)
+    if not 1e-99 < from_json(Budget, advice.options.get("budget")).quality < 1e99:
+        raise InputError(f"`{path}` has no valid budget for quality", hint="run `lpconv advise` again")
+    return advice
 
 
 def gates_of(row: AdviceRow) -> list[str]:

@@ -20,7 +20,8 @@ from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 from lpconv.results.documents import Result
-from lpconv.storage.partfile import sha256_of, write_error, write_small
+from lpconv.storage.partfile import read_small, sha256_of, write_error, write_small
+from lpconv.storage.place import open_regular
 from lpconv.storage.staging import wait_for_lock
 
 # Settings that change neither the output nor its verdict.
@@ -68,11 +69,9 @@ class Lock(Result):
 def read_lock(path: Path) -> Lock | None:
     """Read the lock file at `path`; None if it does not exist. Raises InputError if it is not a lock file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        return from_json(Lock, json.loads(text)) if text else None  # an empty file has been created but not written yet
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
+        text = read_small(path) if path.exists() else b""  # an empty file has been created but not written yet
+        return from_json(Lock, json.loads(text)) if text else None
+    except (ValueError, RecursionError) as e:
         raise InputError(
             f"cannot read lock file `{path}`: {e}", hint="restore the file, or delete it and run again"
         ) from e
@@ -100,7 +99,8 @@ def _lock_for_writing(path: Path) -> Iterator[None]:
     """Exclusive lock on the file for the duration of the block. Readers see the old or the new contents."""
     while True:
         try:
-            f = path.open("a+b")  # opened for writing because some file systems lock only writers
+            # Opened for writing because some file systems lock only writers.
+            f = os.fdopen(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
         except OSError as e:
             raise write_error(e, path) from e
         with f:

@@ -23,6 +23,7 @@ from lpconv.lookup import find
 from lpconv.options import Declared
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.resolve import DEMO, looks_like_path
+from lpconv.storage.staging import working_folders
 from lpconv.storage.urls import is_url
 
 _OF_JOB = "job:"
@@ -166,20 +167,28 @@ def _resolve_path(name: str, folder: Path) -> str:
 
 
 def _check_unique(jobs: Sequence[BatchJob]) -> None:
+    numbers: dict[str, int] = {}
+    taken: dict[Path, BatchJob] = {}  # folders of earlier jobs
+    above: dict[Path, BatchJob] = {}  # and the folders that contain these
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
             raise UsageError(f"jobs[{number}].output: this is the model itself", hint="use another folder")
-        for earlier_number, earlier in enumerate(jobs[:number]):
-            if job.id == earlier.id:
-                raise UsageError(
-                    f"jobs[{number}].id: `{job.id}` is the id of jobs[{earlier_number}]",
-                    hint="give every job a different id",
-                )
-            if job.output.is_relative_to(earlier.output) or earlier.output.is_relative_to(job.output):
-                raise UsageError(
-                    f"jobs[{number}].output: `{job.output}` and that of `{earlier.id}`, `{earlier.output}`, overlap",
-                    hint="give every job a folder of its own",
-                )
+        if numbers.setdefault(job.id, number) != number:
+            raise UsageError(
+                f"jobs[{number}].id: `{job.id}` is the id of jobs[{numbers[job.id]}]",
+                hint="give every job a different id",
+            )
+        folders = working_folders(job.output)
+        parents = [p for folder in folders for p in folder.parents]
+        clashes = [*(taken.get(p) for p in (*folders, *parents)), *(above.get(f) for f in folders)]
+        earlier = next(filter(None, clashes), None)
+        if earlier is not None:
+            raise UsageError(
+                f"jobs[{number}].output: `{job.output}` and that of `{earlier.id}`, `{earlier.output}`, overlap",
+                hint="give every job a folder of its own, and none the name of a working folder such as OUT.partial",
+            )
+        taken |= dict.fromkeys(folders, job)
+        above |= dict.fromkeys(parents, job)
 
 
 def _hints_by_key() -> dict[str, str]:

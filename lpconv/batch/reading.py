@@ -26,10 +26,12 @@ from pydantic import (
 )
 
 from lpconv.batch.kinds import COMMON_FIELDS, DEFAULT_KIND, KINDS, MANIFEST_KEYS, MANIFEST_VERSION, SHARED_FIELDS
-from lpconv.errors import InputError, UsageError
+from lpconv.errors import UsageError
 from lpconv.lookup import find, nearest
 from lpconv.options import Declared, check_value, options_of
 from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
+from lpconv.storage.header import unique_keys
+from lpconv.storage.partfile import read_small
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")
@@ -39,14 +41,12 @@ def read_document(path: Path) -> Any:
     """Return the parsed manifest file. Raises InputError if it cannot be read, UsageError if it does not parse."""
     parse = find("kind of manifest", path.suffix.lower(), _PARSERS)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise InputError(f"cannot read `{path}`: {e.strerror or e}", hint="check the path and its permissions") from e
+        text = read_small(path).decode()
     except UnicodeDecodeError as e:
         raise UsageError(f"`{path}` is not UTF-8 text: {e}", hint="save the manifest as UTF-8") from e
     try:
         return parse(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as e:
         kind = path.suffix.lstrip(".").upper()
         raise UsageError(f"`{path}` is not valid {kind}: {e}", hint="docs/batch.md shows a valid manifest") from e
 
@@ -55,11 +55,12 @@ class _TextLoader(yaml.BaseLoader):
     """YAML loader that keeps every scalar as text, so no type is guessed."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
-                mark = node.value[number][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` occurs twice", mark)
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` occurs twice", key_node.start_mark)
+            seen |= {key} if isinstance(key, str) else set()
         return super().construct_mapping(node, deep)
 
 
@@ -68,15 +69,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique_keys)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key `{next(n for n in names if names.count(n) > 1)}` occurs twice")
-    return mapping
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {

@@ -129,12 +129,15 @@ def _fail(error: LpconvError, as_json: bool) -> None:
         sys.stdout.flush()
     except OSError:  # the reader has exited or the disk is full; Python would complain while closing stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _print_message("error", error.message)
-    if error.hint:
-        _print_message("hint", error.hint)
+    _print_messages(error=error.message, hint=error.hint)
     sys.exit(error.exit_code)
 
 
-def _print_message(what: str, text: str) -> None:
-    """Print a message on stderr. Control characters are escaped, since it may quote names from an untrusted file."""
-    print(f"{what}: " + "\n".join(map(printable, text.split("\n"))), file=sys.stderr)
+def _print_messages(**messages: str | None) -> None:
+    """Print messages on stderr in one piece, because other processes of the same run may print theirs.
+
+    Control characters are escaped, since messages may quote names from an untrusted file.
+    """
+    lines = [f"{what}: " + "\n".join(map(printable, text.split("\n"))) for what, text in messages.items() if text]
+    sys.stderr.write("\n".join([*lines, ""]))
+    sys.stderr.flush()

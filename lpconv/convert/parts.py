@@ -145,6 +145,9 @@ def convert_part(
             )
             write_small(staging.directory / MARKER, json_text(result))
             staging.publish()
+        if not options.force and os.path.lexists(output):  # another batch has published it meanwhile
+            remove_parts(output)
+            check_free(output, force=False)
         return result
     finally:
         job.source.close()
@@ -198,6 +201,8 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
 def _read_part(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
     """The record of a finished part, checked to belong to this job and to be unchanged."""
     anew = f"write it again with --shard {part} --force"
+    if folder.is_symlink():
+        raise OutputExistsError(f"`{folder}` is a symbolic link", hint="replace it by the folder that it points to")
     record = read_marker(folder)
     if record.get("kind") != PartResult.kind:
         raise OutputExistsError(f"`{folder}` is not a part of a conversion", hint="move it, or choose another --output")
@@ -225,8 +230,8 @@ def _check_files(
         raise OutputExistsError(f"`{folder}` does not contain the files that the plan assigns to it", hint=hint)
     for file in files:
         path = folder / file.name
-        if not path.is_file():
-            raise InputError(f"`{path}` is missing", hint=hint)
+        if path.is_symlink() or not path.is_file():  # a link would become a link in the output
+            raise InputError(f"`{path}` is not a file", hint=hint)
         if path.stat().st_size != file.size_bytes or sha256_of(path) != file.sha256:
             raise OutputExistsError(f"`{path}` is damaged: it no longer matches its SHA-256", hint=hint)
         progress.advance(file.size_bytes)

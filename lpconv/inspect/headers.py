@@ -6,7 +6,9 @@ some readers refuse, or load with worse results than expected. `values.py` also 
 
 import dataclasses
 import fnmatch
+import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,9 @@ _FORMATS = {
 _ALGORITHMS = {
     "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
 }  # fmt: skip
+_GLOB, _COUNTS = re.compile(r"[*?\[]"), re.compile(r"[{,](\d{1,9})")
+_MAX_EXPRESSION = 1000  # characters, and repeats of an expression in a config
+_MATCHING_S = 5.0  # for all expressions and names
 _SURELY_CODES = (".weight_packed", ".qweight")
 
 
@@ -226,15 +231,19 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterato
             yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
     yield from _mismatched_sizes(config, coded)
     yield from _missing_input_scales(headers, coded)
-    ignored = _ignored_modules(config)
-    named = [n for n in coded if _is_ignored(n.removesuffix(".weight"), ignored)]
+    try:
+        ignored = _ignored_modules(config, [n.removesuffix(".weight") for n in forms])
+    except TimeoutError:
+        yield f"config.json: the expressions for unquantised modules are too long, or match for over {_MATCHING_S:g} s"
+        return
+    named = [n for n in coded if n.removesuffix(".weight") in ignored]
     if named:
         yield f"{code_list(named)}: quantised, but config.json says that it is not"
     if headers.quantised_by == COMPRESSED_TENSORS:
         leaves = {n.removesuffix(".weight").rpartition(".")[2] for n in coded}
         plain = [n for n, form in forms.items() if form.format is None and len(form.shape) == 2]
         plain = [n for n in plain if n.removesuffix(".weight").rpartition(".")[2] in leaves]
-        unnamed = [n for n in plain if not _is_ignored(n.removesuffix(".weight"), ignored)]
+        unnamed = [n for n in plain if n.removesuffix(".weight") not in ignored]
         if unnamed:
             yield f"{code_list(unnamed)}: not quantised, but config.json does not exclude it"
 
@@ -281,23 +290,34 @@ def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[st
         yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
 
 
-def _ignored_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
+    """The modules in the config's ignore lists: names or ``re:`` expressions (compressed-tensors), or globs (others).
+
+    Raises TimeoutError if the expressions are too large, or take too long for these names.
+    """
     lists = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
-    return tuple(n for names in lists if isinstance(names, list) for n in names if isinstance(n, str))
+    entries = {n for names in lists if isinstance(names, list) for n in names if isinstance(n, str)}
+    expressions = [e for n in entries if n.startswith("re:") or _GLOB.search(n) if (e := _expression(n)) is not None]
+    deadline = time.monotonic() + _MATCHING_S
+
+    def is_matched(module: str) -> bool:
+        return any(e.match(module, timeout=max(deadline - time.monotonic(), 1e-9)) for e in expressions)
+
+    return frozenset(m for m in modules if m in entries or is_matched(m))
 
 
-def _is_ignored(module: str, patterns: Iterable[str]) -> bool:
-    """Whether a module is in an ignore list: names or ``re:`` expressions (compressed-tensors), or globs (others)."""
-    for p in patterns:
-        if p.startswith("re:"):
-            try:
-                if re.match(p[3:], module):
-                    return True
-            except re.error:
-                continue
-        elif module == p or fnmatch.fnmatchcase(module, p):
-            return True
-    return False
+def _expression(entry: str) -> Any:
+    """A compiled expression or glob whose matches can have a time limit, or None if it is invalid."""
+    import regex  # imported late: few configs have expressions
+
+    if len(entry) > _MAX_EXPRESSION or math.prod(max(int(n), 1) for n in _COUNTS.findall(entry)) > _MAX_EXPRESSION:
+        raise TimeoutError  # the package writes counted repeats out
+    try:
+        expression = entry[3:] if entry.startswith("re:") else fnmatch.translate(entry)
+        re.compile(expression)  # its syntax is what other readers know; the package has more
+        return regex.compile(expression)
+    except (re.error, regex.error, OverflowError, RecursionError):
+        return None
 
 
 def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:

@@ -21,10 +21,12 @@ from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.place import open_regular
 from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
 
-_MAX_BYTES = 2**16  # of front matter that is read
+_MAX_CHARACTERS = 2**16  # of a card, which begins with its front matter
+_NO_TEXT = ("", "~", "null", "false", "no")  # values of YAML that are not strings
 _REPEATED = ("base_model", "license", "license_name", "license_link")
 
 
@@ -49,16 +51,14 @@ def inherited_facts(directory: Path, hub_id: str | None) -> dict[str, str]:
     A card that is not text, or whose front matter is not YAML, is ignored.
     """
     try:
-        with (directory / "README.md").open(encoding="utf-8") as file:
-            parts = file.read(_MAX_BYTES).split("---\n")
-        front_matter = yaml.safe_load(parts[1]) if len(parts) > 2 and not parts[0].strip() else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        with open(directory / "README.md", encoding="utf-8", opener=open_regular) as file:
+            parts = file.read(_MAX_CHARACTERS).split("---\n")
+        # As text: dates and numbers need not be valid, and merged keys cannot grow without bound.
+        front_matter = yaml.load(parts[1], yaml.BaseLoader) if len(parts) > 2 and not parts[0].strip() else {}
+    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError):
         front_matter = {}
-    facts = {
-        k: str(front_matter[k])
-        for k in _REPEATED
-        if isinstance(front_matter, dict) and isinstance(front_matter.get(k), str)
-    }
+    known = front_matter if isinstance(front_matter, dict) else {}
+    facts = {k: printable(v) for k in _REPEATED if isinstance(v := known.get(k), str) and v not in _NO_TEXT}
     return facts | ({"base_model": hub_id} if hub_id else {})
 
 

@@ -12,6 +12,7 @@ _TICKS = 5
 _MAX_DIGITS = 4  # digits after the point
 _FLAT = 1e-5  # relative range below which values count as constant plus noise
 _MAX_NAME = 40
+_MAX_VALUE = 1e100  # that an axis reaches, so that no difference of two values is infinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ def series_kind(index: int) -> str:
 
 def line_chart(title: str, description: str, lines: Sequence[Line]) -> Chart | None:
     """A chart of lines over training steps; None if no point is finite. The title names the y axis."""
-    values = [(s, v + e) for line in lines for s, v in _finite(line.series) for e in (-line.error, line.error)]
+    ends = [(s, v + e) for line in lines for s, v in _finite(line.series) for e in (-line.error, line.error)]
+    values = [(s, v) for s, v in ends if abs(v) <= _MAX_VALUE]
     if not values:
         return None
     low, high, last = min(v for _, v in values), max(v for _, v in values), max(s for s, _ in values)
@@ -193,7 +195,7 @@ def bar_chart(
     `parts` maps the name of each stacked length to its CSS class. `reference` is a value marked by a line across all
     bars.
     """
-    ends = [x for b in bars for x in (b.interval or (sum(b.lengths),)) if math.isfinite(x)]
+    ends = [x for b in bars for x in (b.interval or (sum(b.lengths),)) if abs(x) <= _MAX_VALUE]
     if not ends:
         return None
     ends += [0.0] if reference is None else [0.0, reference]
@@ -242,7 +244,8 @@ def _bar_boxes(bar: Bar, kinds: Sequence[str], row: int) -> list[Box]:
 
 
 def number_axis(low: float, high: float, label: str = "", text: Callable[[float], str] | None = None) -> Axis:
-    """An axis with round tick values, with just enough digits to tell them apart."""
+    """An axis with round tick values, with just enough digits to tell them apart; its ends are limited."""
+    low, high = max(-_MAX_VALUE, low), min(_MAX_VALUE, high)  # also for NaN
     step = round_step((high - low) / _TICKS)
     digits = -math.floor(math.log10(step))
     leading = math.floor(math.log10(max(abs(low), abs(high)))) + digits

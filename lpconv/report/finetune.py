@@ -208,7 +208,7 @@ def _training_charts(result: FinetuneResult) -> list[Chart]:
         words = "Training loss of the run minus that of its twin, at every step; above zero, the twin is better."
         charts.append(line_chart("The gap", words, _gap_lines(result)))
     if len(set(run.loss_scales.values)) > 1:
-        logs = tuple(math.log2(v) for v in run.loss_scales.values)
+        logs = tuple(math.log2(v) if v > 0 else math.nan for v in run.loss_scales.values)
         series = Series(name="loss scale", steps=run.loss_scales.steps, values=logs)
         words = "It falls when gradients overflow and a step is skipped."
         charts.append(line_chart("Loss scale, log2", words, [Line(series=series, colour=2)]))

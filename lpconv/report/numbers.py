@@ -6,7 +6,6 @@ A missing number is a dash, an infinite SQNR is "exact", sizes are decimal (1 MB
 import math
 import re
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the command line formats sizes before it loads any record
@@ -72,9 +71,9 @@ def duration_text(seconds: float | None) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(timedelta(seconds=round(seconds)), timedelta(minutes=1))
+    minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest.seconds:02d} s"
+        return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 

@@ -22,6 +22,7 @@ from lpconv.results import ComparedTensor, ConvertResult, TensorRecord
 
 # Displayed part of a format's range; fp32 and bf16 reach to 2^±127, far beyond any weight.
 _LOWEST_EXPONENT, _HIGHEST_EXPONENT = -32, 20
+_MAX_DECIBELS = 10_000  # more than the range of fp64; values beyond are drawn at the end of the axis
 
 _Measured: TypeAlias = TensorRecord | ComparedTensor
 
@@ -91,7 +92,7 @@ def _exponent_axis(tensors: Sequence[TensorRecord]) -> Axis:
     exponents = edges + [math.log2(v) for v in magnitudes]
     # Some room beyond both ends of the range, so that outliers are visible.
     low, high = math.floor(min(exponents)) - 2, math.ceil(max(exponents)) + 2
-    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100) if (high - low) / s <= 10)
+    step = next(s for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500) if (high - low) / s <= 10)
     return stepped_axis(low, high, step, lambda e: f"2^{e}", "magnitude")
 
 
@@ -209,7 +210,7 @@ def _decibel_axis(decibels: Sequence[float]) -> tuple[Axis, float]:
 
     That value is above the finite ones, and is on the axis only if there is an exact tensor.
     """
-    finite = [d for d in decibels if math.isfinite(d)]
+    finite = [d for d in decibels if abs(d) <= _MAX_DECIBELS]
     if not finite:
         return stepped_axis(0.5, 1.5, 1, lambda _: "exact", ""), 1  # a title would hide the only label
     span = max(finite) - min(finite)

@@ -329,7 +329,7 @@ def _logits_details(check: LogitsCheck) -> list[str]:
 def percent(share: float) -> str:
     """A share of positions in per cent."""
     # In millionths, so that share_text can tell 99.999 % from 100 %.
-    return share_text(round(share * 1_000_000), 1_000_000)
+    return share_text(round(share * 1_000_000) if abs(share) <= 1 else share, 1_000_000)
 
 
 def task_text(check: TaskCheck) -> str:

@@ -92,7 +92,7 @@ def from_json(cls: type[T], data: Any) -> T:
     """
     try:
         return typing.cast(T, _decode(cls, data))
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise InputError(
             f"this is not a {cls.__name__} document: {e}", hint="it may have been written by another version of lpconv"
         ) from e
@@ -123,6 +123,8 @@ def _decode(kind: Any, data: Any) -> Any:
 def _check_type(kind: Any, data: Any) -> Any:
     if kind is not Any and type(data) is not kind:  # not isinstance, because True is not a number here
         raise TypeError(f"{data!r:.80} is not a {kind.__name__}")
+    if type(data) is int and abs(data) >= 2**63:
+        raise ValueError(f"{data:.3g} is not a 64-bit number")
     return data
 
 

@@ -17,6 +17,7 @@ from lpconv.storage.contents import find_side_files, find_weights, read_config
 from lpconv.storage.gguf import as_directory, header_of
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo
 from lpconv.storage.partfile import read_error
+from lpconv.storage.place import open_regular
 from lpconv.storage.resolve import Resolved, check_promises, resolve
 from lpconv.storage.urls import is_url
 
@@ -155,7 +156,7 @@ def watched_files(checkpoint: Checkpoint) -> list[str]:
 
 def _file_state(path: Path) -> tuple[int, int, int, str]:
     try:
-        with path.open("rb") as f:
+        with open(path, "rb", opener=open_regular) as f:
             status = path.stat()
             if path.suffix == ".safetensors":
                 (length,) = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))

@@ -11,7 +11,7 @@ from lpconv.errors import InputError
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
 from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
-from lpconv.storage.partfile import read_error
+from lpconv.storage.partfile import read_small
 
 _INDEX_SUFFIX = ".index.json"
 # Weights in the order in which transformers looks for them (`_get_resolved_checkpoint_files`, tested).
@@ -52,12 +52,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises InputError for anything else, UnreadError if the disk fails."""
+    """Read a JSON object from a file. Raises InputError for anything else, and the errors of `read_small`."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_small(path).decode())
         json.dumps(document, ensure_ascii=False).encode()  # an escaped lone surrogate parses, but cannot be written
-    except OSError as e:
-        raise read_error(e, path) from e
     except (ValueError, RecursionError) as e:
         raise InputError(f"`{path}` is not JSON: {e}", hint="download the file again") from e
     if not isinstance(document, dict):
@@ -243,8 +241,8 @@ def _modules(directory: Path) -> Iterator[Path]:
     if not path.is_file():
         return
     try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # another program's file, which is copied unchanged
+        modules = json.loads(read_small(path))
+    except (InputError, ValueError, RecursionError):  # another program's file, which is copied unchanged
         return
     for module in modules if isinstance(modules, list) else ():
         name = module.get("path") if isinstance(module, dict) else None

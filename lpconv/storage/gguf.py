@@ -17,6 +17,7 @@ from typing import Any
 from lpconv import extras
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.header import Header, TensorInfo, read_header
+from lpconv.storage.partfile import read_small
 from lpconv.storage.place import cache_folder
 from lpconv.version import __version__
 
@@ -40,8 +41,8 @@ def is_written(directory: Path) -> bool:
     if not (directory / WEIGHTS).is_file():
         return False
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = json.loads(read_small(directory / "config.json"))
+    except (InputError, ValueError, RecursionError):
         return False
     settings = config.get("quantization_config") if isinstance(config, dict) else None
     return isinstance(settings, dict) and settings.get("quant_method") == GGUF

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.report.printable import printable
 from lpconv.storage.partfile import read_error
 from lpconv.storage.place import open_file
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 64  # as in torch and numpy
+MAX_TENSORS = 2**18  # of one file; shards of published models have a few thousand
 _METADATA = "__metadata__"
 
 DTYPE_BITS: dict[str, int] = {
@@ -137,23 +140,27 @@ def _corrupt(path: Path, what: str) -> InputError:
 
 
 def _load_json(raw: bytes | bytearray, path: Path) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(n for n in names if names.count(n) > 1)
-            raise _corrupt(path, f"{twice!r} appears twice")
-        return table
-
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        document = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as e:
         raise _corrupt(path, f"the header is not UTF-8 ({e.reason} at byte {e.start})") from e
     except (ValueError, RecursionError) as e:
         raise _corrupt(path, f"the header is not JSON ({e})") from e
     if not isinstance(document, dict):
         raise _corrupt(path, "the header is not a JSON object")
+    if len(document) > MAX_TENSORS:
+        raise _corrupt(path, f"it has {len(document)} tensors, more than {MAX_TENSORS}")
     return document
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a JSON document, for its `object_pairs_hook`. Raises ValueError if a key occurs twice."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"key `{printable(key):.80}` occurs twice")
+        table[key] = value
+    return table
 
 
 def _is_count(value: object) -> bool:
@@ -171,6 +178,8 @@ def _tensor(name: str, entry: object, path: Path) -> TensorInfo:
         )
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         raise _corrupt(path, f"tensor `{name}` has a shape that is not a list of sizes")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _corrupt(path, f"tensor `{name}` has {len(shape)} dimensions, more than {MAX_DIMENSIONS}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise _corrupt(path, f"tensor `{name}` has data_offsets that are not a pair of sizes")
     begin, end = offsets

@@ -32,6 +32,7 @@ from lpconv.storage.place import open_file
 
 # Failed reads that are not the disk's fault.
 NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
 _FLUSH_BYTES = 64 * 2**20
 _READ_BYTES = 4 * 2**20
 
@@ -52,7 +53,8 @@ class PartFile:
         self._fd: int | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._part.unlink(missing_ok=True)  # never followed if it is a link
+            self._fd = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             if size_bytes:
                 _reserve(self._fd, size_bytes)
         except OSError as e:
@@ -165,7 +167,8 @@ def _replace(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as f:
+        part.unlink(missing_ok=True)  # a link that somebody has put there is not followed
+        with part.open("xb") as f:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
@@ -207,6 +210,22 @@ def check_writable(path: Path) -> None:
     except OSError as e:
         text = f"cannot write below `{folder}`: {e.strerror or e}"
         raise ResourceError(text, hint="check the folder and its permissions") from e
+
+
+def read_small(path: Path) -> bytes:
+    """The contents of a regular file. Raises InputError for others and above 256 MiB, UnreadError if the disk fails."""
+    try:
+        with closing(open_file(path)) as f:
+            if f.size_bytes > MAX_SMALL_BYTES:
+                raise InputError(
+                    f"`{path}` has {f.size_bytes} bytes; lpconv reads such files up to {MAX_SMALL_BYTES} bytes",
+                    hint="download the file again",
+                )
+            content = bytearray(f.size_bytes)
+            f.read_into(0, memoryview(content))
+    except OSError as e:
+        raise read_error(e, path) from e
+    return bytes(content)
 
 
 def sha256_of(path: Path) -> str:

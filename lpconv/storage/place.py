@@ -37,12 +37,8 @@ class LocalFile:
     """A file on this machine."""
 
     def __init__(self, path: Path) -> None:
-        self._name, self._fd = path.name, os.open(path, os.O_RDONLY)
-        status = os.fstat(self._fd)
-        self.size_bytes = status.st_size
-        if stat.S_ISDIR(status.st_mode):
-            os.close(self._fd)
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        self._name, self._fd = path.name, open_regular(path, os.O_RDONLY)
+        self.size_bytes = os.fstat(self._fd).st_size
 
     def read_into(self, start: int, out: memoryview) -> None:
         done = 0
@@ -60,6 +56,20 @@ class LocalFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def open_regular(path: str | Path, flags: int) -> int:
+    """Descriptor of a regular file, for `open(opener=...)`. Raises IsADirectoryError for pipes and devices too.
+
+    Reading those may never end, and even opening a pipe waits for its other end.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        what = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "not a regular file"
+        raise IsADirectoryError(errno.EISDIR, what, str(path))
+    return descriptor
 
 
 def open_file(path: Path) -> RangedFile:

@@ -23,14 +23,16 @@ from typing import Any, Self
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import missing_directory
-from lpconv.storage.contents import ADAPTER, no_checkpoint_error, read_json
+from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.gguf import find_gguf
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
+from lpconv.storage.place import open_regular
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # marks a directory as an output of lpconv
 TUNED = "finetune.json"  # marks an output whose weights lpconv fine-tuned
 SUMS = "SHA256SUMS"
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 PARTS = ".parts"  # suffix of the folder next to an output for the shares of several workers
 _SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to an output
 
@@ -52,7 +54,7 @@ class Staging:
         check_free(output, resume=resume, force=force, marker=marker)
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._journal = (self.directory / JOURNAL).open("a+b")
+            self._journal = os.fdopen(open_regular(self.directory / JOURNAL, _APPEND | os.O_NOFOLLOW), "a+b")
         self._lock()
         try:
             with writing(self.directory):
@@ -190,6 +192,11 @@ def folder_next_to(output: Path, suffix: str) -> Path:
     return Path(f"{named}{suffix}")
 
 
+def working_folders(output: Path) -> tuple[Path, ...]:
+    """The output and all folders next to it that a run may use."""
+    return (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS)))
+
+
 def read_marker(directory: Path) -> dict[str, Any]:
     """The marker document of an output; empty for any other directory."""
     path = directory / MARKER
@@ -211,6 +218,9 @@ def is_trained(directory: Path) -> bool:
 
 def check_is_output(directory: Path) -> None:
     """Raise UnsupportedError for a checkpoint that is not an output, InputError for anything else without a marker."""
+    for name in (MARKER, SUMS):
+        if (directory / name).exists():
+            check_inside(directory, name)
     if (directory / MARKER).exists():
         return
     if not os.path.exists(directory):
@@ -228,7 +238,7 @@ def check_is_output(directory: Path) -> None:
 def check_apart(source: Path, output: Path) -> None:
     """Refuse an output inside its own source, or one that contains or replaces it."""
     inner = Path(os.path.realpath(source))
-    for folder in (output, *(folder_next_to(output, s) for s in (*_SUFFIXES, PARTS))):
+    for folder in working_folders(output):
         outer = Path(os.path.realpath(folder))
         if inner == outer:
             raise OutputExistsError("source and output are the same directory", hint="choose another --output")
@@ -318,7 +328,7 @@ def wait_for_lock(descriptor: int) -> None:
 def is_locked(path: Path) -> bool:
     """Whether a live process has locked a file or a folder; False if it does not exist."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

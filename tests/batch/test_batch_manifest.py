@@ -210,12 +210,20 @@ class TestMistakes:
             ("{version: 1, jobs: [{id: a, model: b}, {id: a, model: c}]}", r"jobs\[1\].id: `a`.* jobs\[0\]"),
             ("{version: 1, jobs: [{id: a, model: b, output: x}, {id: c, model: d, output: ./y/../x}]}", "overlap"),
             ("{version: 1, jobs: [{id: a, model: b, output: x}, {id: c, model: d, output: x/y}]}", "overlap"),
+            ("{version: 1, jobs: [{id: a, model: b, output: x/y}, {id: c, model: d, output: x}]}", "overlap"),
+            ("{version: 1, jobs: [{id: a, model: b, output: x}, {id: c, model: d, output: x.failed}]}", "overlap"),
+            ("{version: 1, jobs: [{id: a, model: b, output: x.partial/y}, {id: c, model: d, output: x}]}", "overlap"),
             ("{version: 1, jobs: [{id: a, model: ./x, output: x}]}", "itself"),
         ],
     )
     def test_a_bad_manifest_is_refused_as_a_whole(self, tmp_path: Path, text: str, says: str) -> None:
         with pytest.raises(UsageError, match=says):
             load_manifest(write(tmp_path, text))
+
+    def test_a_job_that_comes_later_is_not_yet_known(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="`b`") as caught:
+            load_manifest(write(tmp_path, "{version: 1, jobs: [{id: a, model: 'job:b'}, {id: b, model: demo}]}"))
+        assert caught.value.hint == "known: none"
 
 
 class TestPaths:

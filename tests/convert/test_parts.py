@@ -266,6 +266,35 @@ def test_the_output_is_there(source: Path, output: Path) -> None:
     assert finish(str(source), output, forced).format == "bf16"
 
 
+def test_links_to_parts_are_refused_before_anything_is_published(source: Path, output: Path) -> None:
+    first, second = write_parts(source, output, 2)
+    first.rename(output.with_name("elsewhere"))
+    first.symlink_to(output.with_name("elsewhere"))
+    refused(source, output, 8, "1-of-2`", "link")
+    first.unlink()
+    output.with_name("elsewhere").rename(first)
+    file = next(second.glob("*.safetensors"))
+    file.rename(output.with_name("file"))
+    file.symlink_to(output.with_name("file"))
+    refused(source, output, 3, file.name)
+
+
+def test_a_part_that_is_written_while_another_batch_publishes_does_not_stay(
+    source: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Staging.publish
+
+    def after_the_other(self: Staging) -> None:
+        monkeypatch.undo()
+        convert(str(source), output, UNIT)
+        publish(self)
+
+    monkeypatch.setattr(Staging, "publish", after_the_other)
+    with pytest.raises(OutputExistsError, match="output`"):
+        convert_part(str(source), output, UNIT, Part(number=1, count=2))
+    assert left(output) == ["output"]
+
+
 @pytest.mark.parametrize("text", ["", "3", "0/2", "3/2", "1/0", "-1/2", "1/2/3", "a/b"])
 def test_what_is_no_part(text: str) -> None:
     with pytest.raises(UsageError):

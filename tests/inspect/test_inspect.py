@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,23 @@ def test_integers_of_three_bits_in_compressed_tensors_are_unsupported_and_not_da
     assert done.exit_code == 4, done.output
     assert "3-bit integers" in done.stdout
     assert "incomplete" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("ignored", "says"),
+    [(["re:.*q_proj$"], "q_proj"), (["re:(a+)+$", r"re:(\w+\.?)+\d$", "lm_*"], ""),
+     ([r"re:(?:(.)|(..))+(?=[#%])x?"], "over 5 s"), (["re:((a{1000}){1000}){1000}"], "too")],
+)  # fmt: skip
+def test_expressions_of_strangers_end(tmp_path: Path, ignored: list[str], says: str) -> None:
+    path = tmp_path / "model"
+    make_foreign("ct W4A16", demo_checkpoint(), path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ignored
+    (path / "config.json").write_text(json.dumps(config))
+    done = subprocess.run(  # with `re`, only the end of the process would end the match
+        [sys.executable, "-m", "lpconv", "inspect", path], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert (done.returncode, says in done.stderr) == (5 if says else 0, True), done.stderr
 
 
 def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:

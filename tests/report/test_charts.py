@@ -1,12 +1,24 @@
 """Charts from values, and where they lie on the page."""
 
+import itertools
+import json
 import math
+from dataclasses import replace
+from typing import Any
 
+import page_examples
 import pytest
+from report_examples import bert_result, calibrated_result
 
+from lpconv.errors import InputError
+from lpconv.report.bench import bench_document
 from lpconv.report.charts import Axis, Bar, Chart, HeatMap, Line, Loss, Mark, Tick, bar_chart, line_chart
+from lpconv.report.convert import convert_document
 from lpconv.report.drawing import Drawing, HeatDrawing, depth_of, figure_of
-from lpconv.results import Series
+from lpconv.report.finetune import finetune_document
+from lpconv.report.html import html
+from lpconv.report.verify import verify_document
+from lpconv.results import Series, from_json, json_text, to_json
 
 
 def test_a_band_of_error_lies_behind_its_line_and_within_the_axis() -> None:
@@ -94,3 +106,42 @@ def test_short_labels_of_columns_are_not_turned() -> None:
     short, long = drawing("1", "6"), drawing(*(f"output gradient {i}" for i in range(9)))
     assert (short.is_upright, long.is_upright) == (False, True)
     assert short.head < long.head
+
+
+def _with_number(document: Any, key: str, value: object, *, is_named: bool = False) -> Any:
+    """The document with `value` for every number below `key`."""
+    if isinstance(document, dict):
+        return {k: _with_number(v, key, value, is_named=is_named or k == key) for k, v in document.items()}
+    if isinstance(document, list):
+        return [_with_number(v, key, value, is_named=is_named) for v in document]
+    return value if is_named and type(document) in (int, float) else document
+
+
+@pytest.mark.parametrize("value", [1e30, 1e308, -1e308, "nan", 10**400])
+@pytest.mark.parametrize("kind", ["bench", "finetune", "verify", "convert", "calibrated"])
+def test_a_page_of_odd_numbers_ends(kind: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bert_result()
+    record, document = {
+        "bench": (page_examples.bench(), bench_document),
+        "finetune": (page_examples.finetune(), finetune_document),
+        "verify": (page_examples.verification(), verify_document),
+        "convert": (replace(first, tensors=first.tensors[:6]), convert_document),
+        "calibrated": (calibrated_result(), convert_document),
+    }[kind]
+
+    def tick(**fields: Any) -> Tick:
+        assert next(count) < 10_000
+        return Tick(**fields)
+
+    monkeypatch.setattr("lpconv.report.charts.Tick", tick)
+    table = json.loads(json_text(record))
+    keys = {"sqnr_db", "scale", "absmax", "rms", "seconds", "step_time_s", "standard_error", "top1_agreement",
+            "values", "steps", "high", "size_bytes", "max_rel_error"}  # fmt: skip
+    for key in sorted(keys):
+        count = itertools.count()
+        try:
+            odd = from_json(type(record), _with_number(table, key, value))
+        except InputError:  # a number that its field cannot have
+            continue
+        assert html(document(odd)).rstrip().endswith("</html>"), key
+    assert from_json(type(record), to_json(record)) == record

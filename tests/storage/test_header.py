@@ -14,7 +14,15 @@ from safetensors.torch import save_file
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.dtypes import TORCH_DTYPES
-from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, read_header
+from lpconv.storage.header import (
+    DTYPE_BITS,
+    MAX_DIMENSIONS,
+    Header,
+    TensorInfo,
+    encode_header,
+    read_header,
+    unique_keys,
+)
 
 Table = Mapping[str, Any]
 
@@ -130,6 +138,32 @@ def test_tables_that_do_not_describe_the_file(path: Path, table: Table, payload:
 def test_duplicate_names(path: Path, raw: bytes) -> None:
     with pytest.raises(InputError, match="twice"):
         read(path, raw_safetensors(raw, bytes(2)))
+
+
+def test_the_search_for_a_duplicate_name_is_linear() -> None:
+    num_compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    with pytest.raises(ValueError, match="`999`"):
+        unique_keys([(Name(i), None) for i in (*range(1000), 999)])
+    assert num_compared < 2000
+
+
+def test_limits_of_what_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"a": entry(0, 1, [1] * MAX_DIMENSIONS), "b": entry(1, 1)}
+    assert len(read(path, raw_safetensors(table, b"x")).tensors) == 2
+    monkeypatch.setattr("lpconv.storage.header.MAX_TENSORS", 1)
+    with pytest.raises(InputError, match=r"2 .* 1"):
+        read(path, raw_safetensors(table, b"x"))
+    with pytest.raises(InputError, match=r"65 .* 64"):
+        read(path, raw_safetensors({"a": entry(0, 1, [1] * 65)}, b"x"))
 
 
 @pytest.mark.parametrize("dtype", ["F128", "f32", "", None, 8, ["F32"]])

@@ -3,14 +3,16 @@
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lpconv.errors import LpconvError, ResourceError
-from lpconv.storage.partfile import PartFile, check_file, check_writable, write_small
+from lpconv.errors import InputError, LpconvError, ResourceError
+from lpconv.storage.contents import read_json
+from lpconv.storage.header import read_header
+from lpconv.storage.partfile import MAX_SMALL_BYTES, PartFile, check_file, check_writable, sha256_of, write_small
 
 PIECES = [bytes([i]) * 1000 for i in range(50)]
 WHOLE = b"".join(PIECES)
@@ -111,3 +113,29 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert os.read(reader, 10) == b"words"
     assert pipe.is_fifo()
     os.close(reader)
+
+
+@pytest.mark.parametrize("read", [read_json, read_header, sha256_of])
+def test_pipes_devices_and_huge_files_are_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(InputError, match="regular"):
+            read(tmp_path / name)
+    with (tmp_path / "huge").open("wb") as f:
+        f.truncate(MAX_SMALL_BYTES + 1)
+    with pytest.raises(InputError, match=str(MAX_SMALL_BYTES)):
+        read_json(tmp_path / "huge")
+
+
+def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("small.part", "large.part"):
+        (tmp_path / name).symlink_to(victim)
+    write_small(tmp_path / "small", "new")
+    part = PartFile(tmp_path, "large", 3, flusher)
+    part.append(b"new")
+    part.finish()
+    assert [(tmp_path / n).read_text() for n in ("victim", "small", "large")] == ["mine", "new", "new"]
+    assert not (tmp_path / "large").is_symlink()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lpconv.errors import LpconvError, OutputExistsError, ResourceError, UsageError
-from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_apart, folder_next_to
+from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UsageError
+from lpconv.storage.staging import JOURNAL, MARKER, SUMS, Staging, check_apart, check_is_output, folder_next_to
 
 Begin = Callable[..., Staging]
 
@@ -341,6 +341,26 @@ class TestApart:
         Path("a").mkdir()
         with pytest.raises(OutputExistsError):
             Staging(Path(output), {}, resume=False, force=True)
+
+
+@pytest.mark.parametrize("how", [{"resume": True}, {"force": True}])
+def test_a_link_in_place_of_the_journal_is_not_followed(begin: Begin, output: Path, how: dict[str, bool]) -> None:
+    victim = output.with_name("victim")
+    victim.write_text("mine")
+    partial = folder_next_to(output, ".partial")
+    partial.mkdir()
+    (partial / JOURNAL).symlink_to(victim)
+    with pytest.raises(ResourceError, match="symbolic"):
+        begin(**how)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", [MARKER, SUMS])
+def test_an_output_whose_records_are_pipes_is_refused(output: Path, name: str) -> None:
+    output.mkdir()
+    os.mkfifo(output / name)
+    with pytest.raises(InputError, match="regular"):
+        check_is_output(output)
 
 
 def test_the_journal_is_json_lines_that_begin_with_the_identity(begin: Begin) -> None:
