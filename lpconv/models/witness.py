@@ -23,7 +23,7 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_files, missing_parameters
-from lpconv.models.opening import error_line
+from lpconv.models.opening import error_line, model_errors
 from lpconv.models.plugin import METHOD, register
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture
@@ -48,7 +48,8 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
     cls = architecture(checkpoint.config, trusted=checkpoint.directory if trust_remote_code else None)
     arguments = _reading_arguments(checkpoint)
     with quiet_transformers(), StoredTensors(checkpoint, None) as stored:
-        ours, missing = load_from_files(checkpoint, stored, model_class=cls, **options)
+        with model_errors("no model can be built from it", hint="check that config.json belongs to the weights"):
+            ours, missing = load_from_files(checkpoint, stored, model_class=cls, **options)
         values, right, wrong = ours.state_dict(), set[str](), set[str]()
 
         def compare(name: str, theirs: Tensor) -> None:
@@ -68,17 +69,16 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
             raise UnsupportedError(f"transformers needs another package: {error_line(e)}", hint="install it") from e
         except Exception as e:  # transformers raises any exception for folders that it cannot open
             raise VerificationError(f"transformers cannot open it: {error_line(e)}") from e
+        lacking, random = missing_parameters(cls, report), set(report["missing_keys"])
         theirs = model.state_dict()
-        if is_whole:
-            for name in values.keys() & theirs.keys():
-                compare(name, theirs[name])
-    lacking = set(report["missing_keys"])
-    not_compared = values.keys() - wrong - lacking - _tied_to(model, right)
+        for name in values.keys() & theirs.keys() - random if is_whole else ():
+            compare(name, theirs[name])
+    not_compared = values.keys() - wrong - random - _tied_to(model, right)
     return OpenedModel(
         model_class=type(model).__name__,
         num_tensors=len(values),
-        missing=missing_parameters(cls, report),
-        different=tuple(sorted({*wrong, *not_compared, *lacking.symmetric_difference(missing)})),
+        missing=lacking,
+        different=tuple(sorted({*wrong, *not_compared, *({*lacking} ^ {*missing})})),
     )
 
 
