@@ -96,11 +96,11 @@ class StoredTensors:
             wrong = stored._disagreement(is_ours=is_ours)
             if wrong is not None:
                 raise InputError(wrong, hint=FETCH_AGAIN)
-            if quantization_method(checkpoint.config) in READ:
+            if quantization_method(checkpoint.config) in READ and not is_ours:
                 from lpconv.forms.scale_defects import from_scales  # imports torch (seconds)
 
                 headers = stored._headers
-                _refuse(from_scales(stored.forms, stored._root, headers.quantization, is_ours=is_ours), headers)
+                _refuse(from_scales(stored.forms, stored._root, headers.quantization, is_ours=False), headers)
         except BaseException:
             stored.close()
             raise

@@ -59,7 +59,11 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
         # In a narrower dtype compressed-tensors rounds the scales; it rounds experts to the config's dtype in any case.
         dtype, narrow = (torch.float32, ours.config.dtype) if is_whole else ("auto", None)
         try:
-            with contextlib.redirect_stderr(io.StringIO()) if is_whole else _each_loaded(compare):  # progress bars
+            with contextlib.ExitStack() as stack:
+                if arguments or is_whole:
+                    stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars of packages
+                if not is_whole:
+                    stack.enter_context(_each_loaded(compare))
                 model, report = cls.from_pretrained(
                     checkpoint.directory, dtype=dtype, output_loading_info=True, **arguments, **options
                 )

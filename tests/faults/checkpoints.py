@@ -305,7 +305,7 @@ def _write_weights(f: Files, directory: Path) -> None:
             f.state = {n: x.t().contiguous().t() if x.ndim == 2 and len(n) % 2 else x for n, x in f.state.items()}
         _write(directory, f.state, f"{stem}{end}")
         return
-    names, weight_map = list(f.state), {}
+    names, weight_map = list(f.state), dict[str, str]()
     for i in range(2):
         part = {n: f.state[n] for n in names[i::2]}
         file = f"{stem}-{i + 1:05d}-of-00002{end}"

@@ -72,8 +72,8 @@ def test_of_several_weight_files_the_one_that_transformers_reads_is_read(
             (tmp_path / name).write_text(json.dumps(index))
     wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()[UP]
     checkpoint = Checkpoint.open(tmp_path)
-    file = tmp_path / checkpoint.weight_files[0]
-    read = torch.load(file) if file.suffix == ".bin" else load_file(file)
+    chosen = tmp_path / checkpoint.weight_files[0]
+    read = torch.load(chosen) if chosen.suffix == ".bin" else load_file(chosen)
     assert torch.equal(read[UP], wanted)
 
 
