@@ -130,7 +130,8 @@ def _verified(tensors: tuple[TensorRecord, ...]) -> VerifyResult:
             top1_agreement=1.0,
             mean_kl=3.1e-8,
             model_class="BertModel",
-            inputs="4 x 64 random ids, seed 0",
+            inputs="input_ids [4, 64] of the included text",
+            is_text=True,
         ),
         gates=(GateRecord(expression="sqnr>=25", value=worst.sqnr_db, passed=True),),
     )

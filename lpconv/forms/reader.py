@@ -45,7 +45,8 @@ def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint
     check_readable(Headers.of(checkpoint.config, {}))  # first, because headers of unknown layouts may be odd
     headers = Headers.of(checkpoint.config, checkpoint.tensors)
     check_readable(headers)
-    _refuse(from_headers(headers, recognise(headers) if headers.quantised_by in READ else {}), headers)
+    if headers.quantised_by is not None or "model_type" in checkpoint.config:  # else it need not be a model
+        _refuse(from_headers(headers, recognise(headers) if headers.quantised_by in READ else {}), headers)
     return checkpoint
 
 

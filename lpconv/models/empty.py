@@ -21,6 +21,7 @@ from lpconv.storage.compressed import LinearModules
 
 _STACKED, _ALONE = "MergeModulelist", "renamed"
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_OLD_BUFFER = re.compile(r"\.(\w*mask|masked_bias|attn_bias|inv_freq|position_ids|relative_position_index)$")
 _HINT = "lpconv builds the models that the installed transformers knows"
 
 
@@ -47,7 +48,7 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     except Exception as e:  # raised by operations on tensors that do not fit together
         return {"model": name, "missing": _missing_experts(shapes), "error": error_line(e)}
     unused = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
-    extra = {n for n in unused if n.startswith(tuple(lists)) and _is_weight(n, shapes.get(n, (0, 0)))}
+    extra = {n for n in unused if n.startswith(tuple(lists)) and not _is_old_buffer(n, shapes.get(n, (0, 0)))}
     wrong = {n: (tuple(stored), tuple(expected)) for n, stored, expected in report["mismatched_keys"]}
     experts = _missing_experts(shapes) if wrong else ()
     return {
@@ -60,9 +61,9 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     }
 
 
-def _is_weight(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can be a module's weight, unlike the masks and constants that earlier releases stored."""
-    return bool(shape) and name.endswith((".weight", ".bias")) and (len(shape) < 3 or name.endswith(".weight"))
+def _is_old_buffer(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor in a layer is a mask or constant that earlier releases of transformers stored."""
+    return not shape or _OLD_BUFFER.search(name) is not None or (name.endswith(".bias") and len(shape) > 2)
 
 
 def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def tied_by_model(
     declared = _declared(checkpoint.config)
     if not candidates or declared is False:
         return {}
-    by_name = {n for n in candidates if re.search(_HEADS, n)}
+    by_name = {n for n in candidates if any(re.search(pattern, n) for pattern in (*_EMBEDDINGS, _HEADS))}
     if declared and by_name == candidates.keys() and known_shapes(checkpoint.config) is not None:
         return dict(candidates)
     from lpconv.models.empty import tied_names  # transformers takes seconds to import

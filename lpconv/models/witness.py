@@ -11,6 +11,7 @@ Tensors are compared in the dtype in which transformers opens them, so lpconv's 
 import contextlib
 import io
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -77,7 +78,8 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
         theirs = model.state_dict()
         for name in values.keys() & theirs.keys() - random if is_whole else ():
             compare(name, theirs[name])
-    not_compared = values.keys() - wrong - random - _tied_to(model, right)
+    initial = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or r"(?!)")  # may be absent from files
+    not_compared = {n for n in values.keys() - wrong - random - _tied_to(model, right) if not initial.search(n)}
     return OpenedModel(
         model_class=type(model).__name__,
         num_tensors=len(values),

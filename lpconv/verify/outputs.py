@@ -69,13 +69,14 @@ def check_inputs(checkpoint: Checkpoint, *, trust_remote_code: bool) -> None:
     inputs_for(resolve_auto_class(cls, config), config)
 
 
-def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
+def check_logits(source: Openable, output: Path, *, trust_remote_code: bool, in_files: bool = False) -> LogitsCheck:
     """Compare the outputs of both models in fp32 on the CPU.
 
     Raises UnsupportedError if no inputs can be made for the model.
 
     With `in_files` the matrices are read from their files as needed, so memory holds only activations.
     """
+    source = Checkpoint.open(source)
     if in_files:
         return _check_in_files(source, output)
     # Both directories are local; the flag decides whether their own Python files may run.
