@@ -49,7 +49,9 @@ _KEYS = {
     "tensor_data_layout", "pooling_type", "use_parallel_residual", "rope.freq_base", _TURNED, "rope.scaling.type",
     "rope.scaling.factor", _ORIGINAL, "rope.scaling.attn_factor", "rope.scaling.finetuned", "rope.scale_linear",
 }  # fmt: skip
-_ONLY = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "ssm.dt_b_c_rms": False}
+_ONLY = {"attention.causal": True, "expert_count": 0, "expert_used_count": 0, "ssm.dt_b_c_rms": False,
+         "attention.sliding_window_pattern": 6, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+         "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}  # fmt: skip
 _FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # of rotary frequencies
 _KNOWN = f"lpconv reads {', '.join(_READ)}, but no mixtures of experts"
 _AGAIN = "download the file again"

@@ -119,7 +119,8 @@ def find_gguf(path: Path) -> Path | None:
 
 def _view(file: Path) -> Path:
     stat, release = file.stat(), importlib.metadata.version("transformers")
-    known = f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
+    # The first number counts changes of what views contain.
+    known = f"2\0{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
     view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
     if not (view / "config.json").exists():
         check_installed("reading GGUF")

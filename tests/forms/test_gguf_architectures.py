@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "llama-none": (llama, "llama", RMS | {**LINEAR, "rope.scaling.type": "none"}, {}),
     "llama-yarn": (
         lambda: llama(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16)), "llama",
-        RMS | YARN, {},
+        RMS | YARN | {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_ext_factor": 1.0}, {},
     ),
     "llama-3": (
         lambda: llama(head_dim=64, rope_parameters=rope_llama3(8192)), "llama", RMS | HEADS_64,
