@@ -1,6 +1,7 @@
 """GGUF files: of a model of one layer with a tensor of each type and random numbers, and of any small Llama."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from lpconv.data import demo_checkpoint
 from lpconv.storage.gguf import BLOCKS
 
-__all__ = ["SIZE", "TYPES", "demo_with_merges", "rewrite_as_gguf", "write_gguf"]
+__all__ = ["SIZE", "TYPES", "add_keys", "demo_with_merges", "model_as_gguf", "rewrite_as_gguf", "write_gguf"]
 
 SIZE, VOCAB, HEADS, KV = 256, 64, 4, 2
 # One tensor of each type, q and k among them, whose rows llama.cpp reorders.
@@ -127,3 +128,51 @@ def _written(writer: Any, folder: Path) -> Path:
 
 def _full(name: str) -> str:
     return name if name.startswith(("token_embd", "output")) else f"blk.0.{name}"
+
+
+def add_keys(writer: Any, keys: dict[str, Any]) -> None:
+    """Add metadata with the types of the values."""
+    for key, value in keys.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add[type(value)](key, value)
+
+
+def model_as_gguf(
+    model: Any, folder: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, Any] | None = None
+) -> Path:
+    """A model of transformers in fp32, in llama.cpp's order and with its offsets (`convert_hf_to_gguf.py`)."""
+    folder.mkdir(parents=True)
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    add_keys(writer, {k if "." in k and k.split(".")[0] in FREE else f"{architecture}.{k}": v for k, v in keys.items()})
+    number = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, keys["block_count"])
+    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
+    for name, x in model.state_dict().items():
+        if name not in tied:
+            found = (table.get_name(n, try_suffixes=(".weight", ".bias")) for n in (name, name.partition(".")[2]))
+            full = next(n for n in found if n is not None)
+            writer.add_tensor(full, _rearranged(x, name, architecture, model.config).float().contiguous().numpy())
+    for name, numbers in (tensors or {}).items():
+        writer.add_tensor(name, np.asarray(numbers, np.float32))
+    return _written(writer, folder)
+
+
+FREE = ("general", "tokenizer", "split", "quantize", "mradermacher")
+
+
+def _rearranged(x: torch.Tensor, name: str, architecture: str, config: Any) -> torch.Tensor:
+    if architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return x.view(heads, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+    if architecture == "bloom" and "query_key_value" in name:
+        return x.view(config.n_head, 3, -1, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+    if architecture == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
+        return x.t()
+    if architecture in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        return x + 1
+    if name.endswith("A_log"):
+        return -x.exp()
+    return x.squeeze(1) if "conv" in name and x.dim() == 3 else x

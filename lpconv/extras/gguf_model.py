@@ -15,13 +15,23 @@ import gguf
 import numpy as np
 from gguf.gguf_writer import WriterState
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError, typed_line
 from lpconv.extras.gguf_vocabulary import add_vocabulary
+from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
 from lpconv.storage.arranged import TRANSPOSED, rotary
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 
+_ORIGINAL = "original_max_position_embeddings"
+# Numbers in config.json; the first ones are counts.
+_COUNTS = {
+    "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size",
+    "intermediate_size", "num_hidden_layers", "n_positions", "n_head", "n_embd", "n_inner", "n_layer",
+    "type_vocab_size", _ORIGINAL,
+}  # fmt: skip
+_NUMBERS = {"rope_theta", "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "factor", "low_freq_factor",
+            "high_freq_factor", *_COUNTS}  # fmt: skip
 _LIKE_LLAMA = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -51,12 +61,11 @@ def _decoder(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_key_length(size)
     writer.add_value_length(size)
     writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     if rope["rope_type"] in _SCALED:
         writer.add_rope_scaling_type(_SCALED[rope["rope_type"]])
         writer.add_rope_scaling_factor(rope["factor"])
-        longest = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        writer.add_rope_scaling_orig_ctx_len(longest)
+        writer.add_rope_scaling_orig_ctx_len(rope[_ORIGINAL])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _add_sizes(writer, config, "num_hidden_layers", "hidden_size", config["intermediate_size"])
 
@@ -67,22 +76,32 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the rotary embeddings, with `rope_type`, under the names of any release of transformers."""
+    """The settings of the rotary embeddings, found in the same order as by transformers (`modeling_rope_utils.py`)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        what = f"config.json has the rotary embeddings {rope!r:.80}"
+        raise UnsupportedError(what, hint="layout `gguf` needs one table for all layers; or use another --layout")
+    usual = {"rope_theta": config.get("rope_theta", 10_000.0), _ORIGINAL: config.get("max_position_embeddings"),
+             "rope_type": rope.get("type", "default")}  # fmt: skip
+    return _checked({**usual, **rope, **{key: config[key] for key in (_ORIGINAL,) if key in config}})
 
 
-def _rope_factors(config: Mapping[str, Any]) -> np.ndarray:
-    """By what Llama 3 divides the frequencies of a head's pairs, fp32; none for other embeddings."""
-    if _rope(config)["rope_type"] != "llama3":
-        return np.zeros(0, np.float32)
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without numbers that are null. Raises InputError for what is no number, or none that a model has."""
+    for key in _NUMBERS & settings.keys():
+        value, types = settings[key], (int,) if key in _COUNTS else (int, float)
+        if value is not None and not (type(value) in types and 0 < value < (2**31 if key in _COUNTS else 1e38)):
+            what = f"config.json has {key} {value!r:.60}, not a positive {'integer' if key in _COUNTS else 'number'}"
+            raise InputError(what, hint="correct it, or download the checkpoint again")
+    return {key: value for key, value in settings.items() if value is not None or key not in _NUMBERS}
 
-    scaled = LlamaConfig(**config)
-    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](scaled, "cpu")
-    exponents = np.arange(0, size := _head_size(config), 2) / size
-    factors: np.ndarray = scaled.rope_parameters["rope_theta"] ** -exponents / frequencies.numpy()
+
+def llama3_factors(rope: Mapping[str, Any], theta: float, size: int) -> np.ndarray:
+    """By what Llama 3 divides the frequencies of the pairs of a head of `size` numbers, fp32."""
+    turns = rope[_ORIGINAL] * theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    factors: np.ndarray = 1 / ((1 - smooth) / rope["factor"] + smooth)
     return factors.astype(np.float32)
 
 
@@ -115,7 +134,8 @@ _ROPE_FACTORS = "rope_freqs.weight"
 # What llama.cpp computes of YaRN, with the defaults of transformers.
 _YARN = {"attention_factor": None, "beta_fast": 32, "beta_slow": 1, "mscale": None, "mscale_all_dim": None,
          "truncate": True}  # fmt: skip
-_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "rope_type": ("default", *_SCALED)}
+_SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "rope_type": ("default", *_SCALED),
+                                        "partial_rotary_factor": (1.0, None)}  # fmt: skip
 _LLAMA = {**_SILU, "rope_type": (*_SILU["rope_type"], "llama3")}
 _QWEN = {**_SILU, "use_sliding_window": (False,)}
 _SIZES = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
@@ -177,14 +197,20 @@ class GgufModel:
         writer = gguf.GGUFWriter(None, architecture)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[format]])
+        rope, factors = _rope(self.config), np.zeros(0, np.float32)
         try:
             self.family.describe(writer, self.config)
+            if rope["rope_type"] == "llama3":
+                factors = llama3_factors(rope, rope["rope_theta"], _head_size(self.config))
         except KeyError as e:
             raise UnsupportedError(f"config.json does not say {e}", hint="download it again") from e
         if self.family.architecture is gguf.MODEL_ARCH.BERT:
             writer.add_pooling_type(_pooling(self.directory))
-        add_vocabulary(writer, self.directory, self.config)
-        factors = _rope_factors(self.config)
+        try:
+            add_vocabulary(writer, self.directory, self.config)
+        except (AttributeError, LookupError, TypeError, ValueError) as e:
+            what = f"`{self.directory}` has an invalid tokenizer.json or tokenizer_config.json: {typed_line(e)}"
+            raise InputError(what, hint="save the tokenizer again with transformers' AutoTokenizer") from e
         if factors.size:
             writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
         for name, kind, shape in tensors:
@@ -210,9 +236,9 @@ def gguf_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) ->
     Raises UnsupportedError for families, settings, tensors and tokenizers that are not mapped.
     """
     family = _family(checkpoint.config)
-    config = {**family.defaults, **checkpoint.config}
+    config = _checked({**family.defaults, **checkpoint.config})
     layers = config.get("num_hidden_layers", config.get("n_layer"))
-    if not isinstance(layers, int):
+    if layers is None:
         raise UnsupportedError("config.json does not say how many layers the model has", hint="download it again")
     table = gguf.get_tensor_name_map(family.architecture, layers)
     hidden = frozenset(n for n in shapes if family.hidden.search(n))
@@ -234,6 +260,7 @@ def gguf_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) ->
         config=config,
     )
     model.header([], "fp32")  # raises its errors now
+    compare_with_model(checkpoint, shapes)  # raises an error if the sizes in config.json do not make a model
     return model
 
 
@@ -271,7 +298,7 @@ def _orders(names: Mapping[str, str], family: _Family, config: Mapping[str, Any]
     if family.architecture is not gguf.MODEL_ARCH.LLAMA:
         return []
     heads = {
-        "q": config["num_attention_heads"],
-        "k": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "q": config.get("num_attention_heads", 1),
+        "k": config.get("num_key_value_heads") or config.get("num_attention_heads", 1),
     }
     return [(n, rotary(heads[m[1]])) for n in names if (m := _ROTARY.search(n))]

@@ -133,6 +133,8 @@ def _add_tokens(
         ids[token["content"]] = token["id"]
         kinds[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
     named = {i: _phantom(token) if is_bert else token for token, i in ids.items()}
+    if not all(isinstance(i, int) and i >= 0 and isinstance(token, str) for i, token in named.items()):
+        raise TypeError("tokens are text, and their ids are counted from 0")
     if named and max(named) >= size:
         raise _error(f"it has {max(named) + 1} tokens, but the model has {size}")
     writer.add_token_list([named.get(i, f"[PAD{i}]") for i in range(size)])
@@ -166,7 +168,7 @@ def _add_special(
         token = settings.get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
         number = config.get(f"{name}_token_id") if content is None else ids.get(content)
-        if isinstance(number, int):
+        if isinstance(number, int) and 0 <= number < config["vocab_size"]:
             found[name] = number
             writer.add_uint32(key, number)
     single = (document.get("post_processor") or {}).get("single") or [{}]

@@ -18,6 +18,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import code_list
 from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_name
+from lpconv.storage.gguf import GGUF
 from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
@@ -75,8 +76,9 @@ def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterat
     lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
     if lone:
         yield f"{code_list(lone)}: incomplete weight: a part is missing, or has the wrong dtype or size"
-    if all(isinstance(form, Kept) for form in forms.values()) and not lone:
-        yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, but none are"
+    if forms and all(isinstance(form, Kept) for form in forms.values()) and not lone and headers.quantised_by != GGUF:
+        method = headers.quantised_by
+        yield f"config.json says `{method}`, but no weight is quantised: if all are plain, remove quantization_config"
 
 
 def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:

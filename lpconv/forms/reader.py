@@ -21,7 +21,8 @@ from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import quantization_method
-from lpconv.storage.header import lay_out
+from lpconv.storage.gguf import GGUF
+from lpconv.storage.header import check_not_pointer, lay_out
 from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
@@ -42,6 +43,8 @@ def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint
     layouts that lpconv does not read.
     """
     checkpoint = Checkpoint.open(model, revision=revision)
+    for name in checkpoint.weight_files if checkpoint.kind == "torch" else ():
+        check_not_pointer(checkpoint.directory / name)
     check_readable(Headers.of(checkpoint.config, {}))  # first, because headers of unknown layouts may be odd
     headers = Headers.of(checkpoint.config, checkpoint.tensors)
     check_readable(headers)
@@ -115,7 +118,7 @@ class StoredTensors:
         stray, method = self._stray(), self._headers.quantised_by
         if stray is not None:
             return f"`{stray}` is stored in an unknown form"
-        if method in READ and not is_ours and all(isinstance(form, Kept) for form in self.forms.values()):
+        if method in READ and method != GGUF and not is_ours and all(isinstance(f, Kept) for f in self.forms.values()):
             return f"config.json says that the weights are quantised by `{method}`, but none are"
         return None
 

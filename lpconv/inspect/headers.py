@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
 from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.defects import Findings, from_headers
-from lpconv.forms.foreign import why_unreadable
+from lpconv.forms.foreign import check_unwrapped, why_unreadable
 from lpconv.models.known import known_shapes
 from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
@@ -50,6 +50,7 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> Ins
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     entries = {info.name: (info, file) for info, file in stored}
     headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in entries.items()})
+    check_unwrapped(headers.root)
     forms = recognise(headers)
     not_judged = why_unreadable(headers)
     findings = found if not_judged else found + from_headers(headers, forms)

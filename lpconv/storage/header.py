@@ -67,6 +67,7 @@ def read_header(path: Path) -> Header:
     or network fail.
     """
     try:
+        check_not_pointer(path)
         with closing(open_file(path)) as f:
             size = f.size_bytes
             if size < 8:
@@ -81,6 +82,14 @@ def read_header(path: Path) -> Header:
     except OSError as e:
         raise read_error(e, path) from e
     return _parse_header(raw, file_size=size, path=path)
+
+
+def check_not_pointer(path: Path) -> None:
+    """Raise InputError for the pointer that Git LFS leaves in place of a file."""
+    with path.open("rb") as f:
+        if f.read(23) == b"version https://git-lfs":
+            what = f"`{path}` is a pointer of Git LFS, in place of the file that `git lfs pull` fetches"
+            raise InputError(what, hint="run `git lfs pull` in the checkout, or download the file with `hf download`")
 
 
 def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:

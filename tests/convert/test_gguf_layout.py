@@ -4,10 +4,12 @@
 """
 
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,21 @@ from torch import Tensor
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import UnsupportedError, UsageError, VerificationError
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.extras import gguf_model
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, VerifyOptions
 from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.run import verify_output
 
 TYPES = {
     "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},
     "Q4_0": {"format": "int4", "granularity": "group:32"}, "MXFP4": {"format": "e2m1", "granularity": "mx"},
 }  # fmt: skip
+_LENGTH = "original_max_position_embeddings"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 
 
@@ -188,6 +193,11 @@ def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "rope_scaling": {"type": "llama3"}}, "rope_type 'llama3'"),
         ({"architectures": ["MistralForCausalLM"]}, "sliding_window 4096"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "full_attention"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(
@@ -234,6 +244,128 @@ def test_frequencies_of_llama_3_are_a_tensor_of_their_own(sources: dict[str, Pat
     assert all(torch.equal(x, plain[n]) for n, x in by_gguf(output).items() if n != "rope_freqs.weight")
     against = VerifyOptions(level="weights", against=str(source))
     assert verify_output(output, against, progress=Silent()).passed
+
+
+THETA, LLAMA3 = {"rope_theta": 3e4}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _LENGTH: 32}
+ROPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "outside": {"rope_theta": 1e10},
+    "both": {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "scaling": {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "two tables": {"rope_theta": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0, **THETA},
+                   "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "empty table": {"rope_scaling": {}, "rope_parameters": {"rope_type": "default", **THETA}},
+    "yarn": {"rope_theta": 1e4, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **THETA}},
+    "length": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, _LENGTH: 16}},
+    "length outside": {_LENGTH: 16, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, _LENGTH: 32, **THETA}},
+    "llama3": {"rope_theta": 1e4, "rope_parameters": {"rope_type": "llama3", "factor": 8.0, **THETA, **LLAMA3}},
+    "llama3 outside": {"rope_theta": 3e4, _LENGTH: 16,
+                       "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}},
+}  # fmt: skip
+
+
+def frequencies(file: Path, architecture: str) -> tuple[Tensor, float]:
+    """What llama.cpp multiplies positions by, and the result of the rotation (ggml, `rope_yarn`)."""
+    reader = gguf.GGUFReader(file)
+    said = {name.removeprefix(f"{architecture}.rope."): field.contents() for name, field in reader.fields.items()}
+    size, theta = said["dimension_count"], said["freq_base"]
+    found = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    kind, factor = said.get("scaling.type", "none"), said.get("scaling.factor", 1.0)
+    if kind == "yarn":
+        turns = [said["scaling.original_context_length"] / (n * 2 * np.pi) for n in (32, 1)]
+        low, high = (size * np.log(n) / (2 * np.log(theta)) for n in turns)
+        low, high = max(0, np.floor(low)), min(size - 1, np.ceil(high))
+        ramp = 1 - ((torch.arange(size // 2) - low) / max(0.001, high - low)).clamp(0, 1)
+        return found / factor * (1 - ramp) + found * ramp, 1 + 0.1 * np.log(factor)
+    divisors = [t.data for t in reader.tensors if t.name == "rope_freqs.weight"]
+    return found / factor / (torch.tensor(divisors[0]) if divisors else 1.0), 1.0
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("family", "architecture"), [(f, "llama" if f == "mistral" else f) for f in FAMILIES[:4]])
+def test_rotary_embeddings_are_those_of_transformers(
+    family: str, architecture: str, rope: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = dict.fromkeys(("rope_theta", "rope_parameters"))
+    source = with_config(sources[family], tmp_path / "source", **plain)
+    config = {k: v for k, v in json.loads((source / "config.json").read_text()).items() if k not in plain}
+    (source / "config.json").write_text(json.dumps(config | ROPES[rope]))
+    if "llama3" in rope and architecture != "llama":
+        with pytest.raises(UnsupportedError, match="rope_type 'llama3'"):
+            as_gguf(source, tmp_path / "out", "F16")
+        return
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(source))
+    wanted = model.model.rotary_emb
+    got, factor = frequencies(as_gguf(source, tmp_path / "out", "F16") / "model.gguf", architecture)
+    torch.testing.assert_close(got.float(), wanted.inv_freq, rtol=1e-5, atol=0)
+    assert factor == pytest.approx(wanted.attention_scaling)
+
+
+ODD: tuple[Any, ...] = (None, 0, -1, 0.5, 3, "x", [], {}, [3], {"a": 1}, True, 2**70, 1e300, float("nan"))
+
+
+def changes(document: Any) -> Iterator[Any]:
+    """Copies of a JSON document: each of its values replaced by odd ones, and left out."""
+
+    def places(part: Any) -> Iterator[tuple[Any, Any]]:
+        few = list(part) if isinstance(part, dict) else list(range(len(part)))
+        for key in few if len(few) < 50 and isinstance(part, dict) else few[:2]:
+            yield part, key
+            if isinstance(part[key], dict | list):
+                yield from places(part[key])
+
+    for part, key in list(places(document)):
+        kept = part[key]
+        for odd in ODD:
+            part[key] = odd
+            yield document
+        del part[key]
+        yield document
+        part.insert(key, kept) if isinstance(part, list) else part.update({key: kept})
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_odd_values_end_in_errors(file: str, kind: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    _ = demo_with_merges(source) if kind == "bytes" else sentencepiece(source)
+    if file == "config.json":
+        scaled = {"rope_type": "llama3", "factor": 8.0, **THETA, **LLAMA3}
+        config = json.loads((source / file).read_text())
+        (source / file).write_text(json.dumps(config | {"rope_parameters": scaled}))
+    with StoredTensors.open(source) as stored:
+        shapes = {name: form.shape for name, form in stored.forms.items()}
+    codes = set()
+    for document in itertools.chain(changes(json.loads((source / file).read_text())), ({}, {"model": 3})):
+        (source / file).write_text(json.dumps(document))
+        try:
+            codes.add(len(gguf_model(Checkpoint.open(source), shapes).header([], "fp16")) > 100)
+        except LpconvError as e:
+            codes.add(e.exit_code if e.hint else 1)
+    assert codes <= {True, 3, 4}
+    assert True in codes
+    assert 3 in codes or file == "tokenizer_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "said"),
+    [
+        ("config.json", {"rope_parameters": {"rope_theta": "x", "rope_type": "default"}}, "rope_theta 'x'"),
+        ("config.json", {"num_attention_heads": 0}, "num_attention_heads 0"),
+        ("config.json", {"num_attention_heads": 3}, "num_attention_heads|3"),
+        ("config.json", {"hidden_size": 7}, "hidden_size|7"),
+        ("config.json", {"head_dim": 0.5}, "head_dim 0.5"),
+        ("config.json", {"rms_norm_eps": float("inf")}, "rms_norm_eps inf"),
+        ("tokenizer.json", {"model": 3}, r"tokenizer\.json"),
+        ("tokenizer.json", {"added_tokens": [{"content": 3, "id": 1, "special": True}]}, r"tokenizer\.json"),
+    ],
+)
+def test_odd_values_are_named(file: str, changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    source = demo_with_merges(tmp_path / "source")
+    (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | changed))
+    with pytest.raises((InputError, UnsupportedError), match=said):
+        as_gguf(source, tmp_path / "out", "F16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_gguf_lacks_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """GGUF files as sources: the values that transformers gives them, through every command; and what is refused."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from lpconv.storage.resolve import resolve
 
 pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
 from gguf_files import TYPES, write_gguf  # which needs it
+
+runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_rows_are_decoded_as_they_are_asked_for(tmp_path: Path) -> None:
 
 def test_every_command_takes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    file, runner = write_gguf(tmp_path / "file"), CliRunner()
+    file = write_gguf(tmp_path / "file")
 
     def run(*arguments: str) -> str:
         done = runner.invoke(app, list(arguments))
@@ -118,6 +122,55 @@ def test_what_is_refused(tmp_path: Path, make: Callable[[Path], Path], code: int
     assert caught.value.hint
     with pytest.raises(LpconvError):
         resolve(str(file))
+
+
+TABLES: dict[str, Any] = {
+    "list": [], "number": 3, "null": None, "entry of nothing": {"a": {}}, "entry of text": {"a": "x"},
+    "type": {"type": "Q9"}, "type of types": {"type": ["F16"]}, "shape of text": {"shape": "x"},
+    "shape": {"shape": [10**9, 10**9]}, "both shapes": {"shape": [10**9, 10**9], "stored": [10**9, 10**9]},
+    "far": {"end": 4 * 10**18}, "all of it far": {"stored": [10**9, 10**9], "shape": [10**9, 10**9], "end": 10**18},
+    "begin": {"begin": -5}, "negative": {"shape": [-64, -256], "stored": [-64, -256]}, "real": {"begin": 0.5},
+    "true": {"shape": [True, True]}, "columns": {"stored": [256, 64]}, "no sizes": {"shape": [], "stored": []},
+    "deep": {"shape": [1] * 60000 + [64, 256]}, "order": {"order": "rotary:0"}, "heads": {"order": "rotary:3"},
+    "orders": {"order": ["transposed"]}, "transposed": {"order": "transposed"}, "other": {"order": "reversed"},
+    "processed": {"processed": True}, "process": {"processed": "x"}, "name": {"name": 5},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in layout gguf."""
+    folder = tmp_path_factory.mktemp("layout")
+    lpconv.load(write_gguf(folder / "file"), dtype=torch.float32).save_pretrained(folder / "plain")
+    convert(
+        str(folder / "plain"), folder / "written",
+        ConvertOptions(layout="gguf", format="int8", granularity="group:32", verify="weights"),
+    )  # fmt: skip
+    return folder / "written"
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_broken_tables_in_config_json_end_in_errors(
+    table: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(written, "written")
+    path = tmp_path / "written/config.json"
+    config = json.loads(path.read_text())
+    tensors, wrong = config["quantization_config"]["tensors"], TABLES[table]
+    if isinstance(wrong, dict) and "a" not in wrong:
+        first = next(n for n, t in tensors.items() if t["stored"] == [64, 256])
+        wrong = {**tensors, first: tensors[first] | wrong}
+    config["quantization_config"]["tensors"] = wrong
+    path.write_text(json.dumps(config))
+    against = ["verify", "--against", str(written.with_name("plain"))]
+    for more in (["inspect"], ["convert", "-o", "out"], ["restore", "-o", "back"], against):
+        done = runner.invoke(app, [more[0], "written", *more[1:]])
+        reads_values = more[0] != "inspect"
+        assert done.exit_code in ((3, 4, 5) if reads_values or table != "processed" else (0,)), (more, done.exception)
+        assert "`" in done.stderr or done.exit_code == 0
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "back").exists()
 
 
 def test_what_transformers_decoded_and_saved_is_plain(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ each `quant_method` of its configs. `docs/layouts-reference.md` lists what lpcon
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import layouts
 from lpconv.forms.foreign.gguf import Blocks, find_gguf
@@ -15,7 +15,7 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.storage.compressed import COMPRESSED_TENSORS, INPUT_SCALES
 from lpconv.storage.gguf import GGUF
 
-__all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "find", "is_part", "why_unreadable"]
+__all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "check_unwrapped", "find", "is_part", "why_unreadable"]
 
 _FINDERS: Mapping[str, Callable[[str, Headers], Grid | Blocks | None]] = {
     COMPRESSED_TENSORS: layouts.find_compressed_tensors,
@@ -31,6 +31,8 @@ _FINDERS: Mapping[str, Callable[[str, Headers], Grid | Blocks | None]] = {
 MLX = "mlx"  # the `quant_method` of files in mlx-lm's layout that lpconv wrote
 # The values of `quant_method` that lpconv reads.
 READ = frozenset((*_FINDERS, MLX))
+# Prefixes that wrappers add to the names of a model's tensors.
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 # Last parts of names of activation and cache scales, which no weight needs.
 ACTIVATIONS = frozenset(
     {*INPUT_SCALES, "input_zero_point", "output_scale", "output_zero_point", "activation_scale",
@@ -98,8 +100,18 @@ def _has_words(scales: str, headers: Headers) -> bool:
     return weight is not None and weight.dtype == "U32"
 
 
+def check_unwrapped(names: Collection[str]) -> None:
+    """Raise InputError for tensors of a model that was saved inside a wrapper."""
+    for prefix, wrapper in _WRAPPERS.items():
+        found = [n for n in names if f".{prefix}" in f".{n}"]
+        if found and (prefix == "_orig_mod." or all(n.startswith(prefix) for n in names)):  # models may have a `module`
+            what = f"tensor `{found[0]}` has the prefix `{prefix}`, which {wrapper} adds to names"
+            raise InputError(what, hint=f"save the model inside it: `model.{prefix}save_pretrained(DIR)`")
+
+
 def check_readable(headers: Headers) -> None:
-    """Raise UnsupportedError for a checkpoint in a layout that lpconv does not read."""
+    """Raise UnsupportedError for a layout that lpconv does not read, InputError for names with a wrapper's prefix."""
+    check_unwrapped(headers.root)
     why = why_unreadable(headers)
     if why is not None:
         hint = "lpconv reads " + ", ".join(sorted(READ)) + "; otherwise start from the unquantised checkpoint"

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from lpconv.errors import InputError, typed_line
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.form import Side, Stored
 from lpconv.storage.arranged import TRANSPOSED, arranged
-from lpconv.storage.gguf import BLOCKS
+from lpconv.storage.gguf import BLOCKS, is_entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +81,12 @@ class Blocks(Stored):
         values = dequantize(raw, GGMLQuantizationType[self.kind])
         if self.processed_by is not None:
             stored = values if len(self.codes.shape) > 1 else values.reshape(-1)
-            processor = _processor(*self.processed_by)
-            made = processor.process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
+            try:
+                processor = _processor(*self.processed_by)
+                made = processor.process(weights=stored, name=self.original, parsed_parameters={"tensors": {}})
+            except Exception as e:  # its settings come from the file
+                what = f"the settings in config.json do not fit `{self.original}`: {typed_line(e)}"
+                raise InputError(what, hint="download the checkpoint again") from e
             values = made.weights
         numbers = torch.tensor(values, dtype=torch.float32)
         if self.order:
@@ -101,9 +106,9 @@ def find_gguf(name: str, headers: Headers) -> Blocks | None:
     """The weight whose blocks are `name`."""
     codes, table = headers.component(name), headers.quantization.get("tensors")
     t = table.get(name) if isinstance(table, dict) else None
-    if codes is None or not isinstance(t, dict) or codes.dtype != "U8":
+    if codes is None or codes.dtype != "U8" or not is_entry(t):
         return None
-    settings = json.dumps(headers.quantization["settings"]) if t["processed"] else ""
+    settings = json.dumps(headers.quantization.get("settings"))
     return Blocks(
         name=name,
         shape=tuple(t["shape"]),
@@ -112,6 +117,6 @@ def find_gguf(name: str, headers: Headers) -> Blocks | None:
         original=t["name"],
         rows=math.prod(t["stored"][:-1]),
         codes=codes,
-        processed_by=(headers.quantization["architecture"], settings) if t["processed"] else None,
+        processed_by=(str(headers.quantization.get("architecture")), settings) if t["processed"] else None,
         order=t.get("order", ""),
     )
