@@ -21,6 +21,7 @@ from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.contents import hidden_files
 from lpconv.storage.place import open_regular
 from lpconv.version import __version__
 
@@ -80,6 +81,8 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(
             f"the source is quantised: {size_text(held)} on disk, compared here with its size in fp32, {decoded}"
         )
+    if hidden := hidden_files(job.checkpoint.directory):
+        warnings.append(f"hidden files are not copied: {code_list(hidden)}")
     if job.missing:
         lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
         warnings.append(f"{lacks}, and so does the output")
