@@ -60,6 +60,8 @@ class Staging:
             with writing(self.directory):
                 self._begin(identity, resume=bool(resume))
         except BaseException:
+            if not resume:  # for example because the disk is full
+                self.discard()
             self._journal.close()
             raise
 
@@ -157,7 +159,7 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
     _check_output(output, marker, force=force)
     _check_working_folders(output, marker)
     partial = folder_next_to(output, ".partial")
-    if not os.path.lexists(partial) or resume or force:
+    if is_unused(partial) or resume or force:
         return  # if another run is alive, its lock stops this one later
     if is_locked(partial / JOURNAL):
         raise locked_error(partial)
