@@ -28,8 +28,6 @@ REFUSED: dict[str, tuple[int, str]] = {
     "convert demo --verify hash": (2, "`hash`"),
     "convert demo --gate snr>1": (2, "`snr`"),
     "convert demo -o taken": (8, "`taken`"),
-    "convert demo -o ": (2, "--output"),
-    "restore out -o ": (2, "--output"),
     "convert /no/such": (3, "`/no/such`"),
     "convert empty": (3, "config.json"),
     "finetune demo --data none.txt": (3, "`none.txt`"),
