@@ -144,7 +144,8 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
     for t in tensors:
         if t.num_nan or t.num_inf:
             kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
-            warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
+            where = "the source" if t.source_dtype != "F64" else "fp32, to which the source is rounded"
+            warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in {where}; {kept}")
         if t.num_saturated:
             warnings.append(overflow_text(t))
     return (*warnings, *_lost_grids(tensors))
