@@ -46,8 +46,7 @@ def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
 
     def judged(result: BenchResult) -> BenchResult:
         changes = compare_rows(result.rows, old) if old else ()
-        if result.interrupted:  # the other rows follow
-            changes = tuple(c for c in changes if c.change != GONE)
+        changes = tuple(c for c in changes if not (c.change == GONE and result.interrupted))  # other rows follow
         gone = [c.name for c in changes if c.change == GONE]
         lost = [GateRecord(expression=f"{g.expression} ({n})", value=None, passed=False) for g in gates for n in gone]
         return dataclasses.replace(result, gates=(*check_rows(gates, result.rows), *lost), changes=changes)
@@ -127,11 +126,10 @@ def keep_results(
     latest: list[tuple[BenchResult, float]] = []
 
     def keep(result: BenchResult) -> BenchResult:
-        judged = judge(result)
-        latest[:] = [(judged, time.monotonic())]
+        latest[:] = [(judge(result), time.monotonic())]
         if path is not None:
-            write_small(path, json_text(judged))
-        return judged
+            write_small(path, json_text(latest[0][0]))
+        return latest[0][0]
 
     try:
         yield keep

@@ -82,16 +82,13 @@ def _parse_value(declared: Declared, given: Any) -> Any:
     return declared.read(given) if isinstance(given, str) else given
 
 
-_UNSET_VARIABLE = "leave the option out, or set the shell variable that its value comes from"
-
-
 def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
     """Strip the values of an option. Raises UsageError for an empty value, which would turn a check off."""
     stripped = [text.strip() for text in texts]
     if not all(stripped):
         raise UsageError(
             f"{flag} has an empty value",
-            hint=_UNSET_VARIABLE,
+            hint="leave the option out, or set the shell variable that its value comes from",
         )
     return stripped
 
@@ -150,7 +147,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or
 
 def _reject_flag(value: str | None) -> str | None:
     if value is not None and not value.strip():
-        raise typer.BadParameter(f"the value is empty; {_UNSET_VARIABLE}")
+        raise typer.BadParameter("the value is empty; leave the option out for the usual name")
     if value is not None and value.startswith("--"):
         raise typer.BadParameter(f"{value} looks like an option; for a directory of that name write ./{value}")
     return value

@@ -32,7 +32,6 @@ JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # marks a directory as an output of lpconv
 TUNED = "finetune.json"  # marks an output whose weights lpconv fine-tuned
 SUMS = "SHA256SUMS"
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 PARTS = ".parts"  # suffix of the folder next to an output for the shares of several workers
 _SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to an output
 
@@ -54,7 +53,8 @@ class Staging:
         check_free(output, resume=resume, force=force, marker=marker)
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._journal = os.fdopen(open_regular(self.directory / JOURNAL, _APPEND | os.O_NOFOLLOW), "a+b")
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._journal = os.fdopen(open_regular(self.directory / JOURNAL, flags), "a+b")
         self._lock()
         try:
             with writing(self.directory):
