@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lpconv.inspect.headers import fused_groups
+from lpconv.forms.defects import fused_groups
 from lpconv.storage.compressed import input_scale_name
 
 __all__ = ["AWQ_ORDER", "MAKERS", "Maker", "make_foreign", "pack_words", "quantised"]

@@ -123,7 +123,7 @@ def _divergence(subject: Subject, own: Any, other: Any, windows: Sequence[Any], 
     finally:
         own.data = own_values
     values = [c.mean_kl if subject.metric == "loss" else c.rel_error for c in checks]
-    return max(0.0, sum(v or 0.0 for v in values) / len(values))
+    return max(0.0, sum(math.inf if v is None else v for v in values) / len(values))
 
 
 def _record_of(parameter: str, records: Iterable[TensorRecord]) -> TensorRecord | None:

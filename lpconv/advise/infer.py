@@ -27,11 +27,11 @@ from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
-from lpconv.models.inputs import example_inputs, vocabulary_size
+from lpconv.models.inputs import vocabulary_size
 from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
-from lpconv.verify.outputs import compare_outputs, outputs_of
+from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs
 
 _SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
@@ -179,7 +179,7 @@ def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> Ga
 
 def _figures(subject: Subject, model: Any) -> dict[str, float]:
     """The metrics that the gates of `convert --verify logits` will check."""
-    inputs = example_inputs(subject.model)
+    inputs = verification_inputs(subject.model, subject.prepared.checkpoint.directory).tensors
     with torch.inference_mode():
         check = compare_outputs(outputs_of(subject.model, inputs), outputs_of(model, inputs))
     name, value = ("kl", check.mean_kl) if subject.metric == "loss" else ("logits_rel_error", check.rel_error)

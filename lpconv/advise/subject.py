@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,7 @@ class Subject:
         if self.metric == "loss":
             return [b - a for a, b in zip(wanted, got, strict=True)]
         checks = (compare_outputs(a, b) for a, b in zip(wanted, got, strict=True))
-        return [c.rel_error or 0.0 for c in checks]
+        return [math.inf if c.rel_error is None else c.rel_error for c in checks]
 
 
 def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> Subject:

@@ -13,8 +13,9 @@ from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Component, Headers, Kept, Stored, recognise
+from lpconv.forms.defects import Findings, from_headers
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
@@ -30,18 +31,29 @@ if TYPE_CHECKING:
 
 
 FETCH_AGAIN = "download the checkpoint again"
+_INSPECT, _SHOWN = "`lpconv inspect` lists all problems of the checkpoint", 3
 _BANDS = 4  # cached bands, enough for a few threads that read side by side
 
 
 def open_readable(model: Openable, *, revision: str | None = None) -> Checkpoint:
     """Open a checkpoint like `Checkpoint.open`, and check its headers before heavy imports.
 
-    Raises InputError for a damaged header, UnsupportedError for layouts that lpconv does not read.
+    Raises InputError for a damaged header and for the problems that `inspect` finds in headers, UnsupportedError for
+    layouts that lpconv does not read.
     """
     checkpoint = Checkpoint.open(model, revision=revision)
     check_readable(Headers.of(checkpoint.config, {}))  # first, because headers of unknown layouts may be odd
-    check_readable(Headers.of(checkpoint.config, checkpoint.tensors))
+    headers = Headers.of(checkpoint.config, checkpoint.tensors)
+    check_readable(headers)
+    _refuse(from_headers(headers, recognise(headers) if headers.quantised_by in READ else {}), headers)
     return checkpoint
+
+
+def _refuse(found: Findings | None, headers: Headers) -> None:
+    """Raise the problems of a checkpoint, with the words of `inspect`."""
+    if found is not None and found.problems:
+        error = UnsupportedError if headers.quantised_by is None else InputError
+        raise error("; ".join(found.problems[:_SHOWN]), hint=_INSPECT, details={"problems": list(found.problems)})
 
 
 class StoredTensors:
@@ -75,15 +87,23 @@ class StoredTensors:
     def open(cls, model: Openable) -> Self:
         """Open all tensors of a checkpoint, and check that its residual belongs to it.
 
-        Raises InputError if it does not, and if a scale or a residual fits no form of its tensor; UnsupportedError for
-        layouts that lpconv does not read.
+        Raises InputError if it does not, if a scale or a residual fits no form of its tensor, and for the problems that
+        `inspect` finds in headers and scales; UnsupportedError for layouts that lpconv does not read.
         """
         checkpoint = open_readable(model)
-        stored = cls(checkpoint, read_residual(checkpoint.directory))
-        wrong = stored._disagreement(is_ours=(checkpoint.directory / MARKER).exists())
-        if wrong is not None:
+        stored, is_ours = cls(checkpoint, read_residual(checkpoint.directory)), (checkpoint.directory / MARKER).exists()
+        try:
+            wrong = stored._disagreement(is_ours=is_ours)
+            if wrong is not None:
+                raise InputError(wrong, hint=FETCH_AGAIN)
+            if quantization_method(checkpoint.config) in READ and not is_ours:
+                from lpconv.forms.scale_defects import from_scales  # imports torch (seconds)
+
+                headers = stored._headers
+                _refuse(from_scales(stored.forms, stored._root, headers.quantization, is_ours=False), headers)
+        except BaseException:
             stored.close()
-            raise InputError(wrong, hint=FETCH_AGAIN)
+            raise
         return stored
 
     def _disagreement(self, *, is_ours: bool) -> str | None:

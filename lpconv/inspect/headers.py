@@ -1,51 +1,28 @@
 """Inspect a checkpoint from headers and config, without torch or data: its contents, and defects of quantised ones.
 
-*Problems* are contradictions: an incomplete weight, a config that does not match the files. *Warnings* are files that
-some readers refuse, or load with worse results than expected. `values.py` also reads the scales.
+`forms/defects.py` judges quantised checkpoints; `values.py` also reads the scales.
 """
 
 import dataclasses
-import fnmatch
-import math
-import re
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
-from lpconv.forms import Headers, Kept, Stored, grid_of, recognise
-from lpconv.forms.foreign import ACTIVATIONS, READ, is_part, why_unreadable
-from lpconv.forms.foreign.gguf import Blocks
-from lpconv.forms.foreign.grid import Grid
+from lpconv.forms import Headers, Stored, recognise
+from lpconv.forms.defects import Findings, from_headers
+from lpconv.forms.foreign import why_unreadable
 from lpconv.models.known import known_shapes
 from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_name
 from lpconv.storage.gguf import header_of
 from lpconv.storage.header import TensorInfo
+from lpconv.storage.residual import ignored_files
 from lpconv.storage.staging import read_marker
-from lpconv.summed import Summed
 
 VALUES = "values of the weights (--stats)"  # listed as not checked until they are read
 
 InFiles = Sequence[tuple[TensorInfo, str]]
-# Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
-# Number formats that each format name in a config allows for the codes.
-_FORMATS = {
-    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
-    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
-}  # fmt: skip
-_ALGORITHMS = {
-    "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
-}  # fmt: skip
-_GLOB, _COUNTS = re.compile(r"[*?\[]"), re.compile(r"[{,](\d{1,9})")
-_MAX_EXPRESSION = 1000  # characters, and repeats of an expression in a config
-_MATCHING_S = 5.0  # for all expressions and names
-_SURELY_CODES = (".weight_packed", ".qweight")
 
 
 def inspect(model: Openable) -> InspectResult:
@@ -60,18 +37,24 @@ def inspect(model: Openable) -> InspectResult:
             hint="`lpconv inspect --stats` opens them with weights_only=True",
         )
     stored, problems = _read_headers(checkpoint)
-    return describe(checkpoint, stored, problems=problems + _index_problems(checkpoint, stored))
+    of_index = _index_findings(checkpoint, stored)
+    return describe(checkpoint, stored, found=Findings(problems=tuple(problems)) + of_index)
 
 
-def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str] = ()) -> InspectResult:
-    """The record of a checkpoint, given its tensors and their files. Codes and their scales count as one tensor."""
+def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> InspectResult:
+    """The record of a checkpoint, given its tensors and their files, and what was `found` in these.
+
+    Codes and their scales count as one tensor.
+    """
     provenance = read_marker(checkpoint.directory)
     records = from_json(tuple[TensorRecord, ...], provenance.get("tensors", []))
     entries = {info.name: (info, file) for info, file in stored}
     headers = Headers.of(checkpoint.config, {name: info for name, (info, _) in entries.items()})
     forms = recognise(headers)
     not_judged = why_unreadable(headers)
-    findings = Findings() if not_judged else from_headers(headers, forms)
+    findings = found if not_judged else found + from_headers(headers, forms)
+    ignored = ignored_files(checkpoint)
+    not_read = (f"not read, by transformers neither: {code_list(ignored)}",) if ignored else ()
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=checkpoint.origin.name,
@@ -97,8 +80,8 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, problems: Sequence[str]
             )
             for name, form in forms.items()
         ),
-        problems=(*problems, *findings.problems),
-        warnings=findings.warnings,
+        problems=findings.problems,
+        warnings=(*findings.warnings, *not_read),
         checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
         not_checked=_unread_parts(headers.quantised_by),
         not_judged=not_judged,
@@ -153,14 +136,18 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]],
     return stored, problems
 
 
-def _index_problems(checkpoint: Checkpoint, stored: InFiles) -> list[str]:
+def _index_findings(checkpoint: Checkpoint, stored: InFiles) -> Findings:
+    """Contradictions between index and files. Tensors that the index does not name are read all the same."""
     if checkpoint.weight_map is None:
-        return []
+        return Findings()
     stored_in, named = {info.name: file for info, file in stored}, checkpoint.weight_map
     moved = [n for n, file in named.items() if n in stored_in and stored_in[n] != file]
     lost, more = [n for n in named if n not in stored_in], [n for n in stored_in if n not in named]
-    wrong = {"names other files for": moved, "names, but no file contains,": lost, "does not name": more}
-    return [f"the index {what} {code_list(names)}" for what, names in wrong.items() if names]
+    wrong = {"names other files for": moved, "names, but no file contains,": lost}
+    return Findings(
+        problems=tuple(f"the index {what} {code_list(names)}" for what, names in wrong.items() if names),
+        warnings=(f"the index does not name {code_list(more)}",) if more else (),
+    )
 
 
 def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:
@@ -176,168 +163,3 @@ def _dtypes(infos: Iterable[TensorInfo]) -> tuple[DtypeRecord, ...]:
         )
         for dtype, members in sorted(table.items(), key=lambda it: -sum(i.num_bytes for i in it[1]))
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings(Summed):
-    """Problems and warnings about a checkpoint, as text."""
-
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-
-def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
-    """Contradictions among names, sizes and config."""
-    method = headers.quantised_by
-    codes = [n for n, i in headers.root.items() if i.dtype.startswith(("F8", "F4")) or n.endswith(_SURELY_CODES)]
-    if method is None and codes:
-        return Findings(problems=(f"{code_list(codes)}: quantised, but config.json has no quantization_config",))
-    if method not in READ:
-        return Findings()
-    grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
-    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms))
-    return Findings(problems=problems, warnings=(*_block_warnings(grids), *_mixed_fused_weights(forms)))
-
-
-def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(common prefix, names) of every group of two or more weights that readers fuse."""
-    present = set(names)
-    for members in _FUSED:
-        for name in sorted(present):
-            stem, _, leaf = name.removesuffix(".weight").rpartition(".")
-            if leaf == members[0]:
-                group = tuple(n for m in members if (n := f"{stem}.{m}.weight") in present)
-                if len(group) > 1:
-                    yield stem, group
-
-
-def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
-    known = {c.name for form in forms.values() for c in form.components}
-    lone = [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
-    lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
-    if lone:
-        yield f"{code_list(lone)}: incomplete weight: a part is missing, or has the wrong dtype or size"
-    if all(isinstance(form, Kept) for form in forms.values()) and not lone:
-        yield f"config.json says that the weights are quantised by `{headers.quantised_by}`, but none are"
-
-
-def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Formats, group sizes and module lists of the config that do not match the files."""
-    config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
-    top = config.get("format"), config.get("quant_algo")
-    for setting, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
-        other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
-        if other:
-            yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
-    yield from _mismatched_sizes(config, coded)
-    yield from _missing_input_scales(headers, coded)
-    try:
-        ignored = _ignored_modules(config, [n.removesuffix(".weight") for n in forms])
-    except TimeoutError:
-        yield f"config.json: the expressions for unquantised modules are too long, or match for over {_MATCHING_S:g} s"
-        return
-    named = [n for n in coded if n.removesuffix(".weight") in ignored]
-    if named:
-        yield f"{code_list(named)}: quantised, but config.json says that it is not"
-    if headers.quantised_by == COMPRESSED_TENSORS:
-        leaves = {n.removesuffix(".weight").rpartition(".")[2] for n in coded}
-        plain = [n for n, form in forms.items() if form.format is None and len(form.shape) == 2]
-        plain = [n for n in plain if n.removesuffix(".weight").rpartition(".")[2] in leaves]
-        unnamed = [n for n in plain if n.removesuffix(".weight") not in ignored]
-        if unnamed:
-            yield f"{code_list(unnamed)}: not quantised, but config.json does not exclude it"
-
-
-def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
-    """Group sizes and zero points that do not match the config's only scheme."""
-    groups = config.get("config_groups")
-    schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
-    schemes = [s for s in schemes if isinstance(s, dict)]
-    if len(schemes) != 1:
-        return
-    (scheme,), grids = schemes, {n: grid for n, form in coded.items() if (grid := grid_of(form))}
-    block = scheme.get("weight_block_size", scheme.get("block_structure"))
-    if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-        blocks = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
-        other = [n for n, wanted in blocks.items() if grids[n].block != wanted]
-        if other:
-            yield f"config.json has blocks of {block[0]} x {block[1]}; {code_list(other)} has {grids[other[0]].words}"
-    size = scheme.get("group_size", scheme.get("q_group_size"))
-    if isinstance(size, int) and size > 0:
-        other = [n for n, g in grids.items() if g.block[1] != min(size, g.matrix[1]) or g.block[0] != 1]
-        if other:
-            yield f"config.json has groups of {size}, but {code_list(other)} has {grids[other[0]].words}"
-    symmetric = scheme.get("symmetric")
-    with_zeros = [n for n, g in grids.items() if g.zeros]
-    without = [n for n in grids if n not in with_zeros]
-    if symmetric is True and with_zeros:
-        yield f"config.json says symmetric: true, but {code_list(with_zeros)} has zero points"
-    if symmetric is False and without:
-        yield f"config.json says symmetric: false, but {code_list(without)} has no zero points"
-
-
-def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
-    """Input scales that are missing although a scheme of the config, or one of lpconv's, requires them."""
-    groups = headers.quantization.get("config_groups")
-    schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    modules, missing = [n.removesuffix(".weight") for n in coded], []
-    for module in modules if len(schemes) == 1 or headers.presets is not None else ():
-        inputs = headers.presets.preset_for(module).inputs if headers.presets else schemes[0].get("input_activations")
-        leaf = input_scale_name(inputs) if inputs is None or isinstance(inputs, Mapping) else None
-        if leaf is not None and f"{module}.{leaf}" not in headers.root:
-            missing.append(f"{module}.{leaf}")
-    if missing:
-        yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
-
-
-def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
-    """The modules in the config's ignore lists: names or ``re:`` expressions (compressed-tensors), or globs (others).
-
-    Raises TimeoutError if the expressions are too large, or take too long for these names.
-    """
-    lists = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
-    entries = {n for names in lists if isinstance(names, list) for n in names if isinstance(n, str)}
-    expressions = [e for n in entries if n.startswith("re:") or _GLOB.search(n) if (e := _expression(n)) is not None]
-    end = time.monotonic() + _MATCHING_S
-    matched = {m for m in modules for e in expressions if e.match(m, timeout=max(end - time.monotonic(), 1e-9))}
-    return matched | entries
-
-
-def _expression(entry: str) -> Any:
-    """A compiled expression or glob whose matches can have a time limit, or None if it is invalid."""
-    import regex  # imported late: few configs have expressions
-
-    if len(entry) > _MAX_EXPRESSION or math.prod(max(int(n), 1) for n in _COUNTS.findall(entry)) > _MAX_EXPRESSION:
-        raise TimeoutError  # the package writes counted repeats out
-    try:
-        expression = entry[3:] if entry.startswith("re:") else fnmatch.translate(entry)
-        re.compile(expression)  # its syntax is what other readers know; the package has more
-        return regex.compile(expression)
-    except (re.error, regex.error, OverflowError, RecursionError):
-        return None
-
-
-def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
-    partial = [n for n, g in grids.items() if any(size % b for size, b in zip(g.matrix, g.block, strict=True))]
-    if partial:
-        yield f"{code_list(partial)}: the last blocks are smaller ({grids[partial[0]].words}); some readers refuse this"
-    # In the config, a scale of the whole tensor may look like one tile; such scales are vectors.
-    tiled = {n for n, g in grids.items() if len(g.scales.component.shape) > 1 and not g.is_transposed}
-    fused = {n: grids[n].scales.block[0] for _, names in fused_groups(tiled) for n in names[:-1]}
-    odd = [n for n, rows in fused.items() if grids[n].matrix[0] % rows]
-    if odd:
-        rows, tile = grids[odd[0]].matrix[0], fused[odd[0]]
-        yield f"{code_list(odd)}: {rows} rows are not a multiple of its blocks of {tile}, so vLLM refuses to fuse it"
-
-
-def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Fused weights that are stored in different ways: readers refuse such files, or read all as the first.
-
-    llama.cpp fuses no weights and mixes types on purpose.
-    """
-    if any(isinstance(form, Blocks) for form in forms.values()):
-        return
-    kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
-    mixed = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
-    if mixed:
-        yield f"{code_list(mixed)}: weights that readers fuse are stored in different ways"

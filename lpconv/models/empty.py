@@ -47,7 +47,7 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
     except Exception as e:  # raised by operations on tensors that do not fit together
         return {"model": name, "missing": _missing_experts(shapes), "error": error_line(e)}
     unused = report["unexpected_keys"] - {n for n, _ in model.named_buffers()}
-    extra = {n for n in unused if n.startswith(tuple(lists))}
+    extra = {n for n in unused if n.startswith(tuple(lists)) and _is_weight(n, shapes.get(n, (0, 0)))}
     wrong = {n: (tuple(stored), tuple(expected)) for n, stored, expected in report["mismatched_keys"]}
     experts = _missing_experts(shapes) if wrong else ()
     return {
@@ -56,7 +56,13 @@ def compare_empty(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]])
         "extra": tuple(sorted(extra)),
         "unused": tuple(sorted(unused - extra)),
         "shapes": {} if experts else dict(sorted(wrong.items())),
+        "is_bare": not checkpoint.config.get("architectures"),
     }
+
+
+def _is_weight(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can be a module's weight, unlike the masks and constants that earlier releases stored."""
+    return bool(shape) and name.endswith((".weight", ".bias")) and (len(shape) < 3 or name.endswith(".weight"))
 
 
 def _missing_experts(names: Iterable[str]) -> tuple[str, ...]:
@@ -107,6 +113,15 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         fused=frozenset(fused),
         joined=frozenset(joined),
     )
+
+
+def tied_names(checkpoint: Checkpoint, names: Iterable[str]) -> list[set[str]]:
+    """Groups of stored tensors that are one weight in the model. Raises UnsupportedError if it cannot be built."""
+    model: Any = empty_model(checkpoint)
+    stored, groups = _stored_names(model, names), dict[str, set[str]]()
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, {*stored.get(source, ())}).update(stored.get(target, ()))
+    return list(groups.values())
 
 
 def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str | None]]:

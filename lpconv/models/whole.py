@@ -23,8 +23,9 @@ class Fit:
     """Differences between the files and the model: names, and shapes as (stored, expected).
 
     `extra` are tensors in the model's layers that it does not have, which means that config.json describes another
-    model. `unused` are tensors outside the layers, such as heads for other tasks, which sound checkpoints have too.
-    `error` is transformers' message if it cannot combine the tensors.
+    model. `unused` are tensors outside the layers, such as heads for other tasks, and buffers of earlier releases,
+    which sound checkpoints have too. `is_bare`: config.json names no class, so the model has no head. `error` is
+    transformers' message if it cannot combine the tensors.
     """
 
     model: str = ""
@@ -33,6 +34,7 @@ class Fit:
     unused: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     error: str | None = None
+    is_bare: bool = False
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -52,21 +54,21 @@ class Fit:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        what = f"`{self.model}`, the model of config.json, does not use {code_list(self.unused)}"
-        return (what,) if self.unused else ()
+        why = "because config.json names no architectures, transformers opens" if self.is_bare else "the model is"
+        return (f"{why} `{self.model}`, which does not use {code_list(self.unused)}",) if self.unused else ()
 
 
-def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> tuple[str, ...]:
-    """The weights that the files lack, if `allow_missing`; empty for models that transformers does not build.
+def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allow_missing: bool) -> Fit:
+    """Compare the files with the model that config.json describes; without differences if transformers has none.
 
-    `shapes` defaults to `stored_shapes`, whose errors are raised too. Raises InputError for missing and extra weights,
-    and always for wrong shapes.
+    `shapes` defaults to `stored_shapes`, whose errors are raised too. Raises InputError for missing and extra weights
+    unless `allow_missing`, and always for wrong shapes.
     """
     shapes = stored_shapes(checkpoint) if shapes is None else shapes
     try:
         fit = compare_with_model(checkpoint, shapes)
     except UnsupportedError:
-        return ()
+        return Fit()
     if fit.shapes or (fit.problems and not allow_missing):
         go_on = "" if fit.shapes else "; or pass --allow-missing to continue"
         raise InputError(
@@ -74,7 +76,7 @@ def check_complete(checkpoint: Checkpoint, shapes: Shapes | None = None, *, allo
             hint=f"download the files again, or the config.json that belongs to them{go_on}",
             details={"missing": list(fit.missing), "extra": list(fit.extra), "shapes": list(fit.shapes)},
         )
-    return fit.missing
+    return fit
 
 
 def compare_with_model(checkpoint: Checkpoint, shapes: Shapes) -> Fit:

@@ -17,7 +17,8 @@ from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import is_coded, open_readable, open_values
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.models.known import linears_of
-from lpconv.models.whole import check_complete
+from lpconv.models.ties import find_ties
+from lpconv.models.whole import Fit, check_complete
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.gguf import make_gguf_plan
 from lpconv.plan.memory import Memory, plan_memory
@@ -32,7 +33,6 @@ from lpconv.storage.partfile import sha256_of
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
 from lpconv.storage.staging import check_apart, folder_next_to
-from lpconv.storage.ties import find_ties
 from lpconv.storage.urls import is_url
 from lpconv.version import __version__
 
@@ -44,7 +44,7 @@ _REPORTING_S, _RUNNING_S = 0.8, 4.0
 class Job:
     """A conversion that is prepared but not started. The caller of `prepare` closes `source`.
 
-    `missing` are weights of the model that the source lacks. `checkpoint` is the source as stored, `plain` the same
+    `fit` compares the source with the model of its config. `checkpoint` is the source as stored, `plain` the same
     with the config of its decoded values; `promised` are the hub's hashes of its files, already checked. `output` is
     the directory to write; for a remote output it is the local working folder, and `url` is set.
     """
@@ -58,7 +58,7 @@ class Job:
     source: Source
     plan: Plan
     gates: tuple[Gate, ...]
-    missing: tuple[str, ...]
+    fit: Fit
     memory: Memory
 
 
@@ -99,12 +99,12 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
             model = gguf_model(plain, shapes)
             source = ArrangedSource(source, model.orders, model.hidden)
             stored = {n: info for n, info in infos.items() if n not in model.hidden}
-            plan = make_gguf_plan(stored, options, model, ties=find_ties(source, plain.config))
+            plan = make_gguf_plan(stored, options, model, ties=find_ties(source, plain))
         else:
             plan = make_plan(
                 {n: (e.info, e.file) for n, e in source.entries.items()},
                 options,
-                ties=find_ties(source, plain.config),
+                ties=find_ties(source, plain),
                 linears=linears_of(plain, shapes) if form_type(options).of_linears else None,
             )
         if options.rounding != NEAREST and not any(t.can_be_rounded for t in plan.tensors):
@@ -114,7 +114,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
             )
         output_config(plain, plan)  # raises its errors now
         memory = plan_memory(plan, plain, gates, output=output, uploads=url is not None)
-        missing = check_complete(plain, shapes, allow_missing=options.allow_missing)
+        fit = check_complete(plain, shapes, allow_missing=options.allow_missing)
     except BaseException:
         source.close()
         raise
@@ -128,7 +128,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         source=source,
         plan=plan,
         gates=gates,
-        missing=missing,
+        fit=fit,
         memory=memory,
     )
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
+from lpconv.forms.defects import fused_groups
 from lpconv.forms.scaled import ScaledCodes
-from lpconv.inspect.headers import fused_groups
 from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options

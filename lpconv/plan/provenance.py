@@ -23,6 +23,7 @@ from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.storage.contents import hidden_files
 from lpconv.storage.place import open_regular
+from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
 
 _MAX_CHARACTERS = 2**16  # of a card, which begins with its front matter
@@ -83,8 +84,11 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         )
     if hidden := hidden_files(job.checkpoint.directory):
         warnings.append(f"hidden files are not copied: {code_list(hidden)}")
-    if job.missing:
-        lacks = f"the source lacks {plural(len(job.missing), 'weight')} of its model: {code_list(job.missing)}"
+    if ignored := ignored_files(job.checkpoint):
+        warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
+    warnings += job.fit.warnings
+    if missing := job.fit.missing:
+        lacks = f"the source lacks {plural(len(missing), 'weight')} of its model: {code_list(missing)}"
         warnings.append(f"{lacks}, and so does the output")
     formats = {t.format.name for t in plan.tensors if t.format}
     if nothing := nothing_converted(formats, plan.format_name, verb=verb):
@@ -95,7 +99,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
-    warnings += _joined_warnings(plan)
+    warnings += joined_warnings(plan)
     warnings += _nearest_warnings(plan)
     if plan.gguf is not None and plan.gguf.hidden:
         warnings.append(f"{code_list(sorted(plan.gguf.hidden))}: llama.cpp has no such tensor, so the output lacks it")
@@ -118,7 +122,7 @@ def _nearest_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _joined_warnings(plan: Plan) -> Iterator[str]:
+def joined_warnings(plan: Plan) -> Iterator[str]:
     """Limits of plain transformers for fused weights in compressed-tensors layouts."""
     if plan.linears is None or plan.options.layout != COMPRESSED_TENSORS:
         return

@@ -1,5 +1,6 @@
 """Documents and sentences of a conversion: what was done, what it cost and how it was verified; and comparisons."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -162,7 +163,7 @@ def _outputs_tile(result: ConvertResult) -> Tile:
     label, logits = "Model outputs", result.verify.logits
     if logits is None or logits.skipped:
         return Tile(label=label, figure=MISSING, detail=(logits.skipped if logits else None) or "not compared")
-    if logits.bit_equal:
+    if logits.bit_equal and result.verify.weights and result.verify.weights.min_sqnr_db == math.inf:
         return Tile(label=label, figure="bit-equal", detail="to the source's")
     as_they_are = ", inputs not rounded" if has_input_scales(result) else ""
     detail = f"relative error to the source's{as_they_are}"

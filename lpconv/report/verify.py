@@ -26,6 +26,7 @@ from lpconv.results import (
     FilesCheck,
     HashCheck,
     LogitsCheck,
+    OpenedCheck,
     TaskCheck,
     Verification,
     VerifyResult,
@@ -33,6 +34,7 @@ from lpconv.results import (
 )
 
 _WORST = 10  # most tensors shown on a terminal
+_LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy
 
 
 def verify_document(result: Verification) -> Document:
@@ -63,8 +65,10 @@ def verification_section(v: VerifyResult) -> Section | None:
     word = outcome_of(v)
     steps = checks(v)
     nothing = "No check was run, so only what was measured during the conversion is known about this output."
-    blocks = (Checks(checks=steps), Bullets(lines=v.problems)) if steps or v.problems else (nothing,)
-    title = f"Verification: {word}" + ("" if word == "not run" else f" (level {v.level})")
+    notes = v.problems or doubts(v)
+    blocks = (Checks(checks=steps), Bullets(lines=notes)) if steps or notes else (nothing,)
+    level = "" if v.level == "none" else f" (level {v.level})"
+    title = f"Verification: {'doubtful' if doubts(v) and v.passed else word}{level}"
     return section(title, *blocks, outcome=word)
 
 
@@ -142,10 +146,22 @@ def _tensor_table(result: VerifyResult) -> Table:
 
 
 def outcome_of(v: VerifyResult) -> Outcome:
-    """The outcome of a verification; "not run" if nothing was checked."""
+    """The outcome of a verification; "not run" if nothing was checked, or if there are `doubts`."""
     if not v.passed:
         return "failed"
-    return "not run" if v.level == "none" else "passed"
+    return "not run" if v.level == "none" or doubts(v) else "passed"
+
+
+def doubts(v: VerifyResult) -> tuple[str, ...]:
+    """Reasons why an output that is stored as planned may not be the model any more."""
+    found, weights, logits = [], v.weights, v.logits
+    if weights and weights.min_sqnr_db <= _LOST_DB:
+        found.append(f"`{weights.worst}` lost its signal (SQNR {sqnr_text(weights.min_sqnr_db, ' dB')})")
+    if logits and logits.rel_error is not None and logits.rel_error >= 1:
+        found.append(f"outputs differ as much as another model's (relative error {error_text(logits.rel_error)})")
+    if logits and (logits.skipped or "").startswith("not measurable"):
+        found.append(f"outputs are {logits.skipped}")
+    return tuple(found)
 
 
 def verify_headline(v: VerifyResult) -> str:
@@ -154,14 +170,15 @@ def verify_headline(v: VerifyResult) -> str:
     if word == "failed":
         return f"Verification failed: {name_list(_reasons(v))}"
     if word == "not run":
-        return "Not verified"
-    if v.logits and not v.logits.skipped:
-        top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits)}"
-        if v.logits.bit_equal or top1 is None:
+        return f"Stored as planned, but {name_list(doubts(v))}" if doubts(v) else "Not verified"
+    if v.logits and not v.logits.skipped and (v.logits.is_text or _is_exact(v)):
+        top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits, is_exact=_is_exact(v))}"
+        if _is_exact(v) or top1 is None:
             return text
         return f"{text}, the same top prediction at {percent(top1)} of positions"
     if v.weights:
-        return f"Verified by its weights: {_tensors_text(v.weights)}"
+        opened = ", as transformers opens them" if v.opened and v.opened.result else ""
+        return f"Verified by its weights{opened}: {_tensors_text(v.weights)}"
     return f"Verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"Verified at level {v.level}"
 
 
@@ -185,9 +202,13 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
     if v.feedback:
         outcome = "not run" if v.feedback.skipped else _outcome(not v.feedback.wrong)
         steps.append(Check(name="output errors", outcome=outcome, text=_feedback_words(v.feedback)))
+    if v.opened:
+        asked = [m for m in (v.opened.source, v.opened.result) if m]
+        outcome = "not run" if not asked else _outcome(not any(m.different or m.error for m in asked))
+        steps.append(Check(name="transformers", outcome=outcome, text=_opened_words(v.opened)))
     if v.logits:
         outcome = "not run" if v.logits.skipped else _outcome(v.logits.problem is None)
-        steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
+        steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits, is_exact=_is_exact(v))))
     elif v.files:
         text = "not compared; use --data FILE or --level logits to do so"
         steps.append(Check(name="outputs", outcome="not run", text=text))
@@ -255,18 +276,36 @@ def _feedback_words(check: FeedbackCheck) -> str:
     return f"{tensors}: as recorded, on the calibration text"
 
 
-def _logits_words(check: LogitsCheck) -> str:
+def _opened_words(check: OpenedCheck) -> str:
+    """What transformers holds of source and result, and what it was not asked."""
+    words = []
+    for role, model in (("source", check.source), ("result", check.result)):
+        if model is not None and model.error is None:
+            share = f"{count_text(model.num_tensors - len(model.different))} of {count_text(model.num_tensors)}"
+            share = share if model.different else f"all {count_text(model.num_tensors)}"
+            words.append(f"it opens the {role} ({model.model_class}) with {share} tensors as lpconv reads them")
+        elif model is not None:
+            words.append(f"it cannot open the {role}")
+    return "; ".join((*words, *(f"not asked about {why}" for why in check.not_asked)))
+
+
+def _is_exact(v: VerifyResult) -> bool:
+    """Whether all weights are equal to the source's, so that equal outputs follow from them."""
+    return v.weights is not None and v.weights.min_sqnr_db == math.inf and bool(v.logits and v.logits.bit_equal)
+
+
+def _logits_words(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.skipped:
         return check.skipped
-    details = [] if check.bit_equal or check.problem else _logits_details(check)
+    details = [] if is_exact or check.problem else _logits_details(check)
     details += [s for s in (check.model_class, check.inputs) if s]
-    return _outputs_text(check) + (f" ({', '.join(details)})" if details else "")
+    return _outputs_text(check, is_exact=is_exact) + (f" ({', '.join(details)})" if details else "")
 
 
-def _outputs_text(check: LogitsCheck) -> str:
+def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.problem:
         return check.problem
-    if check.bit_equal:
+    if is_exact:
         return "outputs are bit-equal to the source's"
     if check.rel_error is None:
         return "outputs were compared with the source's"

@@ -102,6 +102,8 @@ if TYPE_CHECKING:
         GateRecord as GateRecord,
         HashCheck as HashCheck,
         LogitsCheck as LogitsCheck,
+        OpenedCheck as OpenedCheck,
+        OpenedModel as OpenedModel,
         TaskCheck as TaskCheck,
         Verification as Verification,
         VerifyResult as VerifyResult,

@@ -60,8 +60,35 @@ class FeedbackCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """What transformers holds after opening a checkpoint: tensors of the model, and parameters that the files lack.
+
+    `different` are the tensors that are not those that lpconv reads from the same files; `error` says why the
+    checkpoint cannot be opened at all.
+    """
+
+    model_class: str | None = None
+    num_tensors: int = 0
+    error: str | None = None
+    missing: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedCheck:
+    """Source and result, each opened by transformers and compared with lpconv's reading of the same files.
+
+    A model that transformers could not be asked about is None, and `not_asked` says why.
+    """
+
+    source: OpenedModel | None = None
+    result: OpenedModel | None = None
+    not_asked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogitsCheck:
-    """Comparison of the outputs of source and result on the same inputs. All other fields are None if it was `skipped`.
+    """Comparison of the outputs of source and result on the same inputs. Figures are None if it was `skipped`.
 
     `max_abs_diff` and `rel_error` (‖y - ŷ‖/‖y‖) are over all outputs that are finite in the source, and are infinite or
     NaN if the result's are; `top1_agreement` is the share of positions with the same top output; `mean_kl` is KL(source
@@ -79,6 +106,7 @@ class LogitsCheck:
     source_perplexity: float | None = None
     model_class: str | None = None
     inputs: str | None = None
+    is_text: bool = False
     skipped: str | None = None
 
     @property
@@ -150,6 +178,7 @@ class VerifyResult:
     files: FilesCheck | None = None
     weights: WeightsCheck | None = None
     feedback: FeedbackCheck | None = None
+    opened: OpenedCheck | None = None
     logits: LogitsCheck | None = None
     tasks: tuple[TaskCheck, ...] = ()
     gates: tuple[GateRecord, ...] = ()

@@ -64,7 +64,7 @@ class Checkpoint:
         """Open the directory of a resolved name. Raises InputError like `open`."""
         directory = as_directory(origin.directory)
         config = read_config(directory)
-        kind, weight_files, weight_map = find_weights(directory)
+        kind, weight_files, weight_map = find_weights(directory, config)
         return cls(
             origin=replace(origin, directory=directory),
             kind=kind,

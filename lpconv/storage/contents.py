@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,9 +14,12 @@ from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
 from lpconv.storage.partfile import read_small
 
 _INDEX_SUFFIX = ".index.json"
+# Weights in the order in which transformers looks for them (`_get_resolved_checkpoint_files`, tested).
+_PRECEDENCE = tuple(stem + end for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX_SUFFIX))
 _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # transformers builds them one by one
 # If one of these is null, transformers builds the class's default number of layers, with random weights.
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
+_DTYPE = re.compile(r"b?float\d+\w*|u?int\d+|half|float|double")  # names of torch's dtypes
 ADAPTER = "adapter_config.json"
 # Weight files of any framework, and leftovers of training: never copied as side files.
 _WEIGHT_FILE = re.compile(
@@ -41,6 +44,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     check_inside(directory, path.name)
     config = _with_quantization(read_json(path), directory)
     check_config(config, path)
+    if os.path.exists(directory / ADAPTER):
+        raise InputError(
+            f"`{directory}` has `{ADAPTER}` beside full weights: transformers applies the adapter if peft is installed",
+            hint="merge the two with peft, or move the adapter's files away to use the weights without it",
+        )
     return config
 
 
@@ -88,6 +96,13 @@ def check_config(config: dict[str, Any], path: Path) -> None:
         raise InputError(f"`{path}`: model_type is not a name", hint="download the file again")
     nested = [part for part in config.values() if isinstance(part, dict)]  # such as text_config
     for key, value in (item for part in (config, *nested) for item in part.items()):
+        if key in ("dtype", "torch_dtype") and isinstance(value, str) and not _DTYPE.fullmatch(value):
+            raise InputError(
+                f"`{path}`: {key} is `{value}`, which transformers cannot open",
+                hint=f"write the name of a dtype of torch, such as `{value.removeprefix('torch.')}`"
+                if value.startswith("torch.")
+                else "write the name of a dtype of torch, such as `bfloat16`",
+            )
         if key in _NUM_LAYERS and value is None:
             raise InputError(f"`{path}`: {key} is null", hint="set it to the number of layers")
         if _LAYERS.search(key) and isinstance(value, int) and value > _MOST_LAYERS:
@@ -111,46 +126,54 @@ def no_checkpoint_error(directory: Path) -> InputError:
     return InputError(f"`{directory}` has no config.json", hint=hint)
 
 
-def find_weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+def find_weights(directory: Path, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
     """The kind of the weights in a directory, their files in index order, and the index's table or None.
 
-    An index takes precedence over single files, and safetensors over `pytorch_model.bin`. Raises InputError if there
-    are no weights, if the index is damaged, and for links that lead out of the directory.
+    The files are those that transformers reads: the ones that the config names, else a single file before an index, and
+    safetensors before `pytorch_model.bin`. Only lpconv also reads a lone safetensors file of any other name. Raises
+    InputError if there are no weights, if the index is damaged, and for links that lead out of the directory.
     """
-    kind, files, weight_map = _weights(directory)
+    kind, files, weight_map = _weights(directory, config.get("transformers_weights"))
     for name in files if kind != GGUF else ():  # a view links to its file
         check_inside(directory, name)
     return kind, files, weight_map
 
 
-def _weights(directory: Path) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+def _weights(directory: Path, named: object) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
     if is_view(directory):
         return GGUF, (WEIGHTS,), None
-    for kind, stem in (("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")):
-        index = directory / (stem + _INDEX_SUFFIX)
-        if index.exists():
-            check_inside(directory, index.name)
-            weight_map = _weight_map(index)
-            files = tuple(sorted(set(weight_map.values())))
-            missing = [f for f in files if not (directory / f).exists()]
-            if not missing:
-                return kind, files, weight_map
-            if not (directory / stem).exists():
-                raise InputError(
-                    f"`{index}` names {len(missing)} files that do not exist; the first is `{missing[0]}`",
-                    hint="download the missing files, or delete the index if it is stale",
-                    details={"missing": missing},
-                )
-        if (directory / stem).exists():
-            return kind, (stem,), None
+    for name in _PRECEDENCE if named is None else (str(named),):
+        kind = "torch" if name.startswith("pytorch_model") else "safetensors"
+        if not is_plain(name) or not (directory / name).exists():
+            continue
+        if not name.endswith(_INDEX_SUFFIX):
+            return kind, (name,), None
+        check_inside(directory, name)
+        weight_map = _weight_map(directory / name)
+        files = tuple(sorted(set(weight_map.values())))
+        missing = [f for f in files if not (directory / f).exists()]
+        if missing:
+            raise InputError(
+                f"`{directory / name}` names {len(missing)} files that do not exist; the first is `{missing[0]}`",
+                hint="download the missing files, or delete the index if it is stale",
+                details={"missing": missing},
+            )
+        return kind, files, weight_map
     loose = sorted(p.name for p in directory.glob("*.safetensors"))
-    if len(loose) == 1:
+    if len(loose) == 1 and named is None:
         return "safetensors", (loose[0],), None
     what = "no weights that lpconv reads" if not loose else f"{len(loose)} safetensors files and no index"
     raise InputError(
-        f"`{directory}` has {what}",
+        f"`{directory}` has {what}" if named is None else f"`{directory}` has no `{named}`, which config.json names",
         hint="lpconv reads model.safetensors, pytorch_model.bin and their sharded forms with an index",
     )
+
+
+def find_ignored(directory: Path, read: Collection[str]) -> tuple[str, ...]:
+    """Files with weights that are not among those `read` here, such as a second checkpoint or one for another tool."""
+    names = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    is_weights = (n for n in names if _WEIGHT_FILE.fullmatch(n) and not n.endswith(_INDEX_SUFFIX) and n not in read)
+    return tuple(sorted(n for n in is_weights if _IGNORED_FOLDERS.isdisjoint(n.split("/")[:-1])))
 
 
 def _weight_map(index: Path) -> dict[str, str]:

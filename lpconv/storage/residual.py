@@ -10,7 +10,7 @@ from typing import Any
 
 from lpconv.errors import InputError
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.contents import check_inside, read_json
+from lpconv.storage.contents import check_inside, find_ignored, read_json
 from lpconv.storage.partfile import sha256_of
 
 RESIDUAL_FOLDER = "collage"
@@ -78,6 +78,12 @@ def residual_files(directory: Path) -> tuple[str, ...]:
     """The residual files of a checkpoint, relative to it; empty if it has none."""
     residual = find_residual(directory)
     return residual.files if residual else ()
+
+
+def ignored_files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Files with weights next to a checkpoint's own that neither lpconv nor transformers reads, sorted."""
+    directory = checkpoint.directory
+    return find_ignored(directory, {*checkpoint.weight_files, *checkpoint.side_files, *residual_files(directory)})
 
 
 def _is_entry(value: object) -> bool:

@@ -22,13 +22,12 @@ from lpconv.storage.partfile import read_error
 from lpconv.storage.place import RangedFile, open_file
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a source. `alias_of` names an earlier tensor of the same file that shares its storage."""
+    """One tensor of a source. `alias_of` names an earlier tensor of the same file with the same memory."""
 
     info: TensorInfo
     file: str
@@ -100,7 +99,7 @@ class TorchSource:
 
         position, file_size = 0, path.stat().st_size
         self._sizes[file] = path, file_size
-        first_names: dict[tuple[int, tuple[int, ...], torch.dtype], str] = {}
+        first_names: dict[tuple[object, ...], str] = {}
         for name, tensor in _load_bin(path).items():
             check_name(name, path)
             if not isinstance(tensor, Tensor):
@@ -121,7 +120,7 @@ class TorchSource:
                 )
             info = TensorInfo(name=name, dtype=dtype, shape=tuple(tensor.shape), begin=position, end=position + size)
             position += size
-            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj())
             alias = first_names.setdefault(key, name) if tensor.numel() else name
             _add(self._entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
             self._tensors[name] = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

@@ -24,6 +24,7 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
+from lpconv.models.ties import tie_candidates, tied_by_model
 from lpconv.plan.files import CARD, LOADER, model_side_files, plain_config
 from lpconv.plan.provenance import sqnr_db
 from lpconv.progress import Progress
@@ -34,7 +35,6 @@ from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import is_trained
-from lpconv.storage.ties import tie_candidates
 from lpconv.summed import Summed, joined
 
 # Range of group factors that rounding to 4 bits or more can cause: a largest weight of nearly 8 may be clipped to 6
@@ -126,7 +126,9 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
 def _missing_tensors(one: StoredTensors, other: StoredTensors, who: str) -> Iterator[str]:
     """Tensors of one checkpoint that the other lacks, unless it ties them to another weight."""
     shapes = {n: (form.shape, "") for n, form in one.forms.items()}
-    tied = {n for n, keep in tie_candidates(shapes, other.checkpoint.config).items() if keep in other.forms}
+    candidates = tie_candidates(shapes, other.checkpoint.config)
+    lacking = {n: keep for n, keep in candidates.items() if n not in other.forms and keep in other.forms}
+    tied = tied_by_model(other.checkpoint, {n: shape for n, (shape, _) in shapes.items()}, lacking)
     absent = [n for n in one.forms if n not in other.forms and n not in tied]
     if absent:
         yield f"{code_list(absent)}: missing in {who}"

@@ -1,6 +1,7 @@
-"""Compare the outputs of two models on the same inputs: made up from the config, or every token of a text.
+"""Compare the outputs of two models on the same inputs: short ones, or every token of a text.
 
-*Inputs from the config* have a fixed seed: token ids for text models, noise for images and sound. One model at a time
+*Short inputs* are tokens of the included text for text models with a tokenizer, else random with a fixed seed: token
+ids, or noise for images and sound. One model at a time
 is in memory. If the checkpoint has no weights for the head of the architecture, the hidden states of the base model are
 compared instead, because outputs of a random head would be meaningless.
 
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
+from lpconv.data import demo_text
+from lpconv.errors import InputError, ResourceError, UnsupportedError, UsageError, VerificationError
 from lpconv.machine import available_memory
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, sequence_length, vocabulary_size
@@ -82,21 +84,50 @@ def check_logits(source: Checkpoint, output: Path, *, trust_remote_code: bool, i
         opened = open_to_run(source, **options)
         _check_whole(opened.missing)
         model = opened.model
-        inputs, cls = example_inputs(model), type(model)
-        wanted = outputs_of(model, inputs)
+        inputs, cls = verification_inputs(model, source.directory), type(model)
+        wanted = outputs_of(model, inputs.tensors)
         del model, opened
         with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError):
-            got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs)
-    return compare_outputs(wanted, got, cls.__name__, describe_inputs(inputs))
+            got = outputs_of(load(output, dtype=torch.float32, model_class=cls, **options), inputs.tensors)
+    return compare_outputs(wanted, got, cls.__name__, inputs.words, is_text=inputs.is_text)
 
 
 def _check_in_files(source: Checkpoint, output: Path) -> LogitsCheck:
     with open_in_files(source) as (model, missing):
         _check_whole(missing)
-        inputs, cls = example_inputs(model), type(model)
-        wanted = outputs_of(model, inputs)
+        inputs, cls = verification_inputs(model, source.directory), type(model)
+        wanted = outputs_of(model, inputs.tensors)
     with model_errors(_UNLIKE, hint=_REPORT, error=VerificationError), open_in_files(output) as (model, _):
-        return compare_outputs(wanted, outputs_of(model, inputs), cls.__name__, describe_inputs(inputs))
+        got = outputs_of(model, inputs.tensors)
+    return compare_outputs(wanted, got, cls.__name__, inputs.words, is_text=inputs.is_text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationInputs:
+    """Inputs for comparing the outputs of two models, with words for the record. `is_text`: tokens of a real text."""
+
+    tensors: dict[str, Tensor]
+    words: str
+    is_text: bool = False
+
+
+def verification_inputs(model: Any, directory: Path) -> VerificationInputs:
+    """Inputs of `example_inputs`, with tokens of the included text if the model reads tokens and has a tokenizer."""
+    inputs = example_inputs(model)
+    ids = [name for name in ("input_ids", "decoder_input_ids") if name in inputs]
+    try:
+        tokenizer = read_tokenizer(directory) if ids else None
+        if tokenizer is None:
+            return VerificationInputs(tensors=inputs, words=describe_inputs(inputs))
+        batch, length = inputs[ids[0]].shape
+        words = vocabulary_size(model.config)
+        windows = tokenize(demo_text("heldout"), tokenizer, seq_len=length, vocab_size=words).windows
+    except (InputError, UsageError):  # the tokenizer belongs to another model
+        return VerificationInputs(tensors=inputs, words=describe_inputs(inputs))
+    for number, name in enumerate(ids):
+        inputs[name] = windows[number * batch : (number + 1) * batch, : inputs[name].shape[1]]
+    shapes = ", ".join(f"{name} {list(inputs[name].shape)}" for name in ids)
+    return VerificationInputs(tensors=inputs, words=f"{shapes} of the included text", is_text=True)
 
 
 def _check_whole(missing: Sequence[str]) -> None:
@@ -119,21 +150,46 @@ def outputs_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def compare_outputs(wanted: Tensor, got: Tensor, model: str | None = None, inputs: str | None = None) -> LogitsCheck:
-    """Compare the outputs of two models on the same inputs; `model` and `inputs` describe them in the record."""
+def compare_outputs(
+    wanted: Tensor, got: Tensor, model: str | None = None, inputs: str | None = None, *, is_text: bool = False
+) -> LogitsCheck:
+    """Compare the outputs of two models on the same inputs; `model` and `inputs` describe them in the record.
+
+    Outputs of the source that could not show a difference are not compared, but the record says so.
+    """
+    why = _why_not_measurable(wanted)
+    if why is not None:
+        return LogitsCheck(skipped=f"not measurable: {why}", model_class=model, inputs=inputs)
     finite = torch.isfinite(wanted)
     reference = wanted[finite].double()
     difference = reference - got[finite].double()
     log_p, log_q = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
     return LogitsCheck(
-        max_abs_diff=float(difference.abs().max()) if len(difference) else 0.0,
-        rel_error=float(difference.norm() / (reference.norm() or 1.0)),
-        bit_equal=bool(((wanted == got) | (wanted.isnan() & got.isnan())).all()),
+        max_abs_diff=float(difference.abs().max()),
+        rel_error=float(difference.norm() / reference.norm()),
+        bit_equal=torch.equal(wanted, got),
         top1_agreement=float((wanted.argmax(-1) == got.argmax(-1)).double().mean()),
-        mean_kl=float((log_p.exp() * (log_p - log_q)).sum(-1).mean()),
+        mean_kl=float(_divergence(log_p, log_q).mean()),
         model_class=model,
         inputs=inputs,
+        is_text=is_text,
     )
+
+
+def _why_not_measurable(wanted: Tensor) -> str | None:
+    """Why outputs of the source show nothing about a model; None if they do. Words may be masked with -inf."""
+    if wanted.isnan().any() or (wanted == math.inf).any():
+        return "the source's outputs are NaN or infinite"
+    places = wanted.reshape(-1, wanted.shape[-1] if wanted.ndim else 1)
+    if not places[torch.isfinite(places)].any():
+        return "the source's outputs are all zero or infinite"
+    is_constant = len(places) > 1 and torch.equal(places, places[:1].expand_as(places))
+    return "the source's outputs do not depend on its inputs" if is_constant else None
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) over the last axis in nats; what has no probability in p adds nothing."""
+    return torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def _larger(a: float, b: float) -> float:
@@ -191,13 +247,15 @@ def compare_on_text(
                 total += _compare_tokens(expected[part], actual[part], following[part] if has_next else None)
             progress.advance(ids.numel())
         words = f"{data.name}, {total.num} tokens in windows of {length}"
+        if not math.isfinite(total.signal) or total.signal == 0:
+            raise InputError("the source's outputs on the text are not finite or all zero", hint=_HINT)
         return _text_check(total, type(converted).__name__, "; ".join((words, *tokens.doubts)))
 
 
 def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
     return LogitsCheck(
         max_abs_diff=total.largest,
-        rel_error=math.sqrt(total.error / (total.signal or 1.0)),
+        rel_error=math.sqrt(total.error / total.signal),
         bit_equal=total.equal,
         top1_agreement=total.same / total.num,
         mean_kl=total.kl / total.num,
@@ -206,6 +264,7 @@ def _text_check(total: _TokenSums, model: str, inputs: str) -> LogitsCheck:
         source_perplexity=_exp(total.source_loss / total.num_next) if total.num_next else None,
         model_class=model,
         inputs=inputs,
+        is_text=True,
     )
 
 
@@ -337,13 +396,13 @@ def _compare_tokens(wanted_TV: Tensor, got_TV: Tensor, following_T: Tensor | Non
     difference = (x - y)[finite]
     sums = _TokenSums(
         num=len(x),
-        kl=float((log_p.exp() * (log_p - log_q)).sum()),
-        back=float((log_q.exp() * (log_q - log_p)).sum()),
+        kl=float(_divergence(log_p, log_q).sum()),
+        back=float(_divergence(log_q, log_p).sum()),
         same=int((x.argmax(-1) == y.argmax(-1)).sum()),
         error=float(difference.square().sum()),
         signal=float(x[finite].square().sum()),
         largest=float(difference.abs().max()) if difference.numel() else 0.0,
-        equal=bool(((x == y) | (x.isnan() & y.isnan())).all()),
+        equal=torch.equal(x, y),
     )
     known = None if following_T is None else following_T >= 0
     if following_T is None or known is None or not known.any():

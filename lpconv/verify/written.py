@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,26 @@ from lpconv.plan.job import Job, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.plan.policy import settings_for
+from lpconv.plan.provenance import joined_warnings
 from lpconv.plan.settings import fill_options
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
+from lpconv.report.numbers import code_list, plural
 from lpconv.report.tensors import overflow_text
 from lpconv.results import (
     CalibrationRecord,
     ComparedTensor,
     LogitsCheck,
+    OpenedCheck,
+    OpenedModel,
     SourceRecord,
     TensorRecord,
     VerifyResult,
     WeightsCheck,
     from_json,
 )
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
 from lpconv.storage.contents import read_json
 from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
@@ -58,19 +64,84 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     except InputError as e:  # also for the source, which then cannot be compared
         return VerifyResult(level="weights", passed=False, problems=(problem_text(e),))
     problems = weights_problems(weights, tensors)
-    logits = None
+    result = VerifyResult(level="weights", passed=not problems, weights=weights, problems=problems)
     if level in ("logits", "auto") or needs_logits(job.gates):
-        progress.start("running both models", 0)
-        try:
-            logits = check_outputs(job, directory, automatic=level == "auto" and not needs_logits(job.gates))
-        except VerificationError as e:
-            logits, problems = LogitsCheck(skipped=e.message), (*problems, e.message)
-        problems += output_problems(logits, tensors)
-    ran = logits is not None and logits.skipped is None
-    result = VerifyResult(
-        level="logits" if ran else "weights", passed=not problems, weights=weights, logits=logits, problems=problems
-    )
+        result = with_models(job, directory, result, tensors, progress, automatic=not needs_logits(job.gates))
     return with_gates(result, job.gates)
+
+
+def with_models(
+    job: Job,
+    directory: Path,
+    result: VerifyResult,
+    tensors: Sequence[TensorRecord],
+    progress: Progress,
+    *,
+    automatic: bool = True,
+) -> VerifyResult:
+    """Add to `result` what transformers says of source and output, and the comparison of their outputs.
+
+    Models are left out if they are large, and if the level is ``auto`` and the call `automatic`.
+    """
+    automatic = automatic and job.plan.options.verify == "auto"
+    progress.start("opening both models", 0)
+    opened = check_opened(job, directory, automatic=automatic)
+    problems = (*result.problems, *opened_problems(opened, job.fit.missing))
+    progress.start("running both models", 0)
+    try:
+        logits = check_outputs(job, directory, automatic=automatic)
+    except VerificationError as e:
+        logits, problems = LogitsCheck(skipped=e.message), (*problems, e.message)
+    problems = tuple(dict.fromkeys((*problems, *output_problems(logits, tensors))))
+    level = result.level if logits.skipped else "logits"
+    return dataclasses.replace(
+        result, level=level, passed=not problems, opened=opened, logits=logits, problems=problems
+    )
+
+
+def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
+    """Let transformers open source and output, or record why not.
+
+    It must open the output if it opens the source, unless the plan says that it cannot.
+    """
+    if automatic and job.memory.no_logits is not None:
+        return OpenedCheck(not_asked=(job.memory.no_logits,))
+    from lpconv.models.witness import open_with_transformers  # imports transformers (seconds)
+
+    trust, models, not_asked = job.plan.options.trust_remote_code, list[OpenedModel | None](), list[str]()
+    for role, checkpoint in (("source", job.checkpoint), ("result", Checkpoint.open(directory))):
+        model, why = None, None
+        try:
+            if job.memory.in_files and quantization_method(checkpoint.config) == COMPRESSED_TENSORS:
+                raise UnsupportedError("transformers decodes this layout in memory, which is too small")
+            model = open_with_transformers(checkpoint, trust_remote_code=trust)
+        except UnsupportedError as e:
+            why = e.message
+        except VerificationError as e:
+            is_known = role == "source" or None in models or any(joined_warnings(job.plan))
+            why = e.message if is_known else None
+            model = None if is_known else OpenedModel(error=e.message)
+        if model is not None and model.different and role == "result" and any(joined_warnings(job.plan)):
+            model, why = None, "plain transformers decodes its experts otherwise (see the warning)"
+        models.append(model)
+        not_asked += [] if why is None else [f"the {role}: {why}"]
+    return OpenedCheck(source=models[0], result=models[1], not_asked=tuple(not_asked))
+
+
+def opened_problems(opened: OpenedCheck, lacking: Collection[str]) -> tuple[str, ...]:
+    """Descriptions of what transformers opens otherwise. The source may be `lacking` some weights."""
+    problems = []
+    for role, model in (("source", opened.source), ("result", opened.result)):
+        if model is not None and model.error is not None:
+            problems.append(f"{model.error} (the {role})")
+        elif model is not None and model.different:
+            names = f"{plural(len(model.different), 'tensor')} of the {role} ({code_list(model.different)})"
+            problems.append(f"transformers reads {names} otherwise than lpconv")
+    known = lacking if opened.source is None else opened.source.missing
+    lost = [] if opened.result is None else [n for n in opened.result.missing if n not in known]
+    if lost:
+        problems.append(f"transformers finds no {code_list(lost)} in the result, and fills it with random numbers")
+    return tuple(problems)
 
 
 def check_stored(
@@ -204,13 +275,8 @@ def check_source(
         checked = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
     except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
         return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, problem_text(e)))
-    depth = job.plan.options.verify
-    if depth != "weights":
-        progress.start("running both models", 0)
-        logits = check_outputs(job, directory, automatic=depth == "auto")
-        level = checked.level if logits.skipped else "logits"
-        problems = (*checked.problems, *output_problems(logits, records))
-        checked = dataclasses.replace(checked, level=level, logits=logits, problems=problems)
+    if job.plan.options.verify != "weights":
+        checked = with_models(job, directory, checked, records, progress)
     return with_gates(checked, gates)
 
 

@@ -31,6 +31,7 @@ from lpconv.methods import METHODS, Method
 from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from lpconv.storage.gguf import GGUF
 from lpconv.storage.residual import residual_index
+from lpconv.storage.staging import MARKER
 
 SHAPE = (2, 96, 160)  # more rows and columns than a tile has, and whole groups, of the transposes too
 ROWS, COLS = 192, 160
@@ -225,7 +226,9 @@ def test_the_reference_sees_every_changed_number(form: Form) -> None:
 def test_the_reader_knows_it_and_reads_it(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = _store(form, _values(), ROWS)
     whole = stored.decoded()
-    with _open(_write(tmp_path / "c", stored), monkeypatch) as reader:
+    written = _write(tmp_path / "c", stored)
+    (written / MARKER).write_text("{}")  # weights of any size, which would be suspicious in a third-party file
+    with _open(written, monkeypatch) as reader:
         (found,) = reader.forms.values()
         assert reader.holds(form)
         assert found.shape == form.shape

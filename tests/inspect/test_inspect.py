@@ -87,8 +87,8 @@ def test_expressions_of_strangers_end(tmp_path: Path, ignored: list[str], says: 
 
 def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:
     tensors = {f"layer.{i}.weight": torch.zeros(2, 2) for i in range(50)}
-    write_checkpoint(tmp_path / "model", tensors)
-    index = {"weight_map": {f"other.{i}.weight": "model.safetensors" for i in range(50)}}
+    write_checkpoint(tmp_path / "model", [tensors])
+    index = {"weight_map": {f"other.{i}.weight": "model-00001-of-00001.safetensors" for i in range(50)}}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     done = run(tmp_path / "model")
     assert done.exit_code == 5

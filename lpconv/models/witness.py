@@ -1,0 +1,167 @@
+"""What transformers itself holds after opening a checkpoint, compared with lpconv's reading of the same files.
+
+A verification that compares lpconv's reading with lpconv's reading cannot see that transformers opens another file,
+renames, ties or drops a weight, or decodes it differently. So transformers opens the folder as its users would, and
+every tensor is compared when it has been loaded, and then dropped: memory holds one at a time. Only compressed-tensors,
+which decodes a loaded model, holds all of them.
+
+Tensors are compared in the dtype in which transformers opens them, so lpconv's values are rounded to it once.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from lpconv.errors import UnsupportedError, VerificationError
+from lpconv.forms.reader import StoredTensors
+from lpconv.models.coded import CodedTensor
+from lpconv.models.load import load_from_files, missing_parameters
+from lpconv.models.opening import error_line, model_errors
+from lpconv.models.plugin import METHOD, register
+from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import architecture
+from lpconv.results import OpenedModel
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
+from lpconv.storage.gguf import GGUF, WEIGHTS
+from lpconv.storage.place import any_pointer
+
+_LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"  # makes transformers read a tensor when it is needed, not all ahead
+
+
+def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> OpenedModel:
+    """What transformers holds after opening a checkpoint, and where that differs from lpconv's reading of it.
+
+    Residuals of Collage are left out, since transformers does not read them. Raises UnsupportedError if transformers
+    has no reader for the layout or lacks a package, VerificationError if it has one and fails.
+    """
+    register()
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    cls = architecture(checkpoint.config, trusted=checkpoint.directory if trust_remote_code else None)
+    arguments = _reading_arguments(checkpoint)
+    with quiet_transformers(), StoredTensors(checkpoint, None) as stored:
+        with model_errors("no model can be built from it", hint="check that config.json belongs to the weights"):
+            ours, missing = load_from_files(checkpoint, stored, model_class=cls, **options)
+        values, right, wrong = ours.state_dict(), set[str](), set[str]()
+
+        def compare(name: str, theirs: Tensor) -> None:
+            (right if name in values and _is_equal(theirs, values[name], narrow) else wrong).add(name)
+
+        is_whole = quantization_method(checkpoint.config) == COMPRESSED_TENSORS
+        # In a narrower dtype compressed-tensors rounds the scales; it rounds experts to the config's dtype in any case.
+        dtype, narrow = (torch.float32, ours.config.dtype) if is_whole else ("auto", None)
+        try:
+            with contextlib.ExitStack() as stack:
+                if arguments or is_whole:
+                    stack.enter_context(contextlib.redirect_stderr(io.StringIO()))  # progress bars of packages
+                if not is_whole:
+                    stack.enter_context(_each_loaded(compare))
+                model, report = cls.from_pretrained(
+                    checkpoint.directory, dtype=dtype, output_loading_info=True, **arguments, **options
+                )
+                if is_whole:
+                    model.hf_quantizer.compressor.decompress_model(model)
+        except ImportError as e:
+            raise UnsupportedError(f"transformers needs another package: {error_line(e)}", hint="install it") from e
+        except Exception as e:  # transformers raises any exception for folders that it cannot open
+            raise VerificationError(f"transformers cannot open it: {error_line(e)}") from e
+        lacking, random = missing_parameters(cls, report), set(report["missing_keys"])
+        theirs = model.state_dict()
+        for name in values.keys() & theirs.keys() - random if is_whole else ():
+            compare(name, theirs[name])
+    not_compared = values.keys() - wrong - random - _tied_to(model, right)
+    return OpenedModel(
+        model_class=type(model).__name__,
+        num_tensors=len(values),
+        missing=lacking,
+        different=tuple(sorted({*wrong, *not_compared, *({*lacking} ^ {*missing})})),
+    )
+
+
+def _tied_to(model: nn.Module, names: Collection[str]) -> set[str]:
+    """These tensors of a model, and those that are tied to one of them."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    same = {id(parameters[n]) for n in names if n in parameters}
+    return {*names, *(n for n, p in parameters.items() if id(p) in same)}
+
+
+def _reading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Arguments with which `from_pretrained` decodes this layout. Raises UnsupportedError if it has no reader."""
+    method = quantization_method(checkpoint.config)
+    if any_pointer(checkpoint.directory, checkpoint.weight_files):
+        raise UnsupportedError("its files are at a URL", hint="download it")
+    if method in (None, METHOD, COMPRESSED_TENSORS):
+        return {}
+    if method in ("fp8", "mxfp8"):  # multiplied on GPUs only
+        return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+    if method == "mxfp4":
+        return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    if method == GGUF:
+        return {"gguf_file": WEIGHTS}
+    raise UnsupportedError(f"transformers does not decode `{method}` on a CPU", hint="open it with its own runtime")
+
+
+def _is_equal(theirs: Tensor, ours: Tensor, narrow: torch.dtype | None) -> bool:
+    """Whether tensors are equal in the dtype of `theirs`, or once `ours` is rounded to `narrow`. NaN equals NaN."""
+    if theirs.shape != ours.shape:
+        return False
+    ours = ours.decode() if isinstance(ours, CodedTensor) else ours
+    rounded = (ours if narrow is None else ours.to(narrow) for narrow in dict.fromkeys((None, narrow)))
+    return any(_same_numbers(theirs, x.to(theirs.dtype)) for x in rounded)
+
+
+def _same_numbers(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())
+
+
+@contextlib.contextmanager
+def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `compare` with each tensor that a model gets from files inside the context, by name, and drop its data.
+
+    The model's own tensors, and those that it initialises because the files lack them, are left alone.
+    """
+    parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+
+    def on_module(parent: nn.Module, name: str, child: Any) -> None:
+        parents[child] = parent, name
+
+    def on_tensor(module: nn.Module, name: str, value: Any) -> Any:
+        if not getattr(value, _LOADED, False) or value.is_meta:
+            return None
+        compare(_name_of(module, name, parents), value.detach())
+        empty = torch.empty_like(value, device="meta")
+        if isinstance(value, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=value.requires_grad)
+        setattr(empty, _LOADED, True)
+        return empty
+
+    before = os.environ.get(_ONE_BY_ONE)
+    with contextlib.ExitStack() as stack:
+        for register_hook, hook in (
+            (module_hooks.register_module_module_registration_hook, on_module),
+            (module_hooks.register_module_parameter_registration_hook, on_tensor),
+            (module_hooks.register_module_buffer_registration_hook, on_tensor),
+        ):
+            stack.callback(register_hook(hook).remove)
+        os.environ[_ONE_BY_ONE] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(_ONE_BY_ONE)
+            if before is not None:
+                os.environ[_ONE_BY_ONE] = before
+
+
+def _name_of(module: nn.Module, name: str, parents: Mapping[nn.Module, tuple[nn.Module, str]]) -> str:
+    while module in parents:
+        module, parent_name = parents[module]
+        name = f"{parent_name}.{name}"
+    return name

@@ -1,0 +1,184 @@
+"""transformers is asked what it opens: files, ties, values; and comparisons that could not fail do not pass."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lpconv.convert.run import convert
+from lpconv.errors import InputError, UnsupportedError, VerificationError
+from lpconv.models.load import load_from_files
+from lpconv.models.witness import open_with_transformers
+from lpconv.plan.options import ConvertOptions
+from lpconv.report.verify import doubts, outcome_of, verify_headline
+from lpconv.results import ConvertResult
+from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.outputs import compare_outputs
+
+CONFIG = transformers.LlamaConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+)
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def model(seed: int = 0) -> transformers.LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(CONFIG)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    model().save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def changed(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    state = load_file(source / "model.safetensors")
+    change(state)
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+def in_fp8(source: Path, *gates: str) -> ConvertResult:
+    return convert(source, source.with_name("out"), ConvertOptions(format="e4m3fn", gates=gates))
+
+
+FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@pytest.mark.parametrize("present", [c for n in range(1, 5) for c in itertools.combinations(FILES, n)])
+def test_of_several_weight_files_the_one_that_transformers_reads_is_read(
+    tmp_path: Path, present: tuple[str, ...]
+) -> None:
+    CONFIG.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for seed, name in enumerate(present):
+        state = {n: x.detach().clone() for n, x in model(seed).state_dict().items()}
+        file = name.replace(".safetensors.index.json", "-00001-of-00001.safetensors").replace(
+            ".bin.index.json", "-00001-of-00001.bin"
+        )
+        save = torch.save if file.endswith(".bin") else save_file
+        save(state, tmp_path / file)
+        if file != name:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(state, file)}
+            (tmp_path / name).write_text(json.dumps(index))
+    wanted = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()[UP]
+    checkpoint = Checkpoint.open(tmp_path)
+    chosen = tmp_path / checkpoint.weight_files[0]
+    read = torch.load(chosen) if chosen.suffix == ".bin" else load_file(chosen)
+    assert torch.equal(read[UP], wanted)
+
+
+def test_both_models_are_opened_by_transformers_and_every_tensor_is_compared(source: Path) -> None:
+    opened = in_fp8(source).verify.opened
+    assert opened is not None
+    for one in (opened.source, opened.result):
+        assert one is not None
+        assert (one.model_class, one.num_tensors, one.different, one.missing) == ("LlamaForCausalLM", 21, (), ())
+
+
+@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
+def test_a_value_that_lpconv_reads_otherwise_is_named(
+    source: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = source.with_name("out")
+    convert(source, out, ConvertOptions(format="e4m3fn", layout=layout, scale="exact", granularity="row"))
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        ours, missing = load_from_files(*args, **kwargs)
+        wrong = ours.get_parameter(UP).decode()
+        wrong[3, 4] *= 1.125  # the next number of e4m3fn
+        ours.get_submodule(UP.removesuffix(".weight")).weight = torch.nn.Parameter(wrong)
+        return ours, missing
+
+    assert open_with_transformers(Checkpoint.open(out)).different == ()
+    monkeypatch.setattr("lpconv.models.witness.load_from_files", load)
+    assert open_with_transformers(Checkpoint.open(out)).different == (UP,)
+
+
+def test_layouts_without_a_reader_in_transformers_are_named(source: Path) -> None:
+    out = source.with_name("out")
+    result = convert(source, out, ConvertOptions(format="int4", layout="mlx", granularity="group:32"))
+    assert result.verify.opened is not None
+    assert result.verify.opened.result is None
+    assert "mlx" in result.verify.opened.not_asked[0]
+    with pytest.raises(UnsupportedError, match="mlx"):
+        open_with_transformers(Checkpoint.open(out))
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda state: state[UP].view(-1)[3:4].fill_(float("nan")),
+        lambda state: state["lm_head.weight"].zero_(),
+        lambda state: state["model.norm.weight"].zero_(),
+    ],
+    ids=["NaN in a weight", "zero head", "zero norm"],
+)
+def test_outputs_that_could_not_differ_pass_no_gate_and_are_not_green(
+    source: Path, break_it: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    result = in_fp8(changed(source, break_it))
+    assert result.verify.logits is not None
+    assert "not measurable" in (result.verify.logits.skipped or "")
+    assert outcome_of(result.verify) != "passed"
+    assert "bit-equal" not in verify_headline(result.verify)
+    for gate in ("top1>=0.99", "logits_rel_error<=0.01", "kl<=1"):
+        with pytest.raises(VerificationError):
+            convert(source, source.with_name("gated"), ConvertOptions(format="e4m3fn", gates=(gate,)))
+
+
+def test_figures_of_outputs_equal_plain_torch() -> None:
+    torch.manual_seed(0)
+    wanted = torch.randn(2, 3, 5)
+    got = wanted + 0.1 * torch.randn(2, 3, 5)
+    check = compare_outputs(wanted, got)
+    kl = torch.nn.functional.kl_div(got.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none")
+    assert check.mean_kl == pytest.approx(float(kl.sum(-1).mean()), rel=1e-5)
+    assert check.rel_error == pytest.approx(float((wanted - got).norm() / wanted.norm()), rel=1e-5)
+    wanted[..., 0] = got[..., 0] = -torch.inf  # a word that is never said
+    assert torch.isfinite(torch.tensor(compare_outputs(wanted, got).mean_kl))
+    assert compare_outputs(torch.ones(2, 3, 5), torch.ones(2, 3, 5)).skipped
+    assert compare_outputs(torch.zeros(0, 5), torch.zeros(0, 5)).skipped
+
+
+def test_outputs_as_far_apart_as_two_models_are_not_green(source: Path) -> None:
+    result = in_fp8(source)
+    a, b = (model(seed)(torch.arange(64).view(2, 32)).logits.detach() for seed in (0, 1))
+    far = compare_outputs(a, b)
+    verify = dataclasses.replace(result.verify, logits=far)
+    assert doubts(verify)
+    assert outcome_of(verify) == "not run"
+
+
+def test_an_adapter_beside_full_weights_is_refused(source: Path) -> None:
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"adapter_config\.json"):
+        Checkpoint.open(source)
+
+
+@pytest.mark.parametrize("value", ["auto", "torch.bfloat16", "fp8"])
+def test_a_dtype_that_transformers_cannot_open_is_refused(source: Path, value: str) -> None:
+    config = json.loads((source / "config.json").read_text()) | {"dtype": value}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match=r".+"):
+        transformers.LlamaForCausalLM.from_pretrained(source)
+    with pytest.raises(InputError, match="dtype"):
+        Checkpoint.open(source)
+
+
+def test_files_that_are_not_read_are_named(source: Path) -> None:
+    save_file({"mtp.weight": torch.zeros(2)}, source / "mtp.safetensors")
+    (source / "onnx").mkdir()
+    (source / "onnx" / "model.onnx").write_bytes(b"x")
+    left_out = [w for w in in_fp8(source).warnings if "left out" in w]
+    assert len(left_out) == 1
+    assert all(name in left_out[0] for name in ("mtp.safetensors", "onnx/model.onnx"))
