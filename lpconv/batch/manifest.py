@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,6 @@ def _resolve_path(name: str, folder: Path) -> str:
 
 def _check_unique(jobs: Sequence[BatchJob]) -> None:
     numbers: dict[str, int] = {}
-    taken: dict[Path, BatchJob] = {}  # folders of earlier jobs
-    above: dict[Path, BatchJob] = {}  # and the folders that contain these
     for number, job in enumerate(jobs):
         if job.output == Path(job.model):
             raise UsageError(f"jobs[{number}].output: this is the model itself", hint="use another folder")
@@ -178,17 +177,15 @@ def _check_unique(jobs: Sequence[BatchJob]) -> None:
                 f"jobs[{number}].id: `{job.id}` is the id of jobs[{numbers[job.id]}]",
                 hint="give every job a different id",
             )
-        folders = working_folders(job.output)
-        parents = [p for folder in folders for p in folder.parents]
-        clashes = [*(taken.get(p) for p in (*folders, *parents)), *(above.get(f) for f in folders)]
-        earlier = next(filter(None, clashes), None)
-        if earlier is not None:
+    # Sorted, a folder is followed by those in it.
+    folders = sorted((f.parts, i) for i, job in enumerate(jobs) for f in working_folders(job.output))
+    for (outer, a), (inner, b) in pairwise(folders):
+        if inner[: len(outer)] == outer:
+            earlier, later = jobs[min(a, b)], jobs[max(a, b)]
             raise UsageError(
-                f"jobs[{number}].output: `{job.output}` and that of `{earlier.id}`, `{earlier.output}`, overlap",
+                f"jobs[{max(a, b)}].output: `{later.output}` and that of `{earlier.id}`, `{earlier.output}`, overlap",
                 hint="give every job a folder of its own, and none the name of a working folder such as OUT.partial",
             )
-        taken |= dict.fromkeys(folders, job)
-        above |= dict.fromkeys(parents, job)
 
 
 def _hints_by_key() -> dict[str, str]:

@@ -41,11 +41,7 @@ def read_document(path: Path) -> Any:
     """Return the parsed manifest file. Raises InputError if it cannot be read, UsageError if it does not parse."""
     parse = find("kind of manifest", path.suffix.lower(), _PARSERS)
     try:
-        text = read_small(path).decode()
-    except UnicodeDecodeError as e:
-        raise UsageError(f"`{path}` is not UTF-8 text: {e}", hint="save the manifest as UTF-8") from e
-    try:
-        return parse(text)
+        return parse(read_small(path).decode())
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as e:
         kind = path.suffix.lstrip(".").upper()
         raise UsageError(f"`{path}` is not valid {kind}: {e}", hint="docs/batch.md shows a valid manifest") from e

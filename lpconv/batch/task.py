@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
 from lpconv.machine import available_memory
+from lpconv.report.numbers import size_text
 
 GRACE_S = 30.0  # time for a run to write its journal after SIGTERM
 _OWN_COUNT = "[1/1] "  # prefix of progress lines in a batch of one job, replaced by the outer batch's count
@@ -49,7 +50,7 @@ class Needs:
 
     def __str__(self) -> str:
         gpus = f", {self.gpus} GPU{'s' * (self.gpus > 1)}" if self.gpus else ""
-        memory = f", {self.memory / 1e9:.1f} GB of memory" if self.memory else ""
+        memory = f", {size_text(self.memory)} of memory" if self.memory else ""
         return f"{self.cpus} core{'s' * (self.cpus > 1)}{gpus}{memory}"
 
 

@@ -1,6 +1,7 @@
 """Process the results of a bench: save after every row, compare with an older result, choose the exit code."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,21 +11,25 @@ from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
-from lpconv.results import BenchChange, BenchResult, BenchRow, RatioRecord, from_json, json_text, to_json
+from lpconv.results import BenchChange, BenchResult, BenchRow, GateRecord, RatioRecord, from_json, json_text, to_json
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import write_small
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older result"
+GONE = "only in the older result"
 
 
 def compare_rows(rows: Sequence[BenchRow], old: BenchResult) -> tuple[BenchChange, ...]:
     """Compare rows with the same rows of an older result, by their ratios to the baseline.
 
     On a shared machine times of two runs are not comparable, but ratios to an interleaved baseline are. A change is a
-    regression if its interval is entirely below the old one.
+    regression if its interval is entirely below the old one. Rows that only the older result has come last.
     """
     before = {r.key: r.ratio for r in old.rows if r.ratio and not r.is_baseline}
+    pairs: list[tuple[BenchRow, RatioRecord | None, RatioRecord | None]]
     pairs = [(r, before.get(r.key), r.ratio) for r in rows if not r.is_baseline and r.ratio]
+    measured = {r.key for r, _, _ in pairs}
+    pairs += [(r, r.ratio, None) for r in old.rows if r.key in before and r.key not in measured]
     return tuple(
         BenchChange(name=f"{r.name}, {r.place}", before=earlier, after=now, change=_classify_change(earlier, now))
         for r, earlier, now in pairs
@@ -41,14 +46,17 @@ def judge_of(options: BenchOptions) -> Callable[[BenchResult], BenchResult]:
 
     def judged(result: BenchResult) -> BenchResult:
         changes = compare_rows(result.rows, old) if old else ()
-        return dataclasses.replace(result, gates=check_rows(gates, result.rows), changes=changes)
+        changes = tuple(c for c in changes if not (c.change == GONE and result.interrupted))  # other rows follow
+        gone = [c.name for c in changes if c.change == GONE]
+        lost = [GateRecord(expression=f"{g.expression} ({n})", value=None, passed=False) for g in gates for n in gone]
+        return dataclasses.replace(result, gates=(*check_rows(gates, result.rows), *lost), changes=changes)
 
     return judged
 
 
-def _classify_change(before: RatioRecord | None, after: RatioRecord) -> str:
-    if before is None:
-        return NEW
+def _classify_change(before: RatioRecord | None, after: RatioRecord | None) -> str:
+    if before is None or after is None:
+        return NEW if before is None else GONE
     if after.high < before.low:
         return REGRESSION
     return IMPROVEMENT if after.low > before.high else SAME
@@ -80,7 +88,7 @@ def _failure(result: BenchResult) -> LpconvError | None:
         return VerificationError(
             f"slower than the older result: {'; '.join(worse)}", hint="the table shows what changed"
         )
-    if result.changes and all(c.change == NEW for c in result.changes):
+    if result.changes and all(c.change in (NEW, GONE) for c in result.changes):
         return VerificationError(
             "the older result has none of these rows, so nothing was compared",
             hint="use the model, sizes, processes, compile mode, baseline and device of the older run",
@@ -115,19 +123,20 @@ def keep_results(
 
     If the block does not finish, the last result is passed to `show_partial`.
     """
-    latest: list[BenchResult] = []
+    latest: list[tuple[BenchResult, float]] = []
 
     def keep(result: BenchResult) -> BenchResult:
-        latest[:] = [judge(result)]
+        latest[:] = [(judge(result), time.monotonic())]
         if path is not None:
-            write_small(path, json_text(latest[0]))
-        return latest[0]
+            write_small(path, json_text(latest[0][0]))
+        return latest[0][0]
 
     try:
         yield keep
     except BaseException:  # including interrupts
-        for partial in latest:
-            show_partial(partial)
+        for partial, kept_s in latest:
+            seconds = partial.seconds + time.monotonic() - kept_s
+            show_partial(keep(dataclasses.replace(partial, seconds=seconds)))
         raise
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.options import fields_of_run
 from lpconv.progress import Progress
+from lpconv.report.numbers import name_list
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -59,13 +60,22 @@ class BenchRun:
             rows=self._ordered(),
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
-            notes=self.notes,
+            notes=(*self.notes, *self._launch_notes()),
             options={k: v for k, v in settings.items() if k not in fields_of_run(BenchOptions)},
             versions=self.versions,
             command=self.options.command,
             seconds=time.perf_counter() - self.start,
             interrupted=interrupted,
         )
+
+    def _launch_notes(self) -> Iterator[str]:
+        """Notes about intervals that are very wide, or that lack the differences between launches."""
+        wanted = self.options.effort.launches
+        if wanted == 2:
+            yield "intervals over two launches reach 12.7 standard errors to both sides; use --launches 3 or more"
+        fewer = [f"{r.name}, {r.place}" for r in self._ordered() if r.timing and r.timing.num_launches < wanted]
+        if fewer:
+            yield f"measured in fewer than {wanted} launches, so with too narrow intervals: {name_list(fewer)}"
 
     def _ordered(self) -> tuple[BenchRow, ...]:
         """The rows by group, with the baseline before its variants even if it was measured later."""

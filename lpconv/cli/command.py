@@ -146,6 +146,8 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or
 
 
 def _reject_flag(value: str | None) -> str | None:
+    if value is not None and not value.strip():
+        raise typer.BadParameter("the value is empty; leave the option out for the usual name")
     if value is not None and value.startswith("--"):
         raise typer.BadParameter(f"{value} looks like an option; for a directory of that name write ./{value}")
     return value

@@ -129,15 +129,8 @@ def _fail(error: LpconvError, as_json: bool) -> None:
         sys.stdout.flush()
     except OSError:  # the reader has exited or the disk is full; Python would complain while closing stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _print_messages(error=error.message, hint=error.hint)
-    sys.exit(error.exit_code)
-
-
-def _print_messages(**messages: str | None) -> None:
-    """Print messages on stderr in one piece, because other processes of the same run may print theirs.
-
-    Control characters are escaped, since messages may quote names from an untrusted file.
-    """
-    lines = [f"{what}: " + "\n".join(map(printable, text.split("\n"))) for what, text in messages.items() if text]
-    sys.stderr.write("\n".join([*lines, ""]))
+    text = f"error: {error.message}\n" + (f"hint: {error.hint}\n" if error.hint else "")
+    # Escaped, since it may quote names from an untrusted file; in one piece, since other processes may write too.
+    sys.stderr.write("\n".join(map(printable, text.split("\n"))))
     sys.stderr.flush()
+    sys.exit(error.exit_code)

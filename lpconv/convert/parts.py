@@ -201,11 +201,9 @@ def checked_parts(job: Job, progress: Progress) -> tuple[PartResult, ...]:
 def _read_part(job: Job, part: Part, folder: Path, progress: Progress) -> PartResult:
     """The record of a finished part, checked to belong to this job and to be unchanged."""
     anew = f"write it again with --shard {part} --force"
-    if folder.is_symlink():
-        raise OutputExistsError(f"`{folder}` is a symbolic link", hint="replace it by the folder that it points to")
     record = read_marker(folder)
-    if record.get("kind") != PartResult.kind:
-        raise OutputExistsError(f"`{folder}` is not a part of a conversion", hint="move it, or choose another --output")
+    if record.get("kind") != PartResult.kind or folder.is_symlink():
+        raise OutputExistsError(f"`{folder}` is a link, or not a part", hint="move it, or choose another --output")
     result = from_json(PartResult, record)
     if (result.part, result.parts) != (part.number, part.count):
         raise OutputExistsError(f"`{folder}` contains part {result.part}/{result.parts} a second time", hint=anew)

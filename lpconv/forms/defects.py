@@ -150,7 +150,7 @@ def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[st
         yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
 
 
-def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> frozenset[str]:
+def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
     """The modules in the config's ignore lists: names or ``re:`` expressions (compressed-tensors), or globs (others).
 
     Raises TimeoutError if the expressions are too large, or take too long for these names.
@@ -158,12 +158,9 @@ def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> froze
     lists = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
     entries = {n for names in lists if isinstance(names, list) for n in names if isinstance(n, str)}
     expressions = [e for n in entries if n.startswith("re:") or _GLOB.search(n) if (e := _expression(n)) is not None]
-    deadline = time.monotonic() + _MATCHING_S
-
-    def is_matched(module: str) -> bool:
-        return any(e.match(module, timeout=max(deadline - time.monotonic(), 1e-9)) for e in expressions)
-
-    return frozenset(m for m in modules if m in entries or is_matched(m))
+    end = time.monotonic() + _MATCHING_S
+    matched = {m for m in modules for e in expressions if e.match(m, timeout=max(end - time.monotonic(), 1e-9))}
+    return matched | entries
 
 
 def _expression(entry: str) -> Any:

@@ -146,7 +146,8 @@ def _points_in_turn(points: Points) -> list[tuple[Tensor, Tensor]]:
 def _widest_scale(x_RC: Tensor, element: Format) -> Tensor:
     """The scale of each row that maps its largest magnitude to the format's largest number; 1 for rows of zeros."""
     scale = torch.maximum(x_RC.amax(1), -x_RC.amin(1)) / element.max
-    return torch.where(scale == 0, 1.0, scale.clamp_min(_MIN_SCALE))
+    most = torch.finfo(torch.float32).max / element.max * (1 - 2.0**-23)  # times `element.max` it does not overflow
+    return torch.where(scale == 0, 1.0, scale.clamp(_MIN_SCALE, most))
 
 
 def _best_scale(x_RC: Tensor, element: Format) -> Tensor:

@@ -15,6 +15,7 @@ from lpconv.storage.contents import QUANTIZATION_FILES
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.partfile import sha256_of, write_small, writing
 from lpconv.storage.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
+from lpconv.storage.resolve import looks_like_path
 from lpconv.storage.staging import MARKER, SUMS, read_marker
 
 LOADER = "lpconv_loader.py"
@@ -39,7 +40,13 @@ def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
             config[key] = value
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
         del config["auto_map"]
-    return config
+    return _without_paths(config)
+
+
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A config, and those inside it, without the local folder that its author loaded the model from."""
+    kept = {k: v for k, v in config.items() if k != "_name_or_path" or not v or not looks_like_path(str(v))}
+    return {k: _without_paths(v) if isinstance(v, dict) else v for k, v in kept.items()}
 
 
 def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
@@ -61,7 +68,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         kv_cache=plan.options.kv_cache is not None,
     )
     entries = plan.form.config_entries(made) if plan.gguf is None else gguf_config(plan)
-    config = checkpoint.config | entries
+    config = _without_paths(checkpoint.config) | entries
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config

@@ -25,6 +25,7 @@ from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
+from lpconv.report.numbers import size_text
 from lpconv.storage.arranged import ArrangedSource
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch, watch, watched_files
 from lpconv.storage.gguf import GGUF, check_installed
@@ -153,7 +154,7 @@ def check_disk(output: Path, needed: int) -> None:
     free = free_bytes(output) + reusable
     if needed > free:
         raise ResourceError(
-            f"the output needs {needed / 1e9:.2f} GB of disk space, but {free / 1e9:.2f} GB are free",
+            f"the output needs {size_text(needed)} of disk space, but {size_text(free)} are free",
             hint="free some space or choose another --output",
             details={"needed_bytes": needed, "free_bytes": free},
         )

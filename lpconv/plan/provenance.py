@@ -21,6 +21,7 @@ from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.storage.contents import hidden_files
 from lpconv.storage.place import open_regular
 from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
@@ -81,6 +82,8 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(
             f"the source is quantised: {size_text(held)} on disk, compared here with its size in fp32, {decoded}"
         )
+    if hidden := hidden_files(job.checkpoint.directory):
+        warnings.append(f"hidden files are not copied: {code_list(hidden)}")
     if ignored := ignored_files(job.checkpoint):
         warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
     warnings += job.fit.warnings
@@ -145,7 +148,8 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
     for t in tensors:
         if t.num_nan or t.num_inf:
             kept = "they are kept" if not t.num_inf or FORMATS[t.format].has_inf else "Inf becomes NaN in this format"
-            warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in the source; {kept}")
+            where = "the source" if t.source_dtype != "F64" else "fp32, to which the source is rounded"
+            warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in {where}; {kept}")
         if t.num_saturated:
             warnings.append(overflow_text(t))
     return (*warnings, *_lost_grids(tensors))

@@ -57,7 +57,8 @@ def nothing_converted(formats: Collection[str], wanted: str, *, verb: str) -> st
 def overflow_text(t: TensorRecord) -> str:
     """Description of a tensor with finite numbers that became Inf in its format."""
     numbers = plural(t.num_saturated, "number")
-    return f"`{t.name}`: {numbers} beyond the range of {t.format} became Inf (bf16 has the range)"
+    other = " (bf16 has the range)" if t.format == "fp16" and t.source_dtype != "F64" else ""
+    return f"`{t.name}`: {numbers} beyond the range of {t.format} became Inf{other}"
 
 
 def worst_tensors(tensors: Iterable[TensorRecord], count: int) -> tuple[TensorRecord, ...]:

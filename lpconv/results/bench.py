@@ -222,12 +222,13 @@ class VerdictRecord:
 class BenchChange:
     """Comparison of one row with the same row of an older document: both ratios, and whether they differ.
 
-    `change` is by disjoint intervals. `before` is None if the older document has no such row.
+    `change` is by disjoint intervals. `before` or `after` is None if that document has no such row, or did not measure
+    it.
     """
 
     name: str
     before: RatioRecord | None
-    after: RatioRecord
+    after: RatioRecord | None
     change: str
 
 

@@ -59,10 +59,7 @@ class LocalFile:
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Descriptor of a regular file, for `open(opener=...)`. Raises IsADirectoryError for pipes and devices too.
-
-    Reading those may never end, and even opening a pipe waits for its other end.
-    """
+    """Descriptor of a regular file, for `open(opener=...)`. Raises IsADirectoryError for pipes and devices."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

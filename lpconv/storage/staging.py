@@ -32,7 +32,6 @@ JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # marks a directory as an output of lpconv
 TUNED = "finetune.json"  # marks an output whose weights lpconv fine-tuned
 SUMS = "SHA256SUMS"
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 PARTS = ".parts"  # suffix of the folder next to an output for the shares of several workers
 _SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to an output
 
@@ -54,12 +53,15 @@ class Staging:
         check_free(output, resume=resume, force=force, marker=marker)
         with writing(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._journal = os.fdopen(open_regular(self.directory / JOURNAL, _APPEND | os.O_NOFOLLOW), "a+b")
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            self._journal = os.fdopen(open_regular(self.directory / JOURNAL, flags), "a+b")
         self._lock()
         try:
             with writing(self.directory):
                 self._begin(identity, resume=bool(resume))
         except BaseException:
+            if not resume:  # for example because the disk is full
+                self.discard()
             self._journal.close()
             raise
 
@@ -157,7 +159,7 @@ def check_free(output: Path, *, resume: bool | None = None, force: bool, marker:
     _check_output(output, marker, force=force)
     _check_working_folders(output, marker)
     partial = folder_next_to(output, ".partial")
-    if not os.path.lexists(partial) or resume or force:
+    if is_unused(partial) or resume or force:
         return  # if another run is alive, its lock stops this one later
     if is_locked(partial / JOURNAL):
         raise locked_error(partial)

@@ -121,7 +121,7 @@ class TestLanguages:
 
     def test_a_manifest_that_is_not_text(self, tmp_path: Path) -> None:
         (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(UsageError, match="not UTF-8"):
+        with pytest.raises(UsageError, match="utf-8"):
             load_manifest(tmp_path / "jobs.yaml")
 
 

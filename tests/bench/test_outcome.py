@@ -1,15 +1,30 @@
 """Gates, regressions and exit codes, from rows."""
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_records import result, row
 
-from lpconv.bench.outcome import IMPROVEMENT, NEW, REGRESSION, SAME, compare_rows, final_error
-from lpconv.bench.rows import TOO_LARGE
+from lpconv.bench.options import BenchOptions, Effort
+from lpconv.bench.outcome import (
+    GONE,
+    IMPROVEMENT,
+    NEW,
+    REGRESSION,
+    SAME,
+    compare_rows,
+    final_error,
+    judge_of,
+    keep_results,
+)
+from lpconv.bench.rows import TOO_LARGE, BenchRun
 from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES, check_rows
-from lpconv.results import BenchResult, BenchRow
+from lpconv.progress import Silent
+from lpconv.results import BenchResult, BenchRow, from_json, json_text
 
 
 def judged(*rows: BenchRow, gate: str) -> BenchResult:
@@ -74,7 +89,7 @@ def test_rows_of_another_size_or_number_of_processes_are_not_compared(changes: d
 
     found = compare_rows(rows, result(row("static")))
 
-    assert [(c.before, c.change) for c in found] == [(None, NEW)]
+    assert [(c.before is None, c.after is None, c.change) for c in found] == [(True, False, NEW), (False, True, GONE)]
     error = final_error(dataclasses.replace(result(*rows), changes=found))
     assert error is not None
     assert "nothing" in error.message
@@ -92,3 +107,48 @@ def test_what_became_of_the_only_variant_decides_the_exit_code(status: str, code
 
 def test_a_skipped_row_beside_a_measured_one_is_no_error() -> None:
     assert final_error(result(row("plain"), row("static"), row("te", status="skipped", reason="no"))) is None
+
+
+@pytest.mark.parametrize("gates", [(), ("speedup>=1",)])
+@pytest.mark.parametrize("now", [(), (row("mx", status="skipped", reason="not installed"),)], ids=["gone", "skipped"])
+def test_rows_that_only_the_older_result_has_are_listed_and_fail_gates(
+    tmp_path: Path, gates: tuple[str, ...], now: tuple[BenchRow, ...]
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text(json_text(result(row("plain"), row("static"), row("mx"))))
+    now = tuple(dataclasses.replace(r, ratio=None) for r in now)
+    judge = judge_of(BenchOptions(compare=str(old), gates=gates))
+    found = judge(result(row("plain"), row("static"), *now))
+    assert [c.change for c in found.changes] == [SAME, GONE]
+    assert (final_error(found) is None) == (not gates)
+    assert [g.passed for g in found.gates] == ([True, False] if gates else [])
+    begun = judge(dataclasses.replace(found, interrupted=True))
+    assert final_error(begun) is None, "the other rows follow"
+
+
+def test_an_interrupted_bench_took_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((100.0, 130.0, 130.0))
+    monkeypatch.setattr("lpconv.bench.outcome.time.monotonic", lambda: next(clock))
+    shown: list[BenchResult] = []
+
+    def interrupted() -> None:
+        with keep_results(tmp_path / "b.json", lambda r: r, shown.append) as keep:
+            keep(dataclasses.replace(result(row("plain")), seconds=5.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [r.seconds for r in shown] == [35.0]
+    assert from_json(BenchResult, json.loads((tmp_path / "b.json").read_text())).seconds == 35.0
+
+
+@pytest.mark.parametrize(("launches", "named"), [(1, []), (2, ["12.7", "static"]), (3, ["static"])])
+def test_notes_name_intervals_that_say_little(launches: int, named: list[str]) -> None:
+    options = BenchOptions(effort=Effort(launches=launches))
+    rows: Any = {("base", i): r for i, r in enumerate([row("static"), row("mx", status="skipped", timing=None)])}
+    run = BenchRun(
+        options=options, progress=Silent(), on_result=print, notes=(), monitor=None, peaks=None, idle=None, rows=rows
+    )
+    notes = run.result(interrupted=True).notes
+    assert len(notes) == len(named)
+    assert all(name in note and "mx" not in note for name, note in zip(named, notes, strict=True))

@@ -206,3 +206,5 @@ def test_an_option_is_no_directory_to_write(words: tuple[str, ...]) -> None:
     assert done.exit_code == 2
     assert "./--json" in " ".join(done.stderr.split())
     assert not Path("--json").exists()
+    empty = lpconv(*words, "-o", "")
+    assert (empty.exit_code, "'--output'" in empty.stderr) == (2, True)

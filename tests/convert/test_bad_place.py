@@ -136,7 +136,7 @@ class TestFullDisk:
         options = ConvertOptions(format="fp32", verify="none", workers=1)
         with mounted(tmp_path / "small", "size=6m") as folder:
             output = folder / "output"
-            with pytest.raises(ResourceError, match=r"0\.01 GB .* 0\.01 GB"):
+            with pytest.raises(ResourceError, match=r"8\.39 MB .* 6\.29 MB"):
                 convert(str(source), output, options)
             (source / "big.txt").write_bytes(bytes(3 * 2**20))
             monkeypatch.setattr("lpconv.convert.run.check_disk", lambda *_: None)  # the space goes while we write

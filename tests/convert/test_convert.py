@@ -337,3 +337,22 @@ def test_verifying_reads_every_element_once(
     found = verify_output(tmp_path / "out", VerifyOptions(against="demo", level="weights"), progress=Silent())
     assert found.passed
     assert read == {t.name: math.prod(t.shape) for t in result.tensors if t.action != "tie"}
+
+
+def test_an_output_has_no_hidden_files_and_no_paths_of_its_author(tmp_path: Path) -> None:
+    config = {"_name_or_path": "/home/me/model", "text_config": {"_name_or_path": "./model"}, "tokenizer": "own/er"}
+    source = write_checkpoint(tmp_path / "source", config=config)
+    names = (".env", ".ssh/key", "notes/.token", ".gitattributes", "notes/text")
+    for name in names:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("/home/me")
+    result = run(source, tmp_path / "out", format="fp16", verify="none")
+    assert result.side_files == (".gitattributes", "notes/text")
+    assert [[n for n in (".env", ".ssh", ".token") if n in w] for w in result.warnings] == [[".env", ".ssh", ".token"]]
+    written = {
+        p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.is_file() and p.suffix != ".safetensors"
+    }
+    assert {n for n, text in written.items() if str(tmp_path) in text} <= {"report.json", "report.html"}
+    assert json.loads(written["config.json"])["text_config"] == {}
+    assert json.loads(written["config.json"])["tokenizer"] == "own/er"
+    assert {n for n, text in written.items() if "/home/me" in text} == {".gitattributes"}

@@ -141,6 +141,11 @@ class TestTensors:
         assert any("F64" in w for w in result.warnings)
         assert not restore(output, tmp_path / "back", force=False, progress=Silent()).exact
 
+    def test_64_bit_numbers_beyond_fp32_are_not_called_infinite_in_the_source(self, run: Run, source: Path) -> None:
+        write_checkpoint(source, {"w": torch.full((4, 4), 1e308, dtype=torch.float64)})
+        (warning,) = (w for w in run(format="fp16", verify="none").warnings if "Inf" in w)
+        assert ("fp32" in warning, "`w`" in warning) == (True, True)
+
     def test_names_that_are_only_odd(self, run: Run, source: Path, output: Path, tmp_path: Path) -> None:
         names = ("../../x", "/abs", "q\"uo'te", "back\\slash", "émoji😀", "a b", "", "<b>", "|`*", "x" * 500)
         tensors = {n: torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(names)}

@@ -246,3 +246,12 @@ def test_reading_a_block_reads_no_more_than_its_rows(tmp_path: Path, monkeypatch
         monkeypatch.setattr(SafetensorsSource, "read_bytes", count)
         stored.values(NAME, 3 * 1024 + 5, 5 * 1024)
     assert touched == 2 * (1024 // 2 + 1024 // 16)
+
+
+@pytest.mark.parametrize(("layout", "divides"), [("ct MXFP4", False), ("ct NVFP4", True)])
+def test_only_a_second_scale_divides(layout: str, divides: bool, tmp_path: Path) -> None:
+    written(layout, tmp_path, edges())
+    with StoredTensors.open(tmp_path) as stored:
+        grid = stored.forms[NAME]
+        assert isinstance(grid, Grid)
+        assert (grid.divides, grid.factor is not None) == (divides, divides)

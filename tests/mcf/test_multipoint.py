@@ -169,6 +169,15 @@ def test_sizes_at_the_ends_of_fp32(size: float) -> None:
     assert (got - x).abs().max() <= max(1e-2 * size, 2.0**-126)
 
 
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_the_largest_numbers_of_fp32_have_codes(element: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([largest, -largest, 0.0, largest / 2]).repeat(2, 16)
+    points = fit(x, FORMATS[element], 2).allot(4)
+    got = decode(encode(x, points, FORMATS[element]), points, FORMATS[element])
+    assert (got / largest - x / largest).abs().max() < 0.1
+
+
 def test_points_of_a_row_stand_together() -> None:
     points = Points(counts_R=torch.tensor([2, 1, 3], dtype=torch.uint8), scales_P=torch.arange(6.0))
     assert points.first_R.tolist() == [0, 2, 3]

@@ -1,10 +1,19 @@
 """Tensors come in layer order, grouped by module and by what was done to them."""
 
 import math
+from dataclasses import replace
 
+import pytest
 from report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
 
-from lpconv.report.tensors import action_groups, in_layer_order, layer_groups, modules_of, worst_tensors
+from lpconv.report.tensors import (
+    action_groups,
+    in_layer_order,
+    layer_groups,
+    modules_of,
+    overflow_text,
+    worst_tensors,
+)
 from lpconv.results import TensorRecord
 
 
@@ -12,6 +21,12 @@ def a_tensor(name: str, sqnr_db: float | None) -> TensorRecord:
     return TensorRecord(
         name=name, shape=(2, 2), source_dtype="F32", action="convert", format="fp16", reason="matrix", sqnr_db=sqnr_db
     )
+
+
+@pytest.mark.parametrize(("stored", "dtype", "count"), [("fp16", "F32", 1), ("fp16", "F64", 0), ("bf16", "F32", 1)])
+def test_another_format_is_named_only_where_it_has_the_range(stored: str, dtype: str, count: int) -> None:
+    t = replace(a_tensor("a", None), format=stored, source_dtype=dtype, num_saturated=1)
+    assert overflow_text(t).count("bf16") == count
 
 
 def test_layers_are_ordered_by_number_between_embeddings_and_head() -> None:

@@ -180,6 +180,11 @@ def test_a_disk_that_fails_at_the_first_write_is_a_lack_of_resources(
     monkeypatch.setattr("lpconv.storage.staging.os.ftruncate", fail)
     with pytest.raises(ResourceError, match=re.escape(str(output))):
         begin()
+    monkeypatch.undo()
+    assert not list(output.parent.iterdir())
+    folder_next_to(output, ".partial").mkdir()  # the disk was full before the journal
+    with begin():
+        pass
 
 
 class TestForce:

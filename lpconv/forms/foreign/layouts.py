@@ -69,7 +69,7 @@ def _fp4(name: str, codes: Component, scale: Component, headers: Headers) -> Gri
         codes=Plane(component=codes, kind="e2m1"),
         scales=one_by_one(scale, block),
         factor=factor,
-        divides=True,
+        divides=factor is not None,
     )
 
 
