@@ -188,3 +188,22 @@ def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:
         run(write_model(tmp_path / "bert", "bert"), "fp32", tmp_path / "run")
     with pytest.raises(UsageError, match="64 positions"):
         run(tmp_path / "bert", "fp32", tmp_path / "run", task="mlm", seq_len=65)
+
+
+def saved(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["t5", "mamba", "xlnet"])
+def test_models_without_positions_have_no_longest_text(kind: str, tmp_path: Path) -> None:
+    if kind == "t5":
+        model, more = write_model(tmp_path / "t5", "t5"), {"data": str(rows(tmp_path))}
+    else:
+        made = {
+            "mamba": lambda t: t.MambaForCausalLM(t.MambaConfig(**{**SMALL, "num_hidden_layers": 1}, state_size=4)),
+            "xlnet": lambda t: t.XLNetLMHeadModel(t.XLNetConfig(vocab_size=260, d_model=32, n_layer=1, n_head=2)),
+        }
+        model, more = saved(tmp_path / kind, made[kind](transformers)), {}
+    assert run(model, "fp32", tmp_path / "run", seq_len=256, batch_size=1, steps=1, twin="none", **more).runs
