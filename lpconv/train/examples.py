@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
+from lpconv.models.objective import IGNORED
 from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.data import HELD_OUT, Rows
 
 Example = Mapping[str, Any]
 
-IGNORED = -100  # label that losses ignore
 _CHUNK = 1000  # texts tokenised at a time
 
 
@@ -121,7 +121,8 @@ class Stream(Dataset[Example]):
     """`count` examples in a seeded order: every example once, then again in a new order.
 
     With `mask` set, a share of `MASK_RATE` of each window's tokens is replaced by that id, and the originals become
-    labels; the first `keep[0]` and last `keep[1]` tokens are special and are not masked.
+    labels; the first `keep[0]` and last `keep[1]` tokens are special and are not masked. With `causal`, the labels are
+    the tokens themselves, or the next ones if they have to be `shifted`.
     """
 
     def __init__(
@@ -134,8 +135,11 @@ class Stream(Dataset[Example]):
         mask: int | None = None,
         keep: tuple[int, int] = (0, 0),
         causal: bool = False,
+        shifted: bool = False,
     ) -> None:
-        self.examples, self.seed, self.mask, self.keep, self.causal = examples, seed, mask, keep, causal
+        self.examples, self.seed, self.mask, self.keep = examples, seed, mask, keep
+        self.causal, self.shifted = causal, shifted
+        self.first_target = int(causal and not shifted)  # place of the first label that is a target
         generator = np.random.default_rng(seed)
         rounds = (
             generator.permutation(len(examples)) if shuffled else np.arange(len(examples)) for _ in itertools.count()
@@ -149,7 +153,8 @@ class Stream(Dataset[Example]):
         example = self.examples[int(self.order[place])]
         if self.mask is not None:
             return self._masked(np.asarray(example["input_ids"]), place)
-        return {**example, "labels": example["input_ids"]} if self.causal else example
+        ids = example["input_ids"]
+        return {**example, "labels": np.append(ids[1:], IGNORED) if self.shifted else ids} if self.causal else example
 
     def _masked(self, ids: Any, place: int) -> Example:
         """Mask a window. All windows have the same number of masks, so a mean over windows is a mean over masks."""

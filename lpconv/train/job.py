@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.objective import Objective, find_objective
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, Task, find_task, main_input, task_of
@@ -40,7 +41,7 @@ class TrainingJob:
     """Data shared by all runs of a command. `mask_id` is set for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
-    `recovery` is set for --recover.
+    `recovery` is set for --recover. `objective` is None until it is found. `guess` names task and columns.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +54,8 @@ class TrainingJob:
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
+    objective: Objective | None = None
+    guess: str | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -85,6 +88,7 @@ class TrainingJob:
             mask=self.mask_id if self.task.name == "mlm" else None,
             keep=self.keep,
             causal=self.task.name == "clm",
+            shifted=self.objective is not None and self.objective.shifted,
         )
 
 
@@ -306,17 +310,21 @@ def _check_sharded(options: FinetuneOptions) -> None:
         )
 
 
-def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
-    """The job with "auto" replaced by layer names, and the measurements of those layers.
+def with_measured(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
+    """The job with its objective and with "auto" replaced by layer names, and the measurements of those layers.
 
-    The starting model runs forward on the first batches of the first seed.
+    The starting model runs forward on the first batches of the first seed. Raises as `find_objective` does.
     """
-    options = job.options
+    options, objective = job.options, job.objective if job.recovery is None else Objective()
+    is_auto = "auto" in options.critical and options.arithmetic.casts_operands
     chosen: tuple[InputRisk, ...] = ()
-    if "auto" in options.critical and options.arithmetic.casts_operands:
+    if is_auto or objective is None:
         with quiet_transformers():
-            model = start_in_fp32(job, options.seed)
+            model = start_in_fp32(job, options.seed).eval()
             batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)
-            chosen = critical_modules(input_risks(model.eval(), batches))
+            objective = objective or find_objective(model, job.task, batches[0])
+            if is_auto:
+                chosen = critical_modules(input_risks(model, batches))
     critical = tuple(dict.fromkeys((*options.critical_patterns, *(r.layer for r in chosen))))
-    return dataclasses.replace(job, options=dataclasses.replace(options, critical=critical)), chosen
+    options = dataclasses.replace(options, critical=critical)
+    return dataclasses.replace(job, options=options, objective=objective), chosen

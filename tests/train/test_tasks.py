@@ -196,6 +196,32 @@ def saved(folder: Path, model: Any) -> Path:
     return folder
 
 
+def test_a_class_that_does_not_shift_labels_learns_the_next_token(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {f"{side}_{what}": n for side in ("encoder", "decoder")
+                             for what, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=260, d_model=32, max_position_embeddings=64, **sizes)
+    model = saved(tmp_path / "bart", transformers.BartForCausalLM(config))
+    data = tmp_path / "held.txt"
+    data.write_text("to be or not to be, " * 60)
+    asked: dict[str, Any] = {"lr": 1e-2, "steps": 10, "eval_data": str(data), "data": str(data), "eval_batches": 99}
+    result = run(model, "fp32", tmp_path / "run", twin="none", **asked)
+    assert sum("`BartForCausalLM`" in w for w in result.warnings) == 1
+    ids = transformers.AutoTokenizer.from_pretrained(model)(data.read_text(), add_special_tokens=False)["input_ids"]
+    windows = torch.tensor(ids[: len(ids) // 24 * 24]).view(-1, 24)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    with torch.no_grad():
+        logits = trained(input_ids=windows, use_cache=False).logits[:, :-1].double()
+    exact = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    ends = {s.name: s.values[-1] for s in result.runs[0].evaluations}
+    assert ends == {name: pytest.approx(float(exact), rel=1e-5) for name in ends}
+    assert len(ends) == 3
+
+
+def asked(**options: Any) -> FinetuneOptions:
+    return FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), **options)
+
+
 @pytest.mark.parametrize("kind", ["t5", "mamba", "xlnet"])
 def test_models_without_positions_have_no_longest_text(kind: str, tmp_path: Path) -> None:
     if kind == "t5":
