@@ -218,7 +218,7 @@ def _windows(
             f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
         )
     eos = special_id(tokenizer, "eos")
-    end = [] if eos is None else [eos]
+    end = [] if eos is None or rows.is_chat else [eos]  # a chat template ends its texts itself
     texts, pieces = [t for t in rows.texts(part) if t], []
     for start in range(0, len(texts), _CHUNK):
         for ids in token_ids(tokenizer, text=texts[start : start + _CHUNK], add_special_tokens=False):

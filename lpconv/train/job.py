@@ -23,7 +23,7 @@ from lpconv.models.whole import check_complete
 from lpconv.report.numbers import name_list
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import check_labels, read_rows
+from lpconv.train.data import check_guess, check_labels, read_rows, with_template
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, parameter_bytes
@@ -131,7 +131,9 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files next to the weights")
     check_complete(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
-    rows = read_rows(options)
+    rows = with_template(read_rows(options), tokenizer)
+    drawn = str((checkpoint.config.get("architectures") or [""])[0])
+    check_guess(options, drawn, rows.label, rows.train[rows.label] if rows.label else ())
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
     _check_gates(options, task)
@@ -167,6 +169,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         mask_id=mask_id,
         keep=(len(before), len(after)),
         num_targets=len(examples.labels) or vocabulary_size(config),
+        guess=rows.guess(task.name),
     )
 
 

@@ -65,6 +65,8 @@ def study(
     checkpoint.check_promised()
     with clock.spending("reading data"):
         job = training_job(checkpoint, options)
+    if job.guess:
+        progress.message(job.guess)
     if start is not None:
         with clock.spending("opening the source"):
             job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))

@@ -13,11 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
+from lpconv.progress import Silent
 from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import read_rows
 from lpconv.train.examples import sequence_pairs
-from lpconv.train.job import open_start
+from lpconv.train.job import open_start, training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
@@ -190,6 +192,21 @@ def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:
         run(tmp_path / "bert", "fp32", tmp_path / "run", task="mlm", seq_len=65)
 
 
+class Messages(Silent):
+    """Keeps what a command tells the user."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def jsonl(path: Path, table: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    return str(path)
+
+
 def saved(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
@@ -216,6 +233,46 @@ def test_a_class_that_does_not_shift_labels_learns_the_next_token(tmp_path: Path
     ends = {s.name: s.values[-1] for s in result.runs[0].evaluations}
     assert ends == {name: pytest.approx(float(exact), rel=1e-5) for name in ends}
     assert len(ends) == 3
+
+
+@pytest.mark.parametrize("columns", [("input", "output"), ("text", "label")])
+def test_texts_that_answer_texts_are_no_classes(columns: tuple[str, str], tmp_path: Path) -> None:
+    model, seen = write_model(tmp_path / "gpt2", "gpt2"), Messages()
+    data = jsonl(tmp_path / "pairs.jsonl", [{columns[0]: f"what is {i}?", columns[1]: f"it is {i}"} for i in range(60)])
+    with pytest.raises(UsageError, match=f"`{columns[1]}`.*`GPT2LMHeadModel`") as caught:
+        run(model, "fp32", tmp_path / "run", data=data)
+    assert "--task clm" in (caught.value.hint or "")
+    asked = FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), data=data, task="clm", steps=1, seq_len=24,
+                            batch_size=2, twin="none")  # fmt: skip
+    assert finetune(str(model), tmp_path / "clm", asked, progress=seen).task == "clm"
+    (message,) = (m for m in seen.texts if "clm" in m)
+    assert f"{columns[0]}, not {columns[1]}" in message
+
+
+CHATS = {
+    "messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}],
+    "conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}],
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    "<cls>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("column", CHATS)
+def test_conversations_are_rendered_by_the_chat_template(column: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gpt2", "gpt2")
+    data = jsonl(tmp_path / "chat.jsonl", [{column: CHATS[column]}] * 30)
+    with pytest.raises(InputError, match="template"):
+        run(model, "fp32", tmp_path / "run", data=data)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    one = tokenizer.apply_chat_template(CHATS["messages"], tokenize=True, return_dict=False)
+    job = training_job(Checkpoint.open(model), asked(data=data, seq_len=8))
+    assert [i for x in job.examples.train for i in x["input_ids"]][:60] == (one * 9)[:60]
+    strange = jsonl(tmp_path / "strange.jsonl", [{column: [{"role": "alien", "content": "x"}]}] * 30)
+    with pytest.raises(InputError, match="alien"):
+        run(model, "fp32", tmp_path / "run", data=strange)
 
 
 def asked(**options: Any) -> FinetuneOptions:
