@@ -146,8 +146,9 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="pass --task clm")
     before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
     if task.name == "classification":
-        trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
-        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
+        is_trained = "ForSequenceClassification" in drawn and config.num_labels > 1
+        trained = [config.id2label[i] for i in range(config.num_labels)] if is_trained else []
+        examples = classification(rows, tokenizer, **sizes, head=trained)
     elif task.name == "seq2seq":
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:

@@ -235,6 +235,31 @@ def test_a_class_that_does_not_shift_labels_learns_the_next_token(tmp_path: Path
     assert len(ends) == 3
 
 
+SENTIMENT = {0: "pos", 1: "neg"}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_trained_head_keeps_its_classes_and_their_names(as_text: bool, tmp_path: Path) -> None:
+    """The accuracy before training is that of transformers with the head as it is."""
+    torch.manual_seed(0)
+    names = {"id2label": SENTIMENT, "label2id": {v: k for k, v in SENTIMENT.items()}}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, **names)).eval()
+    folder = saved(tmp_path / "bert", model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [f"thing {i}" for i in range(40)]
+    with torch.no_grad():
+        found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    table = [{"text": text, "label": SENTIMENT[y] if as_text else y} for text, y in zip(texts, found, strict=True)]
+    data = jsonl(tmp_path / "rows.jsonl", table)
+    result = run(folder, "fp32", tmp_path / "run", data=data, eval_data=data, twin="none", eval_batches=99)
+    accuracy = next(s for s in result.runs[0].evaluations if s.name == "eval_accuracy")
+    assert accuracy.values[0] == 1.0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "run").id2label == SENTIMENT
+    wrong = jsonl(tmp_path / "wrong.jsonl", [{"text": "x", "label": "good" if i % 2 else "pos"} for i in range(20)])
+    with pytest.raises(InputError, match=r"`good`.* pos, neg"):
+        run(folder, "fp32", tmp_path / "other", data=wrong)
+
+
 @pytest.mark.parametrize("columns", [("input", "output"), ("text", "label")])
 def test_texts_that_answer_texts_are_no_classes(columns: tuple[str, str], tmp_path: Path) -> None:
     model, seen = write_model(tmp_path / "gpt2", "gpt2"), Messages()
