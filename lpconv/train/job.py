@@ -223,8 +223,9 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     opened = open_to_train(
         job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared, resident=rank > 0
     )
-    if opened.model.config.pad_token_id is None and job.task not in (CLM, MLM):  # windows need no padding
-        opened.model.config.pad_token_id = job.pad_id
+    config = opened.model.config.get_text_config()
+    if getattr(config, "pad_token_id", None) is None and job.task not in (CLM, MLM):  # windows need no padding
+        config.pad_token_id = job.pad_id
     if job.recovery is not None:
         job.recovery.distillation.attach(opened.model)
     if rank:

@@ -315,3 +315,31 @@ def test_models_without_positions_have_no_longest_text(kind: str, tmp_path: Path
         }
         model, more = saved(tmp_path / kind, made[kind](transformers)), {}
     assert run(model, "fp32", tmp_path / "run", seq_len=256, batch_size=1, steps=1, twin="none", **more).runs
+
+
+def test_a_classifier_without_a_padding_token_is_published_with_the_one_of_its_training(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gpt2", "gpt2")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    run(model, "fp32", tmp_path / "run", data=str(rows(tmp_path)), twin="none")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        both = opened(**tokenizer(["good thing", "bad"], padding=True, return_tensors="pt")).logits
+        alone = opened(**tokenizer(["bad"], return_tensors="pt")).logits
+    torch.testing.assert_close(both[1:], alone)
+
+
+def test_a_multimodal_model_trains_as_a_classifier_of_texts(tmp_path: Path) -> None:
+    """Its config has the padding id in the part for texts."""
+    text = {**SMALL, "vocab_size": 270, "head_dim": 16, "num_key_value_heads": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=265, boi_token_index=266, eoi_token_index=267,
+    )  # fmt: skip
+    model = saved(tmp_path / "gemma3", transformers.Gemma3ForConditionalGeneration(config))
+    assert run(model, "fp32", tmp_path / "clm", twin="none", steps=1).task == "clm"
+    result = run(model, "fp32", tmp_path / "run", twin="none", steps=1, data=str(rows(tmp_path)), task="classification")
+    assert result.task == "classification"
