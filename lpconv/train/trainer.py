@@ -239,7 +239,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         saved = f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
         return DivergedError(
             f"{what}; the first non-finite value: `{first.layer}`, {first.direction}, step {first.step}",
-            hint=f"lower --lr, or choose a recipe with more range; {saved}",
+            # Before the first update no learning rate can be the cause.
+            hint=f"{'lower --lr, or ' * (since > 1)}choose a recipe with the range of fp32, such as amp-bf16; {saved}",
             details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
         )
 

@@ -23,6 +23,7 @@ from lpconv.train.job import open_start, training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from lpconv.train.trainer import DivergedError
 
 SPECIAL = ["<pad>", "</s>", "<mask>", "<cls>"]
 SMALL = {
@@ -343,3 +344,18 @@ def test_a_multimodal_model_trains_as_a_classifier_of_texts(tmp_path: Path) -> N
     assert run(model, "fp32", tmp_path / "clm", twin="none", steps=1).task == "clm"
     result = run(model, "fp32", tmp_path / "run", twin="none", steps=1, data=str(rows(tmp_path)), task="classification")
     assert result.task == "classification"
+
+
+def test_an_overflow_before_any_update_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    """As that of T5's `wo` in fp16; the recipe of the hint trains."""
+    model = transformers.T5ForConditionalGeneration.from_pretrained(write_model(tmp_path / "t5", "t5"))
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    model.save_pretrained(tmp_path / "t5")
+    more: dict[str, Any] = {"data": str(rows(tmp_path)), "twin": "none", "steps": 1}
+    with pytest.raises(DivergedError) as caught:
+        run(tmp_path / "t5", "amp-fp16", tmp_path / "run", **more)
+    assert "--lr" not in (caught.value.hint or "")
+    assert "amp-bf16" in (caught.value.hint or "")
+    assert run(tmp_path / "t5", "amp-bf16", tmp_path / "other", **more).runs
