@@ -87,7 +87,7 @@ def _initial_result(
         source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
         rows=(),
         findings=findings,
-        warnings=tuple(prepared.batches.tokens.doubts),
+        warnings=(*prepared.notes, *prepared.batches.tokens.doubts),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
         command=command,

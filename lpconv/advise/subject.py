@@ -22,7 +22,7 @@ from lpconv.errors import InputError
 from lpconv.models.load import load_from_state
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
-from lpconv.models.tokenizer import Tokens
+from lpconv.models.tokenizer import Tokens, read_tokenizer
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
 from lpconv.probe.batches import Batches
@@ -33,7 +33,7 @@ from lpconv.report.numbers import code_list
 from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.staging import Staging
-from lpconv.train.data import is_text, read_rows
+from lpconv.train.data import is_text, read_rows, with_template
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
 Window = dict[str, Tensor]
@@ -102,7 +102,7 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
     """Open the model of a checkpoint, and cut the text into windows."""
     with tempfile.TemporaryDirectory() as folder:
         asked = ProbeOptions(
-            data=_text_file(options, Path(folder)),
+            data=_text_file(options, checkpoint, Path(folder)),
             batch_size=options.batch_size,
             seq_len=options.seq_len,
             seed=options.seed,
@@ -133,11 +133,11 @@ def _shuffled(tokens: Tokens, seed: int) -> Tokens:
     return replace(tokens, windows=tokens.windows[order])
 
 
-def _text_file(options: AdviseOptions, folder: Path) -> Path | None:
+def _text_file(options: AdviseOptions, checkpoint: Checkpoint, folder: Path) -> Path | None:
     """A plain text file: the data file itself, or the text column of the data."""
     if options.data is None or is_text(options.data):
         return None if options.data is None else Path(options.data)
-    rows = read_rows(options.training("fp32", steps=1))
+    rows = with_template(read_rows(options.training("fp32", steps=1)), read_tokenizer(checkpoint.directory))
     path = folder / "texts.txt"
     path.write_text("\n".join(rows.texts(rows.train)), encoding="utf-8")
     return path

@@ -32,7 +32,7 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean
-from lpconv.train.job import TrainingRun, training_job, with_critical
+from lpconv.train.job import TrainingRun, training_job, with_measured
 from lpconv.train.memory import weight_bytes
 from lpconv.train.one import train_one
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS
@@ -87,7 +87,8 @@ class Runs:
     def run(self, recipe: str, seed: int, steps: int, *, role: str = "run") -> _Run:
         """Train with a recipe."""
         started = time.perf_counter()
-        job, _ = with_critical(replace(self._job, options=self.options.training(recipe, steps=steps)))
+        job, _ = with_measured(replace(self._job, options=self.options.training(recipe, steps=steps)))
+        self._job = replace(self._job, objective=job.objective)
         with tempfile.TemporaryDirectory() as folder:
             work = TrainingRun(
                 role=role,

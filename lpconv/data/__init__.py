@@ -162,10 +162,13 @@ def text_column(path: Path, columns: Sequence[str]) -> str:
 
 
 def num_positions(config: Mapping[str, Any]) -> int | None:
-    """Number of tokens that the model has positions for, or None if config.json has no limit under a usual name."""
+    """Number of tokens that the model has positions for, or None if config.json has no limit under a usual name.
+
+    XLNet's -1 means no limit.
+    """
     unused = 2 if config.get("model_type") in _OFFSET_POSITIONS else 0
     limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return next((n - unused for n in limits if isinstance(n, int)), None)
+    return next((n - unused for n in limits if isinstance(n, int) and n > 0), None)
 
 
 def demo_text(split: str) -> Path:

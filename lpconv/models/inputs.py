@@ -42,12 +42,12 @@ def max_length(config: Any) -> int | None:
 
 def sequence_length(config: Any, wanted: int | None) -> int:
     """`wanted` tokens, by default 128 or the model's maximum. Raises UsageError if the model has fewer positions."""
-    limit = max_length(config) or SEQ_LEN
-    if wanted is not None and wanted > limit:
+    limit = max_length(config)
+    if wanted is not None and limit is not None and wanted > limit:
         raise UsageError(
             f"--seq-len {wanted} exceeds the model's maximum of {limit} positions", hint=f"pass at most {limit}"
         )
-    return wanted or min(SEQ_LEN, limit)
+    return wanted or min(SEQ_LEN, limit or SEQ_LEN)
 
 
 def random_ids(shape_BL: tuple[int, int], vocab_size: int, *, seed: int, first: int = 0) -> Tensor:

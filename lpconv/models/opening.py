@@ -23,6 +23,7 @@ from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_cla
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
 _DOES_NOT_OPEN = "the model cannot be opened"
+FIT_HINT = "check that config.json and the tokenizer belong to the weights"
 _WHAT_OPENS = "check that config.json belongs to the weights and that the installed transformers knows the model"
 
 
@@ -55,12 +56,6 @@ def model_errors(what: str, *, hint: str, error: type[LpconvError] = Unsupported
         raise
     except Exception as e:
         raise out_of_memory(e) or peer_lost(e) or error(f"{what}: {error_line(e)}", hint=hint) from e
-
-
-def check_runs(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Run the model once on the first of the inputs. Raises UnsupportedError if it does not run."""
-    with quiet_transformers(), model_errors("the model fails when it runs", hint=_WHAT_OPENS), torch.no_grad():
-        model(**{name: x[:1] for name, x in inputs.items()})
 
 
 def open_to_run(checkpoint: Openable, **options: Any) -> Opened:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lpconv.models.objective import next_tokens
 from lpconv.models.tasks import CLM, MLM, Task
 from lpconv.models.tokenizer import Tokens
 
@@ -18,13 +19,14 @@ MASK_RATE = 0.15  # share of the tokens that the mask token replaces, as in BERT
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Endless batches of keyword arguments for a model's forward pass; the windows repeat from the start."""
+    """Endless batches of arguments for a model; windows repeat. `shifted`: the labels of clm are the next tokens."""
 
     tokens: Tokens
     task: Task
     batch_size: int
     vocab_size: int
     seed: int
+    shifted: bool = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -35,7 +37,7 @@ class Batches:
 
     def _batch(self, ids_BL: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         if self.task is CLM:
-            return {"input_ids": ids_BL, "labels": ids_BL}
+            return {"input_ids": ids_BL, "labels": next_tokens(ids_BL) if self.shifted else ids_BL}
         if self.task is MLM:
             return self._masked(ids_BL, generator)
         return {"input_ids": ids_BL}

@@ -15,7 +15,8 @@ from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
-from lpconv.models.opening import Opened, check_runs, open_to_run, read_text_config
+from lpconv.models.objective import find_objective
+from lpconv.models.opening import Opened, open_to_run, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
@@ -49,6 +50,7 @@ class ProbeSetup:
     batches: Batches
     seq_len: int
     data_words: str
+    notes: tuple[str, ...]
 
     def loss(self, output: Any) -> Tensor:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
@@ -75,10 +77,12 @@ def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, h
         vocab_size=vocabulary_size(opened.model.config),
         seed=options.seed,
     )
-    check_runs(opened.model, next(iter(batches)))
+    objective = find_objective(opened.model, task, next(iter(batches)))
+    batches = dataclasses.replace(batches, shifted=objective.shifted)
     return ProbeSetup(
-        checkpoint=checkpoint, opened=opened, task=task, batches=batches, seq_len=seq_len, data_words=data_words
-    )
+        checkpoint=checkpoint, opened=opened, task=task, batches=batches, seq_len=seq_len, data_words=data_words,
+        notes=objective.notes,
+    )  # fmt: skip
 
 
 def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progress | None = None) -> ProbeResult:
@@ -162,7 +166,7 @@ def _warnings(prepared: ProbeSetup) -> list[str]:
         notes.append(f"the checkpoint lacks weights of `{named}`, so {type(opened.model).__name__} was probed instead")
     if opened.missing:
         notes.append(f"not in the checkpoint, so filled with random numbers: {name_list(opened.missing)}")
-    return [*notes, *prepared.batches.tokens.doubts]
+    return [*notes, *prepared.notes, *prepared.batches.tokens.doubts]
 
 
 def calibrate_checkpoint(

@@ -5,8 +5,8 @@
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,11 @@ from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
 
-_LABELS = ("label", "labels", "target", "output", "summary")
+_TARGETS = ("target", "output", "summary")  # may be classes or texts
+_LABELS = ("label", "labels", *_TARGETS)
+_CHATS = ("messages", "conversations")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
 
 
@@ -40,11 +44,11 @@ def is_text(name: str) -> bool:
     return _is_file_name(name) and file_kind(Path(name)) == "text"
 
 
-def check_data(options: FinetuneOptions) -> None:
-    """Validate the data options without reading all data.
+def check_data(options: FinetuneOptions, architecture: str = "") -> None:
+    """Validate the data options without reading all data, for a model class if it is known.
 
     Raises InputError for a file that is missing, empty or not text, or an unavailable data set; UsageError for a column
-    that is missing or given without data.
+    that is missing, given without data or ambiguous.
     """
     if options.data is None:
         named = {"--text-column": options.text_column, "--label-column": options.label_column}
@@ -64,7 +68,7 @@ def check_data(options: FinetuneOptions) -> None:
             read_text(path, QUICK_BYTES)
         columns = columns_of(path)
         if columns is not None and name == options.data:
-            _choose_columns(columns, options)
+            check_guess(options, architecture, _choose_columns(columns, options)[1])
 
 
 def _check_within_reach(name: str) -> None:
@@ -90,15 +94,53 @@ def _plain(name: str) -> str:
 def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
     """The columns of texts and labels, by their usual names unless given. Raises UsageError if one is missing."""
     name = str(options.data)
-    text = _column(columns, options.text_column, TEXT_COLUMNS, name)
+    text = _column(columns, options.text_column, (*TEXT_COLUMNS, *_CHATS), name)
     if text is None:
         raise UsageError(
-            f"`{name}` has no text column called {' or '.join(TEXT_COLUMNS)}",
+            f"`{name}` has no text column called {' or '.join((*TEXT_COLUMNS, *_CHATS))}",
             hint=f"pass --text-column with one of: {', '.join(columns)}",
         )
     label = _column(columns, options.label_column, _LABELS, name)
     check_labels(options.task, label)
     return text, label
+
+
+def with_template(rows: "Rows", tokenizer: Any) -> "Rows":
+    """The rows, with conversations as texts by the tokenizer's chat template; raises InputError where that fails."""
+
+    def render(turns: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template([*map(_message, turns)], tokenize=False))
+        except Exception as e:  # templates raise errors of their own
+            raise InputError(
+                f"the chat template cannot render a conversation of `{rows.words}`, {turns!r:.80}: {first_line(e)}",
+                hint="turns have `role` and `content`, or ShareGPT's `from` and `value`, with roles of the template",
+            ) from e
+
+    if rows.is_chat and not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"`{rows.words}` has conversations, but the model's tokenizer has no chat template",
+            hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
+        )
+    return replace(rows, render=render) if rows.is_chat else rows
+
+
+def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as templates read it. Fields that only other turns have are None in Arrow, and left out."""
+    if "from" in turn:
+        return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+    return {k: v for k, v in turn.items() if v is not None} | {k: turn[k] for k in ("role", "content")}
+
+
+def check_guess(options: FinetuneOptions, architecture: str, label: str | None, labels: Sequence[Any] = ()) -> None:
+    """Raise UsageError if a language model could learn to classify, or to write, what a guessed column holds."""
+    texts = [x for x in labels if isinstance(x, str)]
+    is_text = label in _TARGETS or len(set(texts)) > max(2, len(texts) / 2)
+    if is_text and options.task == "auto" and not options.label_column and architecture.endswith(_LANGUAGE_MODELS):
+        raise UsageError(
+            f"column `{label}` of `{options.data}` may hold classes or texts, and `{architecture}` could learn either",
+            hint="pass --task classification, or --task clm --text-column NAME; to learn both, join them in one column",
+        )
 
 
 def check_labels(task: str, label: str | None) -> None:
@@ -124,7 +166,7 @@ HELD_OUT = 10  # by default, one row in ten is held out
 class Rows:
     """Rows of text, with labels if a column of them exists, and a description.
 
-    `held_out` is None if the rows are a single text, which is cut later.
+    `held_out` is None if the rows are a single text, which is cut later. Conversations need `render` to become texts.
     """
 
     train: Any
@@ -132,10 +174,23 @@ class Rows:
     text: str
     label: str | None
     words: str
+    render: Callable[[Any], str] = str
+
+    @property
+    def is_chat(self) -> bool:
+        return any(isinstance(x, list) for x in self.train[:1][self.text])
 
     def texts(self, part: Any) -> list[str]:
         """The texts of a part, with "" for missing ones."""
-        return [x if x is not None else "" for x in part[self.text]]
+        return [self.render(x) if x is not None else "" for x in part[self.text]]
+
+    def guess(self, task: str) -> str | None:
+        """The task and the columns that it uses in words, or None if there is only one column."""
+        used = [self.text, *([self.label] if self.label and task in ("classification", "seq2seq") else ())]
+        unused = ", ".join(c for c in self.train.column_names if c not in used)
+        words = f"task {task} on {' and '.join(used)}{unused and f', not {unused}'}"
+        has_choice = len(self.train.column_names) > 1
+        return f"{words}; --task, --text-column and --label-column change this" if has_choice else None
 
 
 def read_rows(options: FinetuneOptions) -> Rows:
@@ -181,11 +236,12 @@ def _check(rows: Any, text: str, label: str | None, name: str) -> None:
             raise InputError(
                 f"column `{column}` of `{name}` is not UTF-8 text", hint="save it as UTF-8 or as .parquet"
             ) from e
-    odd = next((i for i, x in enumerate(rows[text]) if x is not None and not isinstance(x, str)), None)
+    # Lists are conversations; the values of a column are all of one type.
+    odd = next((i for i, x in enumerate(rows[text]) if x is not None and not isinstance(x, (str, list))), None)
     if odd is not None:
         raise InputError(
             f"column `{text}` of `{name}` is not text: row {odd} is {rows[text][odd]!r:.60}",
             hint="pass the text column with --text-column",
         )
-    if not any(x and x.strip() for x in rows[text]):
+    if not any(x and str(x).strip() for x in rows[text]):
         raise InputError(f"column `{text}` of `{name}` is empty", hint="pass another --text-column")

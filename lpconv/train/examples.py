@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
+from lpconv.models.objective import IGNORED
 from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
 from lpconv.probe.batches import MASK_RATE
 from lpconv.train.data import HELD_OUT, Rows
 
 Example = Mapping[str, Any]
 
-IGNORED = -100  # label that losses ignore
 _CHUNK = 1000  # texts tokenised at a time
 
 
@@ -62,18 +62,16 @@ def pack_examples(
     )
 
 
-def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, num_trained: int | None) -> Examples:
+def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, head: Sequence[str] = ()) -> Examples:
     """Texts, truncated to `seq_len`, with a class each.
 
-    Classes are the column's names in alphabetical order, or its numbers from 0. `num_trained` is the number of classes
-    of the checkpoint's head. Raises InputError for rows without a label and for labels out of range.
+    Classes are those of a trained `head` by name or number, or for a new one the column's names in alphabetical
+    order, or its numbers from 0. Raises InputError for rows without a label and for labels out of range.
     """
     assert rows.label is not None
     if rows.held_out is None:
         raise InputError(f"{rows.words} has only one row", hint="add rows, or pass --eval-data")
-    names = _class_names(rows, num_trained)
-    is_named = any(isinstance(x, str) for x in rows.train[rows.label])
-    numbers = {name if is_named else str(i): i for i, name in enumerate(names)}
+    names, numbers = _classes(rows, head)
     cut = 0
 
     def examples(part: Any) -> list[Example]:
@@ -121,7 +119,8 @@ class Stream(Dataset[Example]):
     """`count` examples in a seeded order: every example once, then again in a new order.
 
     With `mask` set, a share of `MASK_RATE` of each window's tokens is replaced by that id, and the originals become
-    labels; the first `keep[0]` and last `keep[1]` tokens are special and are not masked.
+    labels; the first `keep[0]` and last `keep[1]` tokens are special and are not masked. With `causal`, the labels are
+    the tokens themselves, or the next ones if they have to be `shifted`.
     """
 
     def __init__(
@@ -134,8 +133,11 @@ class Stream(Dataset[Example]):
         mask: int | None = None,
         keep: tuple[int, int] = (0, 0),
         causal: bool = False,
+        shifted: bool = False,
     ) -> None:
-        self.examples, self.seed, self.mask, self.keep, self.causal = examples, seed, mask, keep, causal
+        self.examples, self.seed, self.mask, self.keep = examples, seed, mask, keep
+        self.causal, self.shifted = causal, shifted
+        self.first_target = int(causal and not shifted)  # place of the first label that is a target
         generator = np.random.default_rng(seed)
         rounds = (
             generator.permutation(len(examples)) if shuffled else np.arange(len(examples)) for _ in itertools.count()
@@ -149,7 +151,8 @@ class Stream(Dataset[Example]):
         example = self.examples[int(self.order[place])]
         if self.mask is not None:
             return self._masked(np.asarray(example["input_ids"]), place)
-        return {**example, "labels": example["input_ids"]} if self.causal else example
+        ids = example["input_ids"]
+        return {**example, "labels": np.append(ids[1:], IGNORED) if self.shifted else ids} if self.causal else example
 
     def _masked(self, ids: Any, place: int) -> Example:
         """Mask a window. All windows have the same number of masks, so a mean over windows is a mean over masks."""
@@ -213,7 +216,7 @@ def _windows(
             f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
         )
     eos = special_id(tokenizer, "eos")
-    end = [] if eos is None else [eos]
+    end = [] if eos is None or rows.is_chat else [eos]  # a chat template ends its texts itself
     texts, pieces = [t for t in rows.texts(part) if t], []
     for start in range(0, len(texts), _CHUNK):
         for ids in token_ids(tokenizer, text=texts[start : start + _CHUNK], add_special_tokens=False):
@@ -233,32 +236,35 @@ def _too_short(words: str, seq_len: int) -> InputError:
     )
 
 
-def _class_names(rows: Rows, num_trained: int | None) -> tuple[str, ...]:
-    """The classes of the training part, by number."""
-    column = rows.train[rows.label]
-    feature = rows.train.features[rows.label]
+def _classes(rows: Rows, trained: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The names of the classes by number, and the number of each label."""
+    feature, found = rows.train.features[rows.label], {x for x in rows.train[rows.label] if x is not None}
+    names: dict[Any, str]  # by label
     if hasattr(feature, "names"):
-        return tuple(feature.names)
-    classes = {x for x in column if x is not None}
-    if classes and all(isinstance(x, str) for x in classes):
-        names = tuple(sorted(classes))
-    elif classes and all(isinstance(x, int) for x in classes):
-        count = num_trained or max(classes) + 1
-        out = sorted(x for x in classes if not 0 <= x < count)
-        if out:
-            has = f": the model has {num_trained} classes, 0 to {num_trained - 1}" if num_trained else ""
+        names = dict(enumerate(feature.names))
+    elif found and all(isinstance(x, str) for x in found):
+        names = {x: x for x in sorted(found)}
+    elif found and all(isinstance(x, int) for x in found):
+        names = dict(enumerate(trained or map(str, range(max(found) + 1))))
+        if out := sorted(found - names.keys()):
+            has = f": the model has {len(trained)} classes, 0 to {len(trained) - 1}" if trained else ""
             raise InputError(f"label {out[0]} of {rows.words} is out of range{has}", hint="number classes from 0")
-        names = tuple(map(str, range(count)))
     else:
         raise InputError(
             f"column `{rows.label}` of {rows.words} contains neither class names nor whole numbers",
             hint="pass another --label-column",
         )
-    if len(names) < 2:
+    classes = tuple(trained or names.values())
+    if len(classes) < 2:
         raise InputError(
             f"column `{rows.label}` of {rows.words} has only one class", hint="training needs at least two classes"
         )
-    return names
+    if unknown := sorted({*names.values()} - {*classes}):
+        raise InputError(
+            f"label `{unknown[0]}` of {rows.words} is not one of the model's classes: {', '.join(classes):.200}",
+            hint="use names or numbers of id2label in config.json; for other classes, take a model without a head",
+        )
+    return classes, {str(label): classes.index(name) for label, name in names.items()}
 
 
 def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lpconv.models.objective import IGNORED
 from lpconv.results import Series
-from lpconv.train.examples import IGNORED, Stream
+from lpconv.train.examples import Stream
 from lpconv.train.recipes import Arithmetic
 
 IN_FP32, PUBLISHED = "_fp32", "_published"  # suffixes of metric names
@@ -40,9 +41,9 @@ def as_published(evaluations: Iterable[Series]) -> tuple[Series, ...]:
 @torch.no_grad()
 def in_fp32(
     model: Any, values: Mapping[str, Tensor] | None, batches: Iterable[Mapping[str, Tensor]], *, step: int,
-    accuracy: Callable[[Any, Mapping[str, Tensor]], float] | None,
+    accuracy: Callable[[Any, Mapping[str, Tensor]], float],
 ) -> tuple[Series, ...]:  # fmt: skip
-    """Mean loss, and optionally accuracy, of `model` with the trained `values`, weighted by targets.
+    """Mean loss, and accuracy if it is not NaN, of `model` with the trained `values`, weighted by targets.
 
     `accuracy` is that of a batch, from the model's output. Without `values`, `model` is the published one, and the
     metrics are named accordingly.
@@ -53,7 +54,7 @@ def in_fp32(
     rows = []
     for batch in batches:
         out = model(**batch)
-        rows.append((num_targets(batch), float(out.loss), accuracy(out, batch) if accuracy is not None else math.nan))
+        rows.append((num_targets(batch), float(out.loss), accuracy(out, batch)))
     behind = PUBLISHED if values is None else IN_FP32
     return tuple(
         Series(name=name + behind, steps=(step,), values=(value,)) for name, value in held_out_metrics(rows).items()
@@ -61,7 +62,7 @@ def in_fp32(
 
 
 def num_targets(batch: Mapping[str, Tensor]) -> float:
-    """Number of labels in a batch; a causal model predicts all but the first of each window, which are equally long."""
+    """Number of labels in a batch; a causal model predicts all but one of each window, which are equally long."""
     return float((batch["labels"] != IGNORED).sum())
 
 
@@ -80,8 +81,7 @@ def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> di
     """
     counts = np.bincount(_concatenate(train), minlength=num_targets)
     labels = [held_out[i]["labels"] for i in range(len(held_out))]
-    # A causal model predicts the next token, so the first token is not a target.
-    targets = _concatenate(x[1:] if held_out.causal else x for x in labels)
+    targets = _concatenate(x[1:] if held_out.first_target else x for x in labels)
     targets = targets[targets != IGNORED]
     metrics = {"eval_loss": float(-np.log(_probabilities(counts))[targets].mean())}
     is_class = isinstance(labels[0], int)

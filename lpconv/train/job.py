@@ -14,6 +14,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.objective import Objective, find_objective
 from lpconv.models.opening import Opened, open_to_train, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, Task, find_task, main_input, task_of
@@ -22,7 +23,7 @@ from lpconv.models.whole import check_complete
 from lpconv.report.numbers import name_list
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import check_labels, read_rows
+from lpconv.train.data import check_guess, check_labels, read_rows, with_template
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
 from lpconv.train.memory import check_room, parameter_bytes
@@ -40,7 +41,7 @@ class TrainingJob:
     """Data shared by all runs of a command. `mask_id` is set for masked models.
 
     `keep` is the number of special tokens before and after a window, `num_targets` the number of classes or tokens.
-    `recovery` is set for --recover.
+    `recovery` is set for --recover. `objective` is None until it is found. `guess` names task and columns.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +54,8 @@ class TrainingJob:
     keep: tuple[int, int]
     num_targets: int
     recovery: Recovery | None = None
+    objective: Objective | None = None
+    guess: str | None = None
 
     @property
     def num_labels(self) -> int | None:
@@ -85,6 +88,7 @@ class TrainingJob:
             mask=self.mask_id if self.task.name == "mlm" else None,
             keep=self.keep,
             causal=self.task.name == "clm",
+            shifted=self.objective is not None and self.objective.shifted,
         )
 
 
@@ -127,7 +131,9 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         raise InputError(f"`{directory.name}` has no tokenizer", hint="copy its files next to the weights")
     check_complete(checkpoint, allow_missing=options.allow_missing)
     _check_weights(checkpoint, options)
-    rows = read_rows(options)
+    rows = with_template(read_rows(options), tokenizer)
+    drawn = str((checkpoint.config.get("architectures") or [""])[0])
+    check_guess(options, drawn, rows.label, rows.train[rows.label] if rows.label else ())
     task = find_task(checkpoint.config, options.task, has_labels=rows.label is not None)
     _check_head(checkpoint, options, task)
     _check_gates(options, task)
@@ -140,8 +146,9 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         raise UsageError(f"the tokenizer of `{directory.name}` has no mask token", hint="pass --task clm")
     before, after = special_tokens(tokenizer) if task.name == "mlm" else ([], [])
     if task.name == "classification":
-        trained = config.num_labels if "ForSequenceClassification" in str(config.architectures) else None
-        examples = classification(rows, tokenizer, **sizes, num_trained=trained)
+        is_trained = "ForSequenceClassification" in drawn and config.num_labels > 1
+        trained = [config.id2label[i] for i in range(config.num_labels)] if is_trained else []
+        examples = classification(rows, tokenizer, **sizes, head=trained)
     elif task.name == "seq2seq":
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
@@ -163,6 +170,7 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
         mask_id=mask_id,
         keep=(len(before), len(after)),
         num_targets=len(examples.labels) or vocabulary_size(config),
+        guess=rows.guess(task.name),
     )
 
 
@@ -215,8 +223,9 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     opened = open_to_train(
         job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared, resident=rank > 0
     )
-    if opened.model.config.pad_token_id is None and job.task not in (CLM, MLM):  # windows need no padding
-        opened.model.config.pad_token_id = job.pad_id
+    config = opened.model.config.get_text_config()
+    if getattr(config, "pad_token_id", None) is None and job.task not in (CLM, MLM):  # windows need no padding
+        config.pad_token_id = job.pad_id
     if job.recovery is not None:
         job.recovery.distillation.attach(opened.model)
     if rank:
@@ -306,17 +315,21 @@ def _check_sharded(options: FinetuneOptions) -> None:
         )
 
 
-def with_critical(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
-    """The job with "auto" replaced by layer names, and the measurements of those layers.
+def with_measured(job: TrainingJob) -> tuple[TrainingJob, tuple[InputRisk, ...]]:
+    """The job with its objective and with "auto" replaced by layer names, and the measurements of those layers.
 
-    The starting model runs forward on the first batches of the first seed.
+    The starting model runs forward on the first batches of the first seed. Raises as `find_objective` does.
     """
-    options = job.options
+    options, objective = job.options, job.objective if job.recovery is None else Objective()
+    is_auto = "auto" in options.critical and options.arithmetic.casts_operands
     chosen: tuple[InputRisk, ...] = ()
-    if "auto" in options.critical and options.arithmetic.casts_operands:
+    if is_auto or objective is None:
         with quiet_transformers():
-            model = start_in_fp32(job, options.seed)
+            model = start_in_fp32(job, options.seed).eval()
             batches = first_batches(job, job.stream(options.seed, held_out=False), MEASURED_BATCHES, model.device)
-            chosen = critical_modules(input_risks(model.eval(), batches))
+            objective = objective or find_objective(model, job.task, batches[0])
+            if is_auto:
+                chosen = critical_modules(input_risks(model, batches))
     critical = tuple(dict.fromkeys((*options.critical_patterns, *(r.layer for r in chosen))))
-    return dataclasses.replace(job, options=dataclasses.replace(options, critical=critical)), chosen
+    options = dataclasses.replace(options, critical=critical)
+    return dataclasses.replace(job, options=options, objective=objective), chosen

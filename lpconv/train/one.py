@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.matmul import HalfProducts
-from lpconv.models.opening import Opened, error_line, model_errors
+from lpconv.models.opening import FIT_HINT, Opened, error_line, model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.probe.lca import LossChange
@@ -43,7 +43,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import TrainingSetup, operand_scale_of, prepare, shard
 from lpconv.train.processes import backend, is_main_process, mesh, num_processes, wait_for_all
 from lpconv.train.recipes import RECIPES, Arithmetic
-from lpconv.train.trainer import Clock, LowPrecisionTrainer, predicted
+from lpconv.train.trainer import Clock, LowPrecisionTrainer
 from lpconv.train.watch import StepWatch
 
 
@@ -144,9 +144,7 @@ def _trainer(
         train_dataset=job.stream(work.seed, held_out=False),
         eval_dataset=job.stream(work.seed, held_out=True),
         data_collator=job.collate,
-        distillation=job.recovery.distillation if job.recovery is not None else None,
-        compute_metrics=(lambda _: {}) if job.num_labels else None,  # without one, Trainer drops the logits
-        preprocess_logits_for_metrics=(lambda logits, labels: predicted(logits)) if job.num_labels else None,
+        accuracy=_accuracy_of_batch(job),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -211,8 +209,7 @@ def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool)
         ddp_backend=backend(),
         seed=work.seed,
         remove_unused_columns=False,
-        label_names=["labels"],
-        prediction_loss_only=False,
+        average_tokens_across_devices=False,  # `compute_loss` weights the processes
     )
 
 
@@ -240,9 +237,7 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any, available: in
     check_room(needed, available)
     batch = job.collate([job.stream(work.seed, held_out=False)[0]])
     share = job.options.batch_size // num_processes()
-    with model_errors(
-        "the model fails when it runs", hint="check that config.json and the tokenizer belong to the weights"
-    ):
+    with model_errors("the model fails when it runs", hint=FIT_HINT):
         running = running_copy(model, mesh()) if job.options.is_sharded else model
         needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
     check_room(needed, available)
@@ -279,11 +274,11 @@ def _calibrate(job: TrainingJob, work: TrainingRun, model: Any) -> None:
     apply_factors(model, calibrate(measured, batches))
 
 
-def _accuracy_of_batch(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float] | None:
-    """The accuracy on a batch, from a model's output; None for tasks without accuracy."""
+def _accuracy_of_batch(job: TrainingJob) -> Callable[[Any, Mapping[str, Tensor]], float]:
+    """The accuracy on a batch, from a model's output; NaN for tasks without accuracy."""
     if job.recovery is not None:
         distillation = job.recovery.distillation
         return lambda out, batch: distillation.agreement
     if not job.num_labels:
-        return None
+        return lambda out, batch: math.nan
     return lambda out, batch: float((out.logits.argmax(-1) == batch["labels"]).double().mean())

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lpconv.convert.run import convert
 from lpconv.models.quiet import quiet_transformers
+from lpconv.models.tasks import CLM, MLM
+from lpconv.models.tokenizer import read_tokenizer
 from lpconv.plan.files import copy_side_files, model_side_files, write_sums
 from lpconv.plan.options import ConvertOptions
 from lpconv.results import Series
@@ -87,6 +89,9 @@ def _publish(published: Path, job: TrainingJob, finished: Finished, values: dict
         model.config.dtype = torch.bfloat16 if is_bf16 else torch.float32
         model.config.save_pretrained(trained)
     copy_side_files(trained, start, (n for n in model_side_files(start) if n not in _NOT_COPIED), renamed={})
+    if job.task not in (CLM, MLM) and (tokenizer := read_tokenizer(trained)).pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(job.pad_id)  # as in the training
+        tokenizer.save_pretrained(trained)
     if method == "plain":
         os.rename(trained, published)
         return

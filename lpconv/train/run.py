@@ -39,6 +39,7 @@ def finetune(
         if options.resume and not os.path.lexists(output):
             progress.message(f"there is no `{output}` to resume, so the run starts from the beginning")
     checkpoint = open_readable(model, revision=options.revision)
+    check_data(options, str((checkpoint.config.get("architectures") or [""])[0]))
     check_start(options, checkpoint.config)
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None

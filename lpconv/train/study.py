@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lpconv.gates import FINETUNE_GATES, Gate
+from lpconv.models.objective import Objective
 from lpconv.plan.provenance import inherited_facts, versions
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
@@ -31,7 +32,7 @@ from lpconv.train.folder import (
     write_finished,
 )
 from lpconv.train.held_out import as_published, baselines
-from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_critical
+from lpconv.train.job import MEASURED_BATCHES, TrainingJob, TrainingRun, check_run, training_job, with_measured
 from lpconv.train.one import train_one
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.outcome import gap_records, held_out_records
@@ -64,6 +65,8 @@ def study(
     checkpoint.check_promised()
     with clock.spending("reading data"):
         job = training_job(checkpoint, options)
+    if job.guess:
+        progress.message(job.guess)
     if start is not None:
         with clock.spending("opening the source"):
             job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))
@@ -72,7 +75,7 @@ def study(
     with held_folder(output, asked, resume=options.resume, force=options.force) if is_main else nullcontext():
         wait_for_all()
         with clock.spending("measuring inputs"):
-            job, chosen = with_critical(job)
+            job, chosen = with_measured(job)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
         held_out = job.stream(0, held_out=True)
@@ -203,7 +206,8 @@ def _critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dic
 
 
 def _warnings(job: TrainingJob, runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    warnings = [*job.examples.notes, *dict.fromkeys(note for run in runs for note in run.notes)]
+    objective, from_runs = job.objective or Objective(), dict.fromkeys(note for run in runs for note in run.notes)
+    warnings = [*job.examples.notes, *objective.notes, *from_runs]
     rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
     if rounds > 1:
         warnings.append(f"the run passes over the training data {rounds:.3g} times")

@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
+from lpconv.models.objective import IGNORED
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
@@ -30,7 +32,6 @@ from lpconv.train.held_out import held_out_metrics, num_targets
 from lpconv.train.memory import StepMemory
 from lpconv.train.prepare import ScaledLowPrecisionAdamW, TrainingSetup
 from lpconv.train.processes import GradientAverage, needs_averaging
-from lpconv.train.recover import Distillation
 from lpconv.train.watch import first_nonfinite
 
 _WEIGHTS, _SCALER, _SCHEDULER = "model.safetensors", "loss_scale.json", "scheduler.pt"
@@ -77,16 +78,13 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         seed: int,
         memory: StepMemory | None,
         clock: Clock,
-        distillation: Distillation | None = None,
+        accuracy: Callable[[Any, Mapping[str, Tensor]], float],
         **kwargs: Any,
     ) -> None:
         self.optimizer: Any = None
-        if getattr(prepared.model, "loss_type", "") is None:
-            # The default of transformers. Trainer would count the first token of a window as a target (5.24, GPT-2).
-            prepared.model.loss_type = "ForCausalLM"
         super().__init__(model=prepared.model, **kwargs)
         self.prepared, self.seed, self.memory, self.clock = prepared, seed, memory, clock
-        self.distillation = distillation
+        self.accuracy = accuracy
         self._is_sharded = any(is_sharded(p) for p in prepared.model.parameters())
         is_alone = self.accelerator.num_processes == 1
         averages = not (is_alone or self._is_sharded) and needs_averaging(prepared.model)
@@ -117,17 +115,20 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    @torch.no_grad()
+    def evaluation_loop(self, dataloader: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Means over targets: Trainer weights the loss of a batch by its number of examples."""
         self.evaluated = []
+        self.model.eval()
         with self.clock.spending("evaluations"):
-            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
-        return metrics
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, but with means over targets: it weights the loss of a batch by its number of examples."""
-        output = super().evaluation_loop(*args, **kwargs)
-        output.metrics.update(held_out_metrics(self.evaluated))
-        return output
+            for inputs in dataloader:
+                with self.compute_loss_context_manager():
+                    loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
+                figures = num_targets(inputs), float(loss), self.accuracy(outputs, inputs)
+                rows = self.accelerator.gather(torch.tensor([figures], dtype=torch.float64, device=loss.device))
+                sizes = rows[:, :1]  # of the parts of the batch on each process
+                self.evaluated.append([float(sizes.sum()), *(rows[:, 1:] * (sizes / sizes.sum())).sum(0).tolist()])
+        return EvalLoopOutput(None, None, held_out_metrics(self.evaluated), len(self.eval_dataset))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self.clock.spending("checkpoints"), writing(Path(self.args.output_dir)):
@@ -150,22 +151,23 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
             raise self._diverged(f"the loss is {value} at step {step}", step - self.num_skipped_in_a_row)
         return loss / scale
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if not model.training:
-            return loss
-        scale = self.prepared.loss_scale.scale
-        return (loss[0] * scale, *loss[1:]) if isinstance(loss, tuple) else loss * scale
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the batch's targets; in training, times the loss scale and the process's share of all targets.
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = prediction = super().prediction_step(model, inputs, *args, **kwargs)
-        is_right = math.nan if logits is None else float((predicted(logits) == labels).double().mean())
-        is_right = is_right if self.distillation is None else self.distillation.agreement
-        row = torch.tensor(
-            [[num_targets(inputs), float(loss.mean()), is_right]], dtype=torch.float64, device=self.args.device
-        )
-        self.evaluated += self.accelerator.gather(row).tolist()
-        return prediction
+        Classes divide a sum by `num_items_in_batch` or, like most that are not causal, ignore it and return a mean.
+        With the number of this process both are the same.
+        """
+        num_targets = (inputs["labels"][..., self.train_dataset.first_target :] != IGNORED).sum()
+        outputs = model(**inputs, **({"num_items_in_batch": num_targets} if self.model_accepts_loss_kwargs else {}))
+        loss = outputs.loss
+        if model.training:
+            if self.accelerator.num_processes > 1:  # the gradients of processes will be averaged
+                share = float(num_targets / self.accelerator.gather(num_targets[None]).double().mean())
+                loss = loss if share == 1 else loss * share
+            loss = loss * self.prepared.loss_scale.scale
+        return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Override of Trainer's clipping: divide by the loss scale first, and skip a step that is not finite.
@@ -237,7 +239,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         saved = f"the last good checkpoint is `{kept}`" if kept else "no checkpoint was saved before"
         return DivergedError(
             f"{what}; the first non-finite value: `{first.layer}`, {first.direction}, step {first.step}",
-            hint=f"lower --lr, or choose a recipe with more range; {saved}",
+            # Before the first update no learning rate can be the cause.
+            hint=f"{'lower --lr, or ' * (since > 1)}choose a recipe with the range of fp32, such as amp-bf16; {saved}",
             details={"step": self.state.global_step + 1, "first_nonfinite": to_json(first)},
         )
 
@@ -301,11 +304,6 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.num_skipped = state["num_skipped"]
         if state["first_nonfinite"] is not None:
             self.first_nonfinite = from_json(NonfiniteRecord, state["first_nonfinite"])
-
-
-def predicted(logits: Any) -> Tensor:
-    of_classes: Tensor = logits[0] if isinstance(logits, tuple) else logits
-    return of_classes.argmax(-1)
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

@@ -14,20 +14,41 @@ from lpconv.train.run import finetune
 
 # What is trained, and how far the losses may be from those of one process. Sums in another order are rounded to fp32 in
 # the first two; the others round gradients to 16 bits, on each process its own.
+FP32, UNIT = {"recipe": "fp32"}, {"precision": "fp32", "method": "unit"}
 CASES: dict[str, tuple[dict[str, str], float]] = {
-    "fp32": ({"recipe": "fp32"}, 2e-6),
-    "unit": ({"precision": "fp32", "method": "unit"}, 2e-6),
+    "fp32": (FP32, 2e-6),
+    "unit": (UNIT, 2e-6),
     "adaptive": ({"recipe": "adaptive-fp16"}, 2e-3),
     "collage": ({"recipe": "collage-bf16"}, 5e-3),
 }
+# The model and the arithmetic of other families. Targets of "t5" have lengths of their own, so processes have more or
+# fewer of them.
+FAMILIES: dict[str, tuple[str, dict[str, str], str]] = {
+    f"{kind} {parallel} {'unit' if how is UNIT else 'fp32'}": (kind, how, parallel)
+    for kind in ("masked", "bert", "t5")
+    for how, parallel in ((FP32, "ddp"), (FP32, "fsdp2"), (UNIT, "ddp"))
+    if kind == "t5" or how is FP32
+}
 
 
-def options(case: str) -> FinetuneOptions:
+def options(case: str, *, is_alone: bool = False) -> FinetuneOptions:
     """Few and small steps."""
+    settings: dict[str, object] = {}
+    if case in FAMILIES:
+        kind, how, parallel = FAMILIES[case]
+        settings = {"lr": 1e-2, "parallel": "ddp" if is_alone else parallel}
+        settings |= {"data": f"models/{kind}.jsonl"} if kind in ("bert", "t5") else {}
+    else:
+        how = CASES[case][0]
     return FinetuneOptions(
-        arithmetic=arithmetic(**CASES[case][0]), steps=2, batch_size=4, seq_len=32, eval_every=0, eval_batches=2,
-        twin="none", track_every=0, save_every=0, clip=0.5, save="plain",
+        arithmetic=arithmetic(**how), steps=2, batch_size=4, seq_len=32, eval_every=0, eval_batches=2,
+        twin="none", track_every=0, save_every=0, clip=0.5, save="plain", **settings,  # type: ignore[arg-type]
     )  # fmt: skip
+
+
+def model_of(case: str) -> str:
+    """The model of a case; those of the families are below the current folder."""
+    return f"models/{FAMILIES[case][0]}" if case in FAMILIES else "demo"
 
 
 def averaged_gradients() -> list[tuple[torch.Tensor, float]]:
@@ -57,8 +78,8 @@ def main() -> None:
     """Train each case into a folder of its name."""
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    for case in CASES:
-        finetune("demo", out / case, options(case))
+    for case in (*CASES, *FAMILIES):
+        finetune(model_of(case), out / case, options(case))
     torch.save(averaged_gradients(), out / f"averaged{dist.get_rank()}.pt")
 
 

@@ -148,32 +148,32 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any)
 @pytest.mark.parametrize(
     ("labels", "num_trained", "message"),
     [
-        ([0, 1, -1, 1], None, " -1"),
+        ([0, 1, -1, 1], 0, " -1"),
         ([0, 1, 2, 7], 3, " 3 classes"),
-        ([0.5, 1.5, 0.5, 1.5], None, "names .*numbers"),
-        (["a", "a", "a", "a"], None, "class"),
-        ([0, None, 1, 1], None, "None"),
+        ([0.5, 1.5, 0.5, 1.5], 0, "names .*numbers"),
+        (["a", "a", "a", "a"], 0, "class"),
+        ([0, None, 1, 1], 0, "None"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(
-    labels: list[Any], num_trained: int | None, message: str, tmp_path: Path, tokenizer: Any
+    labels: list[Any], num_trained: int, message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": y} for y in labels])
     held = write_jsonl(tmp_path / "held.jsonl", [{"text": "x", "label": labels[0]}] * 2)
     rows = read_rows(options(train, eval_data=str(held)))
     with pytest.raises(LpconvError, match=message):
-        classification(rows, tokenizer, seq_len=16, vocab_size=10**6, num_trained=num_trained)
+        classification(rows, tokenizer, seq_len=16, vocab_size=10**6, head=["?"] * num_trained)
 
 
 def test_labels_may_be_booleans(tmp_path: Path, tokenizer: Any) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": i % 2 == 1} for i in range(20)])
-    found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6, num_trained=None)
+    found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6)
     assert {x["labels"] for x in found.train} == {0, 1}
 
 
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
-    found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6, num_trained=None)
+    found = classification(rows, tokenizer, seq_len=12, vocab_size=10**6)
     assert max(len(x["input_ids"]) for x in found.train) == 12
     (note,) = found.notes
     assert "40 of 40" in note
@@ -223,4 +223,4 @@ def test_padding_is_masked_out_and_ignored_by_the_loss() -> None:
 def test_ids_that_the_model_does_not_embed_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", TEXTS)))
     with pytest.raises(InputError, match=" 50"):
-        classification(rows, tokenizer, seq_len=12, vocab_size=50, num_trained=None)
+        classification(rows, tokenizer, seq_len=12, vocab_size=50)

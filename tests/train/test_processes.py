@@ -1,6 +1,7 @@
 """Two processes that torchrun starts train what one does."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import cli_environment
-from processes_worker import CASES, options
+from processes_worker import CASES, FAMILIES, model_of, options
+from test_tasks import write_model
 
 from lpconv.errors import InputError, UsageError
 from lpconv.results import RunRecord, from_json
@@ -24,12 +26,47 @@ from lpconv.train.run import finetune
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes trained, by case, and the gradients that each of them averaged."""
     out = tmp_path_factory.mktemp("two")
+    for kind in sorted({kind for kind, _, _ in FAMILIES.values()}):
+        _write_without_dropout(out / "models", kind)
     worker = str(Path(__file__).with_name("processes_worker.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, str(out)]
     environment = cli_environment(LPCONV_COMPILE="never")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
+
+
+def _write_without_dropout(folder: Path, kind: str) -> None:
+    """A model, which without dropout computes alike on any number of processes, and its data."""
+    config = write_model(folder / kind, kind) / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({k: 0.0 if "drop" in k else v for k, v in settings.items()}))
+    table = [
+        {"text": f"say {i} " * (i % 5 + 1), "label": "ab"[i % 2] * (1 if kind == "bert" else i % 7 + 1)}
+        for i in range(80)
+    ]
+    (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_have_one_objective_on_one_process_and_on_two(
+    case: str, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many classes return a mean where Trainer expects a part of the sum over processes, and lengths differ."""
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    monkeypatch.chdir(two)
+    torch.set_num_threads(1)
+    one = finetune(model_of(case), tmp_path / "one", options(case, is_alone=True)).runs[0]
+    run = from_json(RunRecord, read_json(two / case / "report.json")["runs"][0])
+    assert run.losses.values == pytest.approx(one.losses.values, rel=5e-6)
+    assert len(run.evaluations) >= 2
+    for ours, theirs in zip(run.evaluations, one.evaluations, strict=True):
+        assert ours.name == theirs.name
+        assert ours.values == pytest.approx(theirs.values, rel=5e-6)
+    assert [e.sizes for e in run.held_out] == [e.sizes for e in one.held_out]
+    rows = [(folder / "metrics.jsonl").read_text().splitlines()[1:] for folder in (two / case, tmp_path / "one")]
+    norms = [[json.loads(row)["grad_norm"] for row in part] for part in rows]
+    assert norms[0] == pytest.approx(norms[1], rel=5e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

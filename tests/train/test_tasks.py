@@ -13,14 +13,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
+from lpconv.progress import Silent
 from lpconv.report.finetune_words import verdict
 from lpconv.results import FinetuneResult
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import read_rows
 from lpconv.train.examples import sequence_pairs
-from lpconv.train.job import open_start
+from lpconv.train.job import open_start, training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from lpconv.train.trainer import DivergedError
 
 SPECIAL = ["<pad>", "</s>", "<mask>", "<cls>"]
 SMALL = {
@@ -188,3 +191,171 @@ def test_what_a_bare_encoder_is_for_must_be_said(tmp_path: Path) -> None:
         run(write_model(tmp_path / "bert", "bert"), "fp32", tmp_path / "run")
     with pytest.raises(UsageError, match="64 positions"):
         run(tmp_path / "bert", "fp32", tmp_path / "run", task="mlm", seq_len=65)
+
+
+class Messages(Silent):
+    """Keeps what a command tells the user."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def jsonl(path: Path, table: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in table))
+    return str(path)
+
+
+def saved(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def test_a_class_that_does_not_shift_labels_learns_the_next_token(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {f"{side}_{what}": n for side in ("encoder", "decoder")
+                             for what, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=260, d_model=32, max_position_embeddings=64, **sizes)
+    model = saved(tmp_path / "bart", transformers.BartForCausalLM(config))
+    data = tmp_path / "held.txt"
+    data.write_text("to be or not to be, " * 60)
+    asked: dict[str, Any] = {"lr": 1e-2, "steps": 10, "eval_data": str(data), "data": str(data), "eval_batches": 99}
+    result = run(model, "fp32", tmp_path / "run", twin="none", **asked)
+    assert sum("`BartForCausalLM`" in w for w in result.warnings) == 1
+    ids = transformers.AutoTokenizer.from_pretrained(model)(data.read_text(), add_special_tokens=False)["input_ids"]
+    windows = torch.tensor(ids[: len(ids) // 24 * 24]).view(-1, 24)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    with torch.no_grad():
+        logits = trained(input_ids=windows, use_cache=False).logits[:, :-1].double()
+    exact = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    ends = {s.name: s.values[-1] for s in result.runs[0].evaluations}
+    assert ends == {name: pytest.approx(float(exact), rel=1e-5) for name in ends}
+    assert len(ends) == 3
+
+
+SENTIMENT = {0: "pos", 1: "neg"}
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_trained_head_keeps_its_classes_and_their_names(as_text: bool, tmp_path: Path) -> None:
+    """The accuracy before training is that of transformers with the head as it is."""
+    torch.manual_seed(0)
+    names = {"id2label": SENTIMENT, "label2id": {v: k for k, v in SENTIMENT.items()}}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, **names)).eval()
+    folder = saved(tmp_path / "bert", model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [f"thing {i}" for i in range(40)]
+    with torch.no_grad():
+        found = [int(model(**tokenizer(text, return_tensors="pt")).logits.argmax()) for text in texts]
+    table = [{"text": text, "label": SENTIMENT[y] if as_text else y} for text, y in zip(texts, found, strict=True)]
+    data = jsonl(tmp_path / "rows.jsonl", table)
+    result = run(folder, "fp32", tmp_path / "run", data=data, eval_data=data, twin="none", eval_batches=99)
+    accuracy = next(s for s in result.runs[0].evaluations if s.name == "eval_accuracy")
+    assert accuracy.values[0] == 1.0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "run").id2label == SENTIMENT
+    wrong = jsonl(tmp_path / "wrong.jsonl", [{"text": "x", "label": "good" if i % 2 else "pos"} for i in range(20)])
+    with pytest.raises(InputError, match=r"`good`.* pos, neg"):
+        run(folder, "fp32", tmp_path / "other", data=wrong)
+
+
+@pytest.mark.parametrize("columns", [("input", "output"), ("text", "label")])
+def test_texts_that_answer_texts_are_no_classes(columns: tuple[str, str], tmp_path: Path) -> None:
+    model, seen = write_model(tmp_path / "gpt2", "gpt2"), Messages()
+    data = jsonl(tmp_path / "pairs.jsonl", [{columns[0]: f"what is {i}?", columns[1]: f"it is {i}"} for i in range(60)])
+    with pytest.raises(UsageError, match=f"`{columns[1]}`.*`GPT2LMHeadModel`") as caught:
+        run(model, "fp32", tmp_path / "run", data=data)
+    assert "--task clm" in (caught.value.hint or "")
+    asked = FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), data=data, task="clm", steps=1, seq_len=24,
+                            batch_size=2, twin="none")  # fmt: skip
+    assert finetune(str(model), tmp_path / "clm", asked, progress=seen).task == "clm"
+    (message,) = (m for m in seen.texts if "clm" in m)
+    assert f"{columns[0]}, not {columns[1]}" in message
+
+
+CHATS = {
+    "messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}],
+    "conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}],
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no ' + m.role) }}{% endif %}"
+    "<cls>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("column", CHATS)
+def test_conversations_are_rendered_by_the_chat_template(column: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gpt2", "gpt2")
+    data = jsonl(tmp_path / "chat.jsonl", [{column: CHATS[column]}] * 30)
+    with pytest.raises(InputError, match="template"):
+        run(model, "fp32", tmp_path / "run", data=data)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    one = tokenizer.apply_chat_template(CHATS["messages"], tokenize=True, return_dict=False)
+    job = training_job(Checkpoint.open(model), asked(data=data, seq_len=8))
+    assert [i for x in job.examples.train for i in x["input_ids"]][:60] == (one * 9)[:60]
+    strange = jsonl(tmp_path / "strange.jsonl", [{column: [{"role": "alien", "content": "x"}]}] * 30)
+    with pytest.raises(InputError, match="alien"):
+        run(model, "fp32", tmp_path / "run", data=strange)
+
+
+def asked(**options: Any) -> FinetuneOptions:
+    return FinetuneOptions(arithmetic=arithmetic(recipe="fp32"), **options)
+
+
+@pytest.mark.parametrize("kind", ["t5", "mamba", "xlnet"])
+def test_models_without_positions_have_no_longest_text(kind: str, tmp_path: Path) -> None:
+    if kind == "t5":
+        model, more = write_model(tmp_path / "t5", "t5"), {"data": str(rows(tmp_path))}
+    else:
+        made = {
+            "mamba": lambda t: t.MambaForCausalLM(t.MambaConfig(**{**SMALL, "num_hidden_layers": 1}, state_size=4)),
+            "xlnet": lambda t: t.XLNetLMHeadModel(t.XLNetConfig(vocab_size=260, d_model=32, n_layer=1, n_head=2)),
+        }
+        model, more = saved(tmp_path / kind, made[kind](transformers)), {}
+    assert run(model, "fp32", tmp_path / "run", seq_len=256, batch_size=1, steps=1, twin="none", **more).runs
+
+
+def test_a_classifier_without_a_padding_token_is_published_with_the_one_of_its_training(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gpt2", "gpt2")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    run(model, "fp32", tmp_path / "run", data=str(rows(tmp_path)), twin="none")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        both = opened(**tokenizer(["good thing", "bad"], padding=True, return_tensors="pt")).logits
+        alone = opened(**tokenizer(["bad"], return_tensors="pt")).logits
+    torch.testing.assert_close(both[1:], alone)
+
+
+def test_a_multimodal_model_trains_as_a_classifier_of_texts(tmp_path: Path) -> None:
+    """Its config has the padding id in the part for texts."""
+    text = {**SMALL, "vocab_size": 270, "head_dim": 16, "num_key_value_heads": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=265, boi_token_index=266, eoi_token_index=267,
+    )  # fmt: skip
+    model = saved(tmp_path / "gemma3", transformers.Gemma3ForConditionalGeneration(config))
+    assert run(model, "fp32", tmp_path / "clm", twin="none", steps=1).task == "clm"
+    result = run(model, "fp32", tmp_path / "run", twin="none", steps=1, data=str(rows(tmp_path)), task="classification")
+    assert result.task == "classification"
+
+
+def test_an_overflow_before_any_update_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    """As that of T5's `wo` in fp16; the recipe of the hint trains."""
+    model = transformers.T5ForConditionalGeneration.from_pretrained(write_model(tmp_path / "t5", "t5"))
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[1].DenseReluDense.wo.weight.mul_(1e6)
+    model.save_pretrained(tmp_path / "t5")
+    more: dict[str, Any] = {"data": str(rows(tmp_path)), "twin": "none", "steps": 1}
+    with pytest.raises(DivergedError) as caught:
+        run(tmp_path / "t5", "amp-fp16", tmp_path / "run", **more)
+    assert "--lr" not in (caught.value.hint or "")
+    assert "amp-bf16" in (caught.value.hint or "")
+    assert run(tmp_path / "t5", "amp-bf16", tmp_path / "other", **more).runs
