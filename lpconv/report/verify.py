@@ -53,6 +53,7 @@ def verify_document(result: Verification) -> Document:
             section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
             section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
+        warnings=result.warnings,
         command=result.command,
         versions={"lpconv": result.version},
     )
@@ -149,12 +150,16 @@ def outcome_of(v: VerifyResult) -> Outcome:
 
 
 def verify_headline(v: VerifyResult) -> str:
-    """The outcome and the strongest evidence for it, in one line."""
+    """The outcome and the strongest evidence for it, in one line, with the number of warnings."""
     word = outcome_of(v)
     if word == "failed":
         return f"Verification failed: {name_list(_reasons(v))}"
     if word == "not run":
         return "Not verified"
+    return _evidence(v) + (f", with {plural(len(v.warnings), 'warning')}" if v.warnings else "")
+
+
+def _evidence(v: VerifyResult) -> str:
     if v.logits and not v.logits.skipped:
         top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits)}"
         if v.logits.bit_equal or top1 is None:
@@ -183,8 +188,8 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         words = _tensors_text if v.level == "values" else _weights_words
         steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=words(v.weights)))
     if v.feedback:
-        outcome = "not run" if v.feedback.skipped else _outcome(not v.feedback.wrong)
-        steps.append(Check(name="output errors", outcome=outcome, text=_feedback_words(v.feedback)))
+        outcome = "not run" if v.feedback.skipped and not v.feedback.wrong else _outcome(not v.feedback.wrong)
+        steps.append(Check(name="calibration", outcome=outcome, text=_feedback_words(v.feedback)))
     if v.logits:
         outcome = "not run" if v.logits.skipped else _outcome(v.logits.problem is None)
         steps.append(Check(name="outputs", outcome=outcome, text=_logits_words(v.logits)))
@@ -247,12 +252,17 @@ def _weights_words(check: WeightsCheck) -> str:
 
 
 def _feedback_words(check: FeedbackCheck) -> str:
-    if check.skipped:
-        return check.skipped
-    tensors = f"{plural(check.num_tensors, 'tensor')} of the first {plural(check.num_layers, 'layer')}"
+    counts = [f"{plural(check.num_tensors, 'output error')} of the first {plural(check.num_layers, 'layer')}"]
+    counts = [
+        *(counts if check.num_tensors else ()),
+        *([plural(check.num_scales, "scale")] if check.num_scales else ()),
+    ]
+    compared = " and ".join(counts)
     if check.wrong:
-        return f"{count_text(len(check.wrong))} of {tensors} differ from the record"
-    return f"{tensors}: as recorded, on the calibration text"
+        words = f"{plural(len(check.wrong), 'figure')} of the record {'is' if len(check.wrong) == 1 else 'are'} wrong"
+    else:
+        words = f"{compared}: as recorded, on the calibration text" if compared else ""
+    return "; ".join(filter(None, (words, check.skipped)))
 
 
 def _logits_words(check: LogitsCheck) -> str:
