@@ -9,13 +9,14 @@ from lpconv.forms import Form
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
+from lpconv.plan.options import NEAREST
 from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.source import read_tensor
-from lpconv.storage.staging import MARKER, check_is_output
+from lpconv.storage.staging import MARKER, TUNED, check_is_output
 
 _FORMAT_VERSION = 1
 # Other outputs that have an lpconv.json.
@@ -53,6 +54,8 @@ class OutputReader(StoredTensors):
     belongs to the weights. Raises InputError if the files do not match the records.
     """
 
+    chose_codes = False
+
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         super().__init__(Checkpoint.open(directory), residuals)
         self.records = {r.name: r for r in records if r.action != "tie"}
@@ -67,7 +70,10 @@ class OutputReader(StoredTensors):
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         document = read_provenance(directory)
-        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
+        reader = cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
+        is_trained = (directory / TUNED).is_file()
+        reader.chose_codes = is_trained or document["options"].get("rounding", NEAREST) != NEAREST
+        return reader
 
     def _fits(self, record: TensorRecord) -> bool:
         form = self.forms.get(record.name)
@@ -80,9 +86,12 @@ class OutputReader(StoredTensors):
         return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS
 
     def as_chosen(self, form: Form) -> Form:
-        """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged."""
+        """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged.
+
+        A record of chosen codes counts only if the conversion did not round to nearest, or its codes were trained.
+        """
         record = self.records[form.name].rounding if form.name in self.records else None
-        if record is None or not isinstance(form, ScaledCodes) or not self.holds(form):
+        if record is None or not self.chose_codes or not isinstance(form, ScaledCodes) or not self.holds(form):
             return form
         return Rounded.around(form, self._fetch, self.read_side(form), record)
 

@@ -5,6 +5,9 @@ source. Every stored block equals, byte for byte, the encoded block of the sourc
 slow reference of the form, which shares no code with the encoder. The figures measured on the way (scale, RMS, SQNR,
 largest error) must equal those in the record of the conversion.
 
+Codes from error feedback or training cannot be made again without the text or the training. They must be on the grid,
+at the recorded distance from the source, and near enough to it (`_is_plausible`).
+
 *Other machines.* Machines with another vector width sum in another order, so RMS, exact scales and fitted points may
 differ in their last bits. The recorded figures then differ as well, which reveals such a machine: only if they are
 close but not bit-equal may side tensors differ, and only if no block gets worse.
@@ -25,8 +28,9 @@ from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
+from lpconv.forms.rounded import Rounded
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.provenance import planned_record, tensor_record
+from lpconv.plan.provenance import LOST_DB, planned_record, sqnr_db, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
@@ -37,6 +41,7 @@ _PIECE = 2**14  # elements of a sample
 _SMALL, _TOGETHER = 2**11, 512  # largest tensor that is confirmed together with others, and how many of them
 # Differences that another order of summing may cause: of figures in dB, and relative, also of a block's squared error.
 _DB, _SHARE = 0.01, 1e-3
+_FAR = 4.0  # largest factor between a scale that was searched or trained and the one that the source implies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +192,37 @@ def _compare_whole(
     right = total.right and (measured == record or _is_close(measured, record))
     if right and not same_side:
         right = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied) != record
+    if right and isinstance(t.form, Rounded):
+        right = _is_plausible(t, t.form, measured, output, workers)
     return measured, right, total.left
+
+
+def _is_plausible(
+    t: PlannedTensor, form: Rounded, record: TensorRecord, output: OutputReader, workers: Workers
+) -> bool:
+    """Whether chosen codes keep the signal if rounding to nearest does, and scales and largest distance are right."""
+    nearest = replace(t, form=form.inner)
+    implied = workers.measure(nearest)
+
+    def look(block: TensorBlock) -> tuple[BlockStats, BlockError, float, bool]:
+        start, stop = block.start, block.stop
+        with workers.borrow() as work:
+            x = workers.read(block, work)
+            stored = output.read(form, start, stop, form.held)
+            between = form.side_in(stored)
+            place = (form.held, start, stop) if between is None else (between, 0, stop - start)
+            scales, usual = form.inner.scale_of_each(*place), form.inner.scale_of_each(implied.side, start, stop)
+            got = form.decode(stored, start, stop, form.held)
+            steps = float((got - x.float()).div_(scales).abs_().amax())
+            ratio = (scales / usual).abs_()
+            error = form.inner.encode(x, start, implied, work).error or BlockError()
+            return block_stats(x, work), error, steps, bool(((ratio <= _FAR) & (ratio >= 1 / _FAR)).all())
+
+    looked = [found for _, found in workers.in_order(tensor_blocks([nearest]), look)]
+    stats, errors, steps, near = zip(*looked, strict=True)
+    usual = sqnr_db(sum(stats, BlockStats()).sum_squares, sum(errors, BlockError()).sum_squares)
+    keeps = record.sqnr_db is None or record.sqnr_db > LOST_DB or usual <= LOST_DB
+    return keeps and all(near) and math.isclose(max(steps), form.record.max_steps, rel_tol=_SHARE, abs_tol=_SHARE)
 
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:
