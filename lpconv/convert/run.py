@@ -191,7 +191,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     damaged = check_hashes(job.output, progress).mismatched
     if damaged:
         raise OutputExistsError(
-            f"`{job.url or job.output}` is damaged: `{damaged[0]}` no longer matches its SHA-256",
+            f"`{job.url or job.output}` is damaged: `{damaged[0]}` no longer matches SHA256SUMS",
             hint="write it again with --force",
             details={"mismatched": list(damaged)},
         )

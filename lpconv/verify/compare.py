@@ -24,14 +24,15 @@ from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.pair import Pair
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
-from lpconv.plan.files import CARD, LOADER, model_side_files, plain_config
-from lpconv.plan.provenance import sqnr_db
+from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
+from lpconv.plan.provenance import lost_signals, sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import is_trained
 from lpconv.storage.ties import tie_candidates
@@ -49,6 +50,11 @@ _LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
 _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|normalizer)[^/]*\.(json|txt|jinja)"
     r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"
+)
+# Files that transformers or another reader may load because of their names.
+_LOADED = re.compile(
+    rf"{_TOKENIZER.pattern}|(.*/)?([^/]*config[^/]*\.json|modules\.json|[^/]*\.index\.json|[^/]*\.(py|pyc|so|jinja|pt|pth"
+    r"|ckpt|bin|safetensors|gguf|ggml|onnx|h5|msgpack|npz|ot|tflite|mlmodel|pkl))"
 )
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
 # Keys that describe the writer or the class that opens a file: reported if they differ, but not a failure.
@@ -118,6 +124,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
             mismatched=tuple(r.name for r in records if r.problem),
         ),
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
+        warnings=() if is_tuned else tuple(lost_signals(records)),
         tensors=tuple(records),
     )
     return with_gates(result, gates)
@@ -210,18 +217,22 @@ def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     return "; ".join(problems) or None
 
 
-def compare_files(model: Openable, reference: Openable, *, config: bool = True) -> FilesCheck:
-    """Compare the small files of a checkpoint with those of `reference`; config.json only if `config` is set.
+def compare_files(model: Openable, reference: Openable, *, converted: bool = False) -> FilesCheck:
+    """Compare the small files of a checkpoint with those of `reference`.
 
+    If it was `converted` from the reference, both must have the same files, and config.json is not compared here.
     Raises the errors of reading a checkpoint.
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
-    if config and GGUF in {c.kind for c in pair}:
+    if not converted and GGUF in {c.kind for c in pair}:
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files store differently",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
     check = _FileComparison()
-    if config:
+    if converted:
+        check.compared.append("names of files")
+        check.different += _other_files(*pair)
+    else:
         check.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
         check.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
     if tokenizer:
@@ -243,6 +254,17 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
     return FilesCheck(
         compared=tuple(check.compared), different=tuple(check.different), not_compared=tuple(check.not_compared)
     )
+
+
+def _other_files(ours: Checkpoint, source: Checkpoint) -> Iterator[str]:
+    """Files that a conversion of `source` should have, and files that a reader would load although it should not."""
+    wanted = {*model_side_files(source)}
+    yield from (f"`{n}` of the source is missing" for n in sorted(wanted - {*ours.side_files}))
+    own = {*wanted, *ours.weight_files, "config.json", LOADER, INDEX}
+    added = (
+        n for n in sorted(summed_files(ours.directory)) if n not in own and not n.startswith(RESIDUAL_FOLDER + "/")
+    )
+    yield from (f"`{n}` is not of the source, but would be loaded" for n in added if _LOADED.fullmatch(n))
 
 
 class _FileComparison:
