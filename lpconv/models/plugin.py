@@ -4,7 +4,8 @@ A converted weight is stored as codes of shape [1, *shape] under the weight's ow
 under `NAME_scale`, or one scale per tile of its rows, shape [tiles along rows, tiles along columns], as numbers or as
 bytes of exponents; its value is codes · scale. The config defines the tile, which is a row by default. Codes of few
 bits are packed along the last axis. Loading decodes into the dtype that the model is opened with, so the result is the
-stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes.
+stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes, and a warning names
+changed weights of which rounding loses more than a tenth of the change.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` is the number of points of each
 row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
@@ -14,6 +15,7 @@ This file is copied into each output as its loader module for `trust_remote_code
 """
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -68,6 +70,9 @@ NARROW_VALUES = {
 _BIAS = {"int4": 0x88, "int8": 0x80}
 # The largest numbers that round to each e2m1 number but the last: ties go to the even code.
 _E2M1_ENDS = (0.25, 0.75 - 2.0**-25, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
+
+
+_LOST = 0.1  # share of a change above which its loss is named
 
 
 class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -159,8 +164,11 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
                 else:
                     self.hf_quantizer.scales[full_layer_name] = scale.cpu(), self.hf_quantizer.format_of(name)
+            for name in scales:
+                tensors[name] = self._decode(name, tensors[name], scales[name]).to(dtype)
+                self.hf_quantizer.samples[name if self.merging else full_layer_name] = _sample(tensors[name])
             decoded[pattern] = [
-                (self._decode(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
+                tensors[name].to(dtype)
                 for name, _ in pairs
                 if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
@@ -185,6 +193,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.scales: dict[str, tuple[Tensor, str]] = {}  # (scale, format of the codes) by the model's name
         self.merged_scales: dict[str, Tensor] = {}  # by stored name, for tensors that the model merges or splits
+        self.samples: dict[str, Tensor] = {}  # of weights as opened, by the keys of the scales
         self._added: set[int] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -253,12 +262,12 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 "the rows of a multipoint checkpoint are fitted by `lpconv convert`, not while saving; call "
                 "`model.dequantize()` first to save the weights as they are"
             )
-        tensors = model.state_dict()
+        tensors, lost = model.state_dict(), dict[str, float]()
         merged = self._merged_parameters(model, tensors)
         state, encoded = {}, {}
         back = [c.reverse_transform() for c in model._weight_conversions or () if isinstance(c, WeightRenaming)][::-1]
         for name, (scale, fmt) in self.scales.items():
-            encoded[tensors[name].data_ptr()] = self._encode(tensors[name], scale, fmt)
+            encoded[tensors[name].data_ptr()] = self._encode(name, tensors[name], scale, fmt, lost)
             stored, beside = _rename(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
             state[beside if _rename(beside, back) == stored else stored] = scale  # a renamed last part loses the suffix
         for name, tensor in tensors.items():
@@ -271,8 +280,16 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 state[name] = tensor
                 continue
             scale = self.merged_scales[stored]
-            state[name] = self._encode(tensor, scale, self.format_of(stored))
+            state[name] = self._encode(stored, tensor, scale, self.format_of(stored), lost)
             state[name + SCALE_SUFFIX] = scale
+        if lost:
+            name = max(lost, key=lambda n: lost[n])
+            others = f" and up to that in {len(lost) - 1} more weights" if len(lost) > 1 else ""
+            warnings.warn(
+                f"saving rounds weights to codes again, which loses {lost[name]:.0%} of the change since opening in "
+                f"`{name}`{others}; call `model.dequantize()` first to save the weights as they are",
+                stacklevel=2,
+            )
         return state, {}
 
     def _merged_parameters(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -282,8 +299,15 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
-    def _encode(self, weight: Tensor, scale: Tensor, fmt: str) -> Tensor:
-        return encode_scaled(weight.detach(), scale, fmt, self.tile)
+    def _encode(self, name: str, weight: Tensor, scale: Tensor, fmt: str, lost: dict[str, float]) -> Tensor:
+        """The codes of a weight; `lost` gets the share of its change (in the 2-norm) that they lose, if above 10 %."""
+        codes = encode_scaled(weight.detach(), scale, fmt, self.tile)
+        now, before = _sample(weight), self.samples[name]
+        if not torch.equal(now, before):
+            kept = _sample(decode_scaled(codes, scale.to(codes.device), fmt, self.tile).to(weight.dtype))
+            share = float((now - kept).norm() / (now - before).norm())
+            lost.update({name: share} if share > _LOST else {})
+        return codes
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -311,6 +335,11 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About 4096 elements from all over a weight, fp32; an odd step meets every column."""
+    return weight.detach().reshape(-1)[:: weight.numel() // 4096 | 1].to("cpu", torch.float32, copy=True)
 
 
 def _rename(name: str, renamings: list[WeightRenaming]) -> str:
