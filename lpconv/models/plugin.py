@@ -4,8 +4,8 @@ A converted weight is stored as codes of shape [1, *shape] under the weight's ow
 under `NAME_scale`, or one scale per tile of its rows, shape [tiles along rows, tiles along columns], as numbers or as
 bytes of exponents; its value is codes · scale. The config defines the tile, which is a row by default. Codes of few
 bits are packed along the last axis. Loading decodes into the dtype that the model is opened with, so the result is the
-stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes, and a warning names
-changed weights of which rounding loses more than a tenth of the change.
+stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes, and a warning tells
+if more than a tenth of a change is lost.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` is the number of points of each
 row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
@@ -70,9 +70,6 @@ NARROW_VALUES = {
 _BIAS = {"int4": 0x88, "int8": 0x80}
 # The largest numbers that round to each e2m1 number but the last: ties go to the even code.
 _E2M1_ENDS = (0.25, 0.75 - 2.0**-25, 1.25, 1.75 - 2.0**-23, 2.5, 3.5 - 2.0**-22, 5.0)
-
-
-_LOST = 0.1  # share of a change above which its loss is named
 
 
 class LpconvConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -282,14 +279,12 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
             scale = self.merged_scales[stored]
             state[name] = self._encode(stored, tensor, scale, self.format_of(stored), lost)
             state[name + SCALE_SUFFIX] = scale
-        if lost:
-            name = max(lost, key=lambda n: lost[n])
-            others = f" and up to that in {len(lost) - 1} more weights" if len(lost) > 1 else ""
-            warnings.warn(
-                f"saving rounds weights to codes again, which loses {lost[name]:.0%} of the change since opening in "
-                f"`{name}`{others}; call `model.dequantize()` first to save the weights as they are",
-                stacklevel=2,
+        if lost and (share := max(lost.values())) > 0.1:
+            name = next(n for n in lost if lost[n] == share)
+            words = (
+                f"saving as codes loses {share:.0%} of the change of `{name}` since opening, and part of other changes"
             )
+            warnings.warn(f"{words}; `model.dequantize()` before saving keeps them", stacklevel=2)
         return state, {}
 
     def _merged_parameters(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -300,13 +295,12 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
     def _encode(self, name: str, weight: Tensor, scale: Tensor, fmt: str, lost: dict[str, float]) -> Tensor:
-        """The codes of a weight; `lost` gets the share of its change (in the 2-norm) that they lose, if above 10 %."""
+        """The codes of a weight; `lost` gets the share of its change, in the 2-norm, that they lose."""
         codes = encode_scaled(weight.detach(), scale, fmt, self.tile)
         now, before = _sample(weight), self.samples[name]
         if not torch.equal(now, before):
             kept = _sample(decode_scaled(codes, scale.to(codes.device), fmt, self.tile).to(weight.dtype))
-            share = float((now - kept).norm() / (now - before).norm())
-            lost.update({name: share} if share > _LOST else {})
+            lost[name] = float((now - kept).norm() / (now - before).norm())
         return codes
 
     @property

@@ -23,8 +23,7 @@ SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's
 INDEX = "model.safetensors.index.json"
 # These describe one run, including its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
-# Added by version control and the hub; no reader of a checkpoint looks there.
-_NOT_OURS = {".git", ".cache", ".gitattributes"}
+_NOT_OURS = {".git", ".cache", ".gitattributes"}  # of version control and the hub; nothing there is loaded
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -177,8 +176,7 @@ def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpo
     kept = {k: document[k] for k in _RECORDED if k in document}
     if result.calibration is None:
         del kept["calibration"]
-    for name in ("files", "warnings"):  # of `lpconv verify` only: a conversion copies files, and has its own warnings
-        kept["verify"].pop(name)
+    del kept["verify"]["files"], kept["verify"]["warnings"]  # of `lpconv verify` only; a conversion has its own
     for tensor in kept["tensors"]:
         if tensor["rounding"] is None:
             del tensor["rounding"]

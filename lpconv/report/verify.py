@@ -39,11 +39,12 @@ def verify_document(result: Verification) -> Document:
     """The distance between two checkpoints, by their weights and by their models' outputs."""
     logits = result.logits if result.logits and not result.logits.skipped else None
     source = "its recorded source" if result.weights else "its own hashes"
+    warned = f", with {plural(len(result.warnings), 'warning')}" if result.warnings else ""
     return Document(
         kind="verification",
         title=PurePath(result.path).name or result.path,
         subtitle=f"{result.path} against {result.against or source}",
-        verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result)),
+        verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result) + warned),
         tiles=_tiles(result, logits),
         sections=sections_of(
             verification_section(result),
@@ -150,16 +151,12 @@ def outcome_of(v: VerifyResult) -> Outcome:
 
 
 def verify_headline(v: VerifyResult) -> str:
-    """The outcome and the strongest evidence for it, in one line, with the number of warnings."""
+    """The outcome and the strongest evidence for it, in one line."""
     word = outcome_of(v)
     if word == "failed":
         return f"Verification failed: {name_list(_reasons(v))}"
     if word == "not run":
         return "Not verified"
-    return _evidence(v) + (f", with {plural(len(v.warnings), 'warning')}" if v.warnings else "")
-
-
-def _evidence(v: VerifyResult) -> str:
     if v.logits and not v.logits.skipped:
         top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits)}"
         if v.logits.bit_equal or top1 is None:
@@ -252,16 +249,11 @@ def _weights_words(check: WeightsCheck) -> str:
 
 
 def _feedback_words(check: FeedbackCheck) -> str:
-    counts = [f"{plural(check.num_tensors, 'output error')} of the first {plural(check.num_layers, 'layer')}"]
-    counts = [
-        *(counts if check.num_tensors else ()),
-        *([plural(check.num_scales, "scale")] if check.num_scales else ()),
-    ]
-    compared = " and ".join(counts)
+    errors = f"{plural(check.num_tensors, 'output error')} of the first {plural(check.num_layers, 'layer')}"
+    compared = [*([errors] * bool(check.num_tensors)), *([plural(check.num_scales, "scale")] * bool(check.num_scales))]
+    words = f"{' and '.join(compared)}: as recorded, on the calibration text" if compared else ""
     if check.wrong:
-        words = f"{plural(len(check.wrong), 'figure')} of the record {'is' if len(check.wrong) == 1 else 'are'} wrong"
-    else:
-        words = f"{compared}: as recorded, on the calibration text" if compared else ""
+        words = f"{plural(len(check.wrong), 'figure')} differ{'s' * (len(check.wrong) == 1)} from the record"
     return "; ".join(filter(None, (words, check.skipped)))
 
 

@@ -47,11 +47,10 @@ class WeightsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackCheck:
-    """Comparison of figures in the record with new ones from the calibration text.
+    """Comparison of recorded figures with new ones from the calibration text.
 
-    These are the output errors of `num_tensors` of the first `num_layers` layers, which error feedback rounded, and the
-    largest values behind `num_scales` scales of inputs, keys and values. `wrong` describes those that differ. `skipped`
-    says which were not compared and why.
+    These are output errors of `num_tensors` in the first `num_layers` layers, and the largest values for `num_scales`
+    scales of inputs, keys and values. `wrong` describes those that differ. `skipped` says which were not compared.
     """
 
     num_layers: int = 0

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,18 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
         for name in both:
             forms, sums = (ours.forms[name], theirs.forms[name]), _compare(a, b, name)
             problem = _problem(*forms, sums) if sums.lost or not is_tuned else None
-            records.append(_comparison_record(*forms, sums, problem))
+            records.append(
+                ComparedTensor(
+                    name=name,
+                    stored_as=forms[0].words,
+                    reference=forms[1].words,
+                    sqnr_db=sqnr_db(sums.signal, sums.noise),
+                    max_rel_error=sums.relative,
+                    num_groups=sums.groups,
+                    num_off=sums.off,
+                    problem=problem,
+                )
+            )
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
@@ -174,19 +185,6 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums, problem: str | None) -> ComparedTensor:
-    return ComparedTensor(
-        name=ours.name,
-        stored_as=ours.words,
-        reference=theirs.words,
-        sqnr_db=sqnr_db(sums.signal, sums.noise),
-        max_rel_error=sums.relative,
-        num_groups=sums.groups,
-        num_off=sums.off,
-        problem=problem,
-    )
-
-
 def _bits_of(form: Stored) -> int:
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
@@ -217,21 +215,21 @@ def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     return "; ".join(problems) or None
 
 
-def compare_files(model: Openable, reference: Openable, *, converted: bool = False) -> FilesCheck:
+def compare_files(model: Openable, reference: Openable, *, copied: Collection[str] | None = None) -> FilesCheck:
     """Compare the small files of a checkpoint with those of `reference`.
 
-    If it was `converted` from the reference, both must have the same files, and config.json is not compared here.
-    Raises the errors of reading a checkpoint.
+    A conversion of the reference has `copied` files from it; its config.json is not compared here. Raises the errors of
+    reading a checkpoint.
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
-    if not converted and GGUF in {c.kind for c in pair}:
+    if copied is None and GGUF in {c.kind for c in pair}:
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files store differently",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
     check = _FileComparison()
-    if converted:
+    if copied is not None:
         check.compared.append("names of files")
-        check.different += _other_files(*pair)
+        check.different += _other_files(pair[0], pair[1], copied)
     else:
         check.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
         check.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
@@ -256,15 +254,15 @@ def compare_files(model: Openable, reference: Openable, *, converted: bool = Fal
     )
 
 
-def _other_files(ours: Checkpoint, source: Checkpoint) -> Iterator[str]:
-    """Files that a conversion of `source` should have, and files that a reader would load although it should not."""
-    wanted = {*model_side_files(source)}
-    yield from (f"`{n}` of the source is missing" for n in sorted(wanted - {*ours.side_files}))
-    own = {*wanted, *ours.weight_files, "config.json", LOADER, INDEX}
-    added = (
-        n for n in sorted(summed_files(ours.directory)) if n not in own and not n.startswith(RESIDUAL_FOLDER + "/")
-    )
-    yield from (f"`{n}` is not of the source, but would be loaded" for n in added if _LOADED.fullmatch(n))
+def _other_files(ours: Checkpoint, source: Checkpoint, copied: Collection[str]) -> Iterator[str]:
+    """Files of the source that a conversion should have, and others that it should not have."""
+    wanted, own = {*model_side_files(source)}, {*ours.weight_files, "config.json", LOADER, INDEX}
+    for name in sorted(wanted - {*ours.side_files}):
+        if name in copied or _LOADED.fullmatch(name):
+            yield f"`{name}` of the source is missing"
+    for name in sorted(summed_files(ours.directory).keys() - wanted - own):
+        if _LOADED.fullmatch(name) and not name.startswith(RESIDUAL_FOLDER + "/"):
+            yield f"`{name}` is not of the source, but readers would load it"
 
 
 class _FileComparison:

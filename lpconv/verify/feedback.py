@@ -1,13 +1,12 @@
 """Recompute what was recorded of the calibration text: the largest inputs, and output errors of error feedback.
 
-For output errors, a layer meets what the rounded layers before it make of the text, so one pass over the first layers,
-with the stored codes, gives the inputs of all their weights again. The first layer takes seconds for any model. Largest
-inputs need one pass through the source.
+A layer meets what the rounded layers before it make of the text, so one pass over the first layers, with the stored
+codes, gives the inputs of all their weights again. The first layer takes seconds for any model.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,9 +25,8 @@ from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
 from lpconv.storage.arranged import arranged
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.source import read_range
-from lpconv.storage.staging import TUNED
-from lpconv.verify.calibrate import calibrate
-from lpconv.verify.outputs import calibration_windows, windows_together
+from lpconv.verify.calibrate import calibrate, job_windows
+from lpconv.verify.outputs import windows_together
 from lpconv.verify.reader import OutputReader
 
 _TOLERANCE = 0.02  # relative: other processors sum in another order
@@ -62,42 +60,37 @@ def check_calibration(
     num_scales = job.plan.num_calibrated
     if not errors and not num_scales:
         return None
-    is_trained = (directory / TUNED).is_file()
-    trained = f"{plural(len(errors) - len(recorded), 'tensor')} with trained codes"
-    skipped = f"{trained}: not checked, except for their distance from the source" if is_trained else None
-    wrong = [] if is_trained else [f"`{n}`: no output error is recorded" for n in errors if n not in recorded]
+    trained = plural(len(errors) - len(recorded), "tensor")
+    skipped = [f"the codes of {trained}, which were trained, are only bounded"] * (len(errors) > len(recorded))
     if not recorded and not num_scales:
-        return FeedbackCheck(wrong=tuple(wrong), skipped=skipped)
+        return FeedbackCheck(skipped=skipped[0])
     calibration = from_json(CalibrationRecord, provenance.get("calibration"))
     asked = str(job.plan.options.calibrate)
     text = next((p for p in (text_at(asked), directory.parent / asked) if p.is_file()), None)
     if text is None or sha256_of(text) != calibration.sha256:
         is_other = "is not here" if text is None else "is another file"
-        what = " and ".join([*(["output errors"] if recorded else []), *(["scales of inputs"] if num_scales else [])])
-        why = f"{what}: not checked, because the calibration text `{calibration.text}` {is_other}"
-        return FeedbackCheck(wrong=tuple(wrong), skipped="; ".join(filter(None, (skipped, why))))
+        what = " and ".join(["output errors"] * bool(recorded) + ["scales of inputs"] * bool(num_scales))
+        skipped.append(f"{what}: not checked, because the calibration text `{calibration.text}` {is_other}")
+        return FeedbackCheck(skipped="; ".join(skipped))
     options = dataclasses.replace(job.plan.options, calibrate=str(text))
     job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, options=options))
     found = calibrate(job, progress).absmax if num_scales else {}
-    wrong += _differences("largest value on the text", found, calibration.absmax)
-    num_layers, again = _output_errors(job, output, recorded, text, progress) if recorded else (0, {})
-    wrong += _differences("output error", again, recorded)
-    return FeedbackCheck(
-        num_layers=num_layers, num_tensors=len(again), num_scales=num_scales, wrong=tuple(wrong), skipped=skipped
-    )
-
-
-def _differences(what: str, found: Mapping[str, float], recorded: Mapping[str, float]) -> Iterator[str]:
-    for name, value in found.items():
-        if not math.isclose(value, recorded[name], rel_tol=_TOLERANCE, abs_tol=1e-9):
-            yield f"`{name}`: the {what} is {value:.3g}, not {recorded[name]:.3g} as recorded"
+    num_layers, again = _output_errors(job, output, recorded, progress) if recorded else (0, {})
+    before = calibration.absmax | recorded
+    wrong = [
+        f"`{n}`: the {'output error' if n in again else 'largest value'} is {x:.3g}, not {before[n]:.3g} as recorded"
+        for n, x in (found | again).items()
+        if not math.isclose(x, before[n], rel_tol=_TOLERANCE, abs_tol=1e-9)
+    ]
+    compared = {"num_layers": num_layers, "num_tensors": len(again), "num_scales": num_scales}
+    return FeedbackCheck(**compared, wrong=tuple(wrong), skipped="; ".join(skipped) or None)
 
 
 def _output_errors(
-    job: Job, output: OutputReader, recorded: Mapping[str, float], text: Path, progress: Progress
+    job: Job, output: OutputReader, recorded: Mapping[str, float], progress: Progress
 ) -> tuple[int, dict[str, float]]:
     """(number of layers, output errors of their tensors by name)."""
-    config, tokens, length = calibration_windows(job.plain, job.plan.options, text)
+    config, tokens, length = job_windows(job)
     found: dict[str, float] = {}
     with (
         _Source.with_rounded(job, output, recorded.keys()) as source,

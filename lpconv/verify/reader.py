@@ -19,6 +19,7 @@ from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, TUNED, check_is_output
 
 _FORMAT_VERSION = 1
+_MOST_STEPS = 3  # times a format's largest number: the farthest that a code can be from a number within its scale
 # Other outputs that have an lpconv.json.
 _OTHER_KINDS = {
     "onnx": "a checkpoint exported to ONNX",
@@ -54,7 +55,7 @@ class OutputReader(StoredTensors):
     belongs to the weights. Raises InputError if the files do not match the records.
     """
 
-    chose_codes = False
+    rounding, is_trained = NEAREST, False
 
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         super().__init__(Checkpoint.open(directory), residuals)
@@ -71,8 +72,8 @@ class OutputReader(StoredTensors):
     def from_directory(cls, directory: Path) -> Self:
         document = read_provenance(directory)
         reader = cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
-        is_trained = (directory / TUNED).is_file()
-        reader.chose_codes = is_trained or document["options"].get("rounding", NEAREST) != NEAREST
+        reader.rounding = document["options"].get("rounding", NEAREST)
+        reader.is_trained = (directory / TUNED).is_file()
         return reader
 
     def _fits(self, record: TensorRecord) -> bool:
@@ -88,12 +89,14 @@ class OutputReader(StoredTensors):
     def as_chosen(self, form: Form) -> Form:
         """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged.
 
-        A record of chosen codes counts only if the conversion did not round to nearest, or its codes were trained.
+        A record of chosen codes counts only if options or a training explain it, with distances that codes can have.
         """
         record = self.records[form.name].rounding if form.name in self.records else None
-        if record is None or not self.chose_codes or not isinstance(form, ScaledCodes) or not self.holds(form):
+        if record is None or not isinstance(form, ScaledCodes) or not self.holds(form):
             return form
-        return Rounded.around(form, self._fetch, self.read_side(form), record)
+        is_explained = self.is_trained or (self.rounding != NEAREST and record.output_error is not None)
+        is_near = record.max_steps <= _MOST_STEPS * form.format.max
+        return Rounded.around(form, self._fetch, self.read_side(form), record) if is_explained and is_near else form
 
     def changed(self, forms: Iterable[Form]) -> Iterator[str]:
         """Names of tensors with codes from error feedback whose hash differs from the recorded one."""

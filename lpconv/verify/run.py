@@ -21,7 +21,7 @@ from lpconv.results import FilesCheck, HashCheck, TensorRecord, VerifyResult, fr
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain
 from lpconv.storage.partfile import sha256_of
-from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained, read_marker
+from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
@@ -81,10 +81,11 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
-    warnings = () if problems else tuple(lost_signals(from_json(tuple[TensorRecord, ...], provenance["tensors"])))
-    result = VerifyResult(
-        level="hash", passed=not problems, hash=hashes, files=files, problems=problems, warnings=warnings
-    )
+    result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
+    if not problems:
+        Checkpoint.open(directory)  # raises an error if there are no weights
+        warnings = lost_signals(from_json(tuple[TensorRecord, ...], provenance["tensors"]))
+        result = dataclasses.replace(result, warnings=tuple(warnings))
     asked = level == "logits" or needs_logits(gates)
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or gates):
@@ -98,7 +99,8 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     try:
         checked = check_source(job, directory, provenance, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
-        return _with_files(checked, Checkpoint.open(directory), job.plain, converted=True)
+        copied = from_json(tuple[str, ...], provenance.get("side_files", []))
+        return _with_files(checked, Checkpoint.open(directory), job.plain, copied)
     finally:
         job.source.close()
 
@@ -111,12 +113,12 @@ def _open_reference(name: str) -> Checkpoint:
 
 
 def _with_files(
-    result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, converted: bool = False
+    result: VerifyResult, ours: Checkpoint, reference: Checkpoint, copied: Sequence[str] | None = None
 ) -> VerifyResult:
     """Add the comparison of the files next to the weights to `result`."""
     from lpconv.verify.compare import compare_files
 
-    files = compare_files(ours, reference, converted=converted)
+    files = compare_files(ours, reference, copied=copied)
     passed = result.passed and not files.different
     return dataclasses.replace(result, files=files, problems=(*result.problems, *files.different), passed=passed)
 
@@ -144,19 +146,13 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     digests = _listed_files(directory)
     sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
-    mismatched = sorted({"config.json", MARKER, *_weight_files(directory), *summed_files(directory)} - digests.keys())
+    mismatched = sorted({"config.json", MARKER, *summed_files(directory)} - digests.keys())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
         hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
         for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
             mismatched += [] if hashed == digest else [name]
             progress.advance(sizes.get(name, 0))
     return HashCheck(num_files=len(digests), mismatched=tuple(mismatched))
-
-
-def _weight_files(directory: Path) -> set[str]:
-    """The weight files that lpconv.json records, which may be missing."""
-    files = read_marker(directory).get("files")
-    return {str(f.get("name")) for f in files if isinstance(f, dict)} if isinstance(files, list) else set()
 
 
 def _listed_files(directory: Path) -> dict[str, str]:

@@ -237,7 +237,7 @@ def _check_weights(
     """Add the comparison of weights, config and index to `result`."""
     from lpconv.verify.feedback import check_calibration  # imports transformers (seconds)
 
-    decided = plan = _with_recorded_decisions(job.plan, records)
+    plan = decided = _with_recorded_decisions(job.plan, records)
     if plan.num_calibrated:
         plan = _with_calibration(plan, provenance)
     with OutputReader.from_directory(directory) as output:
@@ -246,8 +246,7 @@ def _check_weights(
         weights = check_stored(job, output, planned, progress)
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
-        decided_job = dataclasses.replace(job, plan=decided)
-        feedback = check_calibration(decided_job, directory, output, provenance, progress)
+        feedback = check_calibration(dataclasses.replace(job, plan=decided), directory, output, provenance, progress)
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
         kinds = {h.metadata.get("format") for h in output.checkpoint.headers.values()} if plan.gguf is None else {"pt"}
@@ -259,7 +258,6 @@ def _check_weights(
     problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
     wrong = (*weights_problems(weights, records.values()), *(feedback.wrong if feedback else ()))
     problems = (*result.problems, *wrong, *problems)
-    unchecked = feedback.skipped if feedback else None
     tensors = _compare_records(planned, records, set(weights.mismatched))
     return dataclasses.replace(
         result,
@@ -268,7 +266,7 @@ def _check_weights(
         weights=weights,
         feedback=feedback,
         problems=problems,
-        warnings=(*lost_signals([*records.values()]), *filter(None, [unchecked])),
+        warnings=(*lost_signals([*records.values()]), *filter(None, [feedback.skipped if feedback else None])),
         tensors=tensors,
     )
 
