@@ -183,7 +183,7 @@ def _done(words: Sequence[str], path: Path) -> dict[str, Any]:
         said = next((line for line in text.splitlines() if line.startswith("error:")), "")
         found: dict[str, Any] = {"exit": code, "published": output.exists()}
         if words[0] == "inspect" and code == 0:
-            found["judged"] = "not read" not in text and "does not read" not in text
+            found["judged"] = "not judged" not in text.lower()
         return found | ({"said": said.replace(str(path), "PATH")[:200]} if said else {})
 
 

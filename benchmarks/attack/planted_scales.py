@@ -97,7 +97,7 @@ def _said(lines: list[str], healthy: list[str]) -> str:
     """What the lines of an output say of the matrix that those of the healthy file do not."""
     if any(_MATRIX in line for line in lines if line not in healthy):
         return "named"
-    return "not judged" if "not judged" in lines[0] else "silent"
+    return "not judged" if "not judged" in lines[0].lower() else "silent"
 
 
 def _output(path: Path, options: tuple[str, ...]) -> list[str]:

@@ -56,7 +56,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     provenance = read_provenance(directory)
     changed = check_hashes(directory, progress).mismatched
     if changed:
-        raise InputError(f"`{changed[0]}` does not match its SHA-256 in {SUMS}", hint="download the output again")
+        raise InputError(f"`{changed[0]}` does not match {SUMS}", hint="download the output again")
     checkpoint = Checkpoint.open(directory)
     watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
     with (

@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lpconv.convert.calibrate import job_windows
 from lpconv.convert.gptq import (
     DAMPING,
     InverseFactor,
@@ -58,6 +57,7 @@ from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.partfile import write_small
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
+from lpconv.verify.calibrate import job_windows
 from lpconv.verify.outputs import windows_together
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal

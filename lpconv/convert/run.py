@@ -191,7 +191,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     damaged = check_hashes(job.output, progress).mismatched
     if damaged:
         raise OutputExistsError(
-            f"`{job.url or job.output}` is damaged: `{damaged[0]}` no longer matches its SHA-256",
+            f"`{job.url or job.output}` is damaged: `{damaged[0]}` no longer matches SHA256SUMS",
             hint="write it again with --force",
             details={"mismatched": list(damaged)},
         )
@@ -251,7 +251,7 @@ def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
     """Write, verify and publish. When parts are combined, none of their files is written again."""
     _check_can_run(job)
     if job.plan.options.calibrate is not None:
-        from lpconv.convert.calibrate import job_windows  # imports transformers (seconds)
+        from lpconv.verify.calibrate import job_windows  # imports transformers (seconds)
 
         job_windows(job)  # raises an error now if the model does not read text, or its tokenizer not this text
     parts = checked_parts(job, request.progress) if request.finishing else ()
@@ -322,7 +322,7 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
     known = next((line for line in staging.done if line.get("shard") == _CALIBRATION), None)
     if known is not None:
         return from_json(CalibrationRecord, known[_CALIBRATION])
-    from lpconv.convert.calibrate import calibrate  # imports torch (seconds)
+    from lpconv.verify.calibrate import calibrate  # imports torch (seconds)
 
     with staging.discard_on_failure():
         record = calibrate(job, progress)

@@ -101,9 +101,6 @@ class Rounded(Form):
     def scale(self, side: Side) -> float | None:
         return self.inner.scale(side)
 
-    def is_valid_side(self, side: Side) -> bool:
-        return self.inner.is_valid_side(side)
-
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side=self.held)
 
@@ -126,9 +123,6 @@ class Rounded(Form):
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         return self.inner.decode(data, start, stop, side)
-
-    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return self.inner.decode_to(out, data, start, stop, side)
 
     def side_in(self, data: Sequence[Tensor]) -> Side | None:
         return self.inner.side_in(data)

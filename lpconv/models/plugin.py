@@ -4,7 +4,8 @@ A converted weight is stored as codes of shape [1, *shape] under the weight's ow
 under `NAME_scale`, or one scale per tile of its rows, shape [tiles along rows, tiles along columns], as numbers or as
 bytes of exponents; its value is codes · scale. The config defines the tile, which is a row by default. Codes of few
 bits are packed along the last axis. Loading decodes into the dtype that the model is opened with, so the result is the
-stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes.
+stock model. Saving encodes again with the same scales: an unchanged weight gives the same bytes, and a warning tells
+if more than a tenth of a change is lost.
 
 Multipoint checkpoints also have weights whose rows are sums of points: `NAME_points` is the number of points of each
 row, `NAME_scale` has one scale per point, and the codes are [1, points, bytes of a row]. Only a conversion can fit
@@ -14,6 +15,7 @@ This file is copied into each output as its loader module for `trust_remote_code
 """
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -159,8 +161,11 @@ class DecodeScaled(ConversionOps):  # type: ignore[misc]
                     self.hf_quantizer.merged_scales[name] = scale.cpu()
                 else:
                     self.hf_quantizer.scales[full_layer_name] = scale.cpu(), self.hf_quantizer.format_of(name)
+            for name in scales:
+                tensors[name] = self._decode(name, tensors[name], scales[name]).to(dtype)
+                self.hf_quantizer.samples[name if self.merging else full_layer_name] = _sample(tensors[name])
             decoded[pattern] = [
-                (self._decode(name, tensors[name], scales[name]) if name in scales else tensors[name]).to(dtype)
+                tensors[name].to(dtype)
                 for name, _ in pairs
                 if not self.hf_quantizer.is_scale(name) and not self.hf_quantizer.is_count(name)
             ]
@@ -185,6 +190,7 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.scales: dict[str, tuple[Tensor, str]] = {}  # (scale, format of the codes) by the model's name
         self.merged_scales: dict[str, Tensor] = {}  # by stored name, for tensors that the model merges or splits
+        self.samples: dict[str, Tensor] = {}  # of weights as opened, by the keys of the scales
         self._added: set[int] = set()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -253,12 +259,12 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 "the rows of a multipoint checkpoint are fitted by `lpconv convert`, not while saving; call "
                 "`model.dequantize()` first to save the weights as they are"
             )
-        tensors = model.state_dict()
+        tensors, lost = model.state_dict(), dict[str, float]()
         merged = self._merged_parameters(model, tensors)
         state, encoded = {}, {}
         back = [c.reverse_transform() for c in model._weight_conversions or () if isinstance(c, WeightRenaming)][::-1]
         for name, (scale, fmt) in self.scales.items():
-            encoded[tensors[name].data_ptr()] = self._encode(tensors[name], scale, fmt)
+            encoded[tensors[name].data_ptr()] = self._encode(name, tensors[name], scale, fmt, lost)
             stored, beside = _rename(name, back) + SCALE_SUFFIX, name + SCALE_SUFFIX
             state[beside if _rename(beside, back) == stored else stored] = scale  # a renamed last part loses the suffix
         for name, tensor in tensors.items():
@@ -271,8 +277,14 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
                 state[name] = tensor
                 continue
             scale = self.merged_scales[stored]
-            state[name] = self._encode(tensor, scale, self.format_of(stored))
+            state[name] = self._encode(stored, tensor, scale, self.format_of(stored), lost)
             state[name + SCALE_SUFFIX] = scale
+        if lost and (share := max(lost.values())) > 0.1:
+            name = next(n for n in lost if lost[n] == share)
+            words = (
+                f"saving as codes loses {share:.0%} of the change of `{name}` since opening, and part of other changes"
+            )
+            warnings.warn(f"{words}; `model.dequantize()` before saving keeps them", stacklevel=2)
         return state, {}
 
     def _merged_parameters(self, model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -282,8 +294,14 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
         back = [c.reverse_transform() for c in model._weight_conversions if isinstance(c, WeightConverter)]
         return {n: t for n, t in tensors.items() if any(c.rename_source_key(n)[1] is not None for c in back)}
 
-    def _encode(self, weight: Tensor, scale: Tensor, fmt: str) -> Tensor:
-        return encode_scaled(weight.detach(), scale, fmt, self.tile)
+    def _encode(self, name: str, weight: Tensor, scale: Tensor, fmt: str, lost: dict[str, float]) -> Tensor:
+        """The codes of a weight; `lost` gets the share of its change, in the 2-norm, that they lose."""
+        codes = encode_scaled(weight.detach(), scale, fmt, self.tile)
+        now, before = _sample(weight), self.samples[name]
+        if not torch.equal(now, before):
+            kept = _sample(decode_scaled(codes, scale.to(codes.device), fmt, self.tile).to(weight.dtype))
+            lost[name] = float((now - kept).norm() / (now - before).norm())
+        return codes
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -311,6 +329,11 @@ class LpconvQuantizer(HfQuantizer):  # type: ignore[misc]
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About 4096 elements from all over a weight, fp32; an odd step meets every column."""
+    return weight.detach().reshape(-1)[:: weight.numel() // 4096 | 1].to("cpu", torch.float32, copy=True)
 
 
 def _rename(name: str, renamings: list[WeightRenaming]) -> str:

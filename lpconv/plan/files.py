@@ -24,6 +24,7 @@ SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's
 INDEX = "model.safetensors.index.json"
 # These describe one run, including its times; all other files depend only on source and options.
 _NOT_SUMMED = {SUMS, "report.json", "report.html"}
+_NOT_OURS = {".git", ".cache", ".gitattributes"}  # of version control and the hub; nothing there is loaded
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -182,11 +183,18 @@ def write_provenance(directory: Path, result: ConvertResult, checkpoint: Checkpo
     kept = {k: document[k] for k in _RECORDED if k in document}
     if result.calibration is None:
         del kept["calibration"]
-    kept["verify"].pop("files")  # only `lpconv verify` compares them; a conversion copies them
+    del kept["verify"]["files"], kept["verify"]["warnings"]  # of `lpconv verify` only; a conversion has its own
     for tensor in kept["tensors"]:
         if tensor["rounding"] is None:
             del tensor["rounding"]
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **kept, "source_config": changed}))
+
+
+def summed_files(directory: Path) -> dict[str, Path]:
+    """Every file that SHA256SUMS must list, by name: all but the run's own reports. Links to folders count as files."""
+    paths = {p.relative_to(directory): p for p in directory.rglob("*") if p.is_symlink() or not p.is_dir()}
+    names = {n.as_posix(): p for n, p in paths.items() if n.parts[0] not in _NOT_OURS}
+    return {n: p for n, p in names.items() if n not in _NOT_SUMMED and not n.startswith("journal.")}
 
 
 def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[str, str] | None = None) -> None:
@@ -195,7 +203,5 @@ def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[st
     Files that are about to be `renamed` are listed under their new names.
     """
     hashes = {f.name: f.sha256 for f in known}
-    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
-    named = sorted(((renamed or {}).get(name, name), p) for name, p in files.items())
-    kept = [(name, p) for name, p in named if name not in _NOT_SUMMED and not name.startswith("journal.")]
-    write_small(directory / SUMS, "".join(f"{hashes.get(name) or sha256_of(p)}  {name}\n" for name, p in kept))
+    named = sorted(((renamed or {}).get(name, name), p) for name, p in summed_files(directory).items())
+    write_small(directory / SUMS, "".join(f"{hashes.get(name) or sha256_of(p)}  {name}\n" for name, p in named))

@@ -30,7 +30,7 @@ def make_gguf_plan(
     for pattern in options.patterns:
         check_matches(pattern, infos)
     tensors = tuple(_plan_tensor(info, options, model, ties.get(n)) for n, info in infos.items())
-    return Plan(options=options, tensors=tensors, shards=(_shard(tensors, options, model),), gguf=model)
+    return Plan(options=options, tensors=tensors, shards=(gguf_shard(tensors, options, model),), gguf=model)
 
 
 def gguf_config(plan: Plan) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: "GgufModel", 
     return PlannedTensor(info=info, form=form, reason=reason)
 
 
-def _shard(planned: Sequence[PlannedTensor], options: ConvertOptions, model: "GgufModel") -> PlannedShard:
-    """The only file, with tensors in source order."""
+def gguf_shard(planned: Sequence[PlannedTensor], options: ConvertOptions, model: "GgufModel") -> PlannedShard:
+    """The only file of the layout, with tensors in source order."""
     tensors = tuple(t for t in planned if t.action != "tie")
     infos = lay_out(((c.name, c.dtype, c.shape) for t in tensors for c in t.form.data), alignment=_ALIGNMENT)
     described = [(t.name, _type(t), info.shape) for t, info in zip(tensors, infos, strict=True)]

@@ -19,7 +19,7 @@ from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
-from lpconv.results import SourceRecord, TensorRecord
+from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.storage.contents import hidden_files
 from lpconv.storage.place import open_regular
@@ -28,6 +28,7 @@ from lpconv.version import __version__
 
 _MAX_CHARACTERS = 2**16  # of a card, which begins with its front matter
 _NO_TEXT = ("", "~", "null", "false", "no")  # values of YAML that are not strings
+LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal; tensors of zeros have 0 dB
 _REPEATED = ("base_model", "license", "license_name", "license_link")
 
 
@@ -143,7 +144,7 @@ def joined_warnings(plan: Plan) -> Iterator[str]:
 
 
 def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
-    """Warnings about tensors with NaN or Inf, before or after the conversion."""
+    """Warnings about tensors with NaN or Inf, before or after the conversion, or without their signal after it."""
     warnings = []
     for t in tensors:
         if t.num_nan or t.num_inf:
@@ -152,7 +153,15 @@ def tensor_warnings(tensors: Sequence[TensorRecord]) -> tuple[str, ...]:
             warnings.append(f"`{t.name}` has {t.num_nan} NaN and {t.num_inf} Inf elements in {where}; {kept}")
         if t.num_saturated:
             warnings.append(overflow_text(t))
-    return (*warnings, *_lost_grids(tensors))
+    return (*warnings, *lost_signals(tensors), *_lost_grids(tensors))
+
+
+def lost_signals(tensors: Sequence[TensorRecord | ComparedTensor]) -> Iterator[str]:
+    """Warnings about tensors whose error is about as large as they are."""
+    for t in tensors:
+        if t.sqnr_db is not None and -math.inf < t.sqnr_db <= LOST_DB:
+            lost = "all its numbers became 0" if t.sqnr_db == 0 else f"the SQNR is {t.sqnr_db:.1f} dB"
+            yield f"`{t.name}` lost its signal: {lost}; --exclude leaves it unconverted"
 
 
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:

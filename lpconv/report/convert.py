@@ -250,9 +250,10 @@ def method_name(method: str) -> str:
 
 
 def headline(result: ConvertResult) -> str:
-    """The verdict of the verification and the change of size, in one line."""
+    """The verdict of the verification, the change of size and the number of warnings, in one line."""
     verdict, size = verify_headline(result.verify), change_text(result.bytes.read, result.bytes.written)
-    return verdict if outcome_of(result.verify) == "failed" else f"{verdict}; weights {size}"
+    warned = f"; {plural(len(result.warnings), 'warning')}" if result.warnings else ""
+    return verdict if outcome_of(result.verify) == "failed" else f"{verdict}; weights {size}{warned}"
 
 
 def summary(result: ConvertResult) -> str:

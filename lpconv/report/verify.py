@@ -41,11 +41,12 @@ def verify_document(result: Verification) -> Document:
     """The distance between two checkpoints, by their weights and by their models' outputs."""
     logits = result.logits if result.logits and not result.logits.skipped else None
     source = "its recorded source" if result.weights else "its own hashes"
+    warned = f", with {plural(len(result.warnings), 'warning')}" if result.warnings else ""
     return Document(
         kind="verification",
         title=PurePath(result.path).name or result.path,
         subtitle=f"{result.path} against {result.against or source}",
-        verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result)),
+        verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result) + warned),
         tiles=_tiles(result, logits),
         sections=sections_of(
             verification_section(result),
@@ -55,6 +56,7 @@ def verify_document(result: Verification) -> Document:
             section("", sqnr_chart([(result.path, result.tensors)], noun="tensor")),
             section("Every tensor, the worst first", _tensor_table(result), only="page"),
         ),
+        warnings=result.warnings,
         command=result.command,
         versions={"lpconv": result.version},
     )
@@ -200,8 +202,8 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         words = _tensors_text if v.level == "values" else _weights_words
         steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=words(v.weights)))
     if v.feedback:
-        outcome = "not run" if v.feedback.skipped else _outcome(not v.feedback.wrong)
-        steps.append(Check(name="output errors", outcome=outcome, text=_feedback_words(v.feedback)))
+        outcome = "not run" if v.feedback.skipped and not v.feedback.wrong else _outcome(not v.feedback.wrong)
+        steps.append(Check(name="calibration", outcome=outcome, text=_feedback_words(v.feedback)))
     if v.opened:
         asked = [m for m in (v.opened.source, v.opened.result) if m]
         outcome = "not run" if not asked else _outcome(not any(m.different or m.error for m in asked))
@@ -268,12 +270,12 @@ def _weights_words(check: WeightsCheck) -> str:
 
 
 def _feedback_words(check: FeedbackCheck) -> str:
-    if check.skipped:
-        return check.skipped
-    tensors = f"{plural(check.num_tensors, 'tensor')} of the first {plural(check.num_layers, 'layer')}"
+    errors = f"{plural(check.num_tensors, 'output error')} of the first {plural(check.num_layers, 'layer')}"
+    compared = [*([errors] * bool(check.num_tensors)), *([plural(check.num_scales, "scale")] * bool(check.num_scales))]
+    words = f"{' and '.join(compared)}: as recorded, on the calibration text" if compared else ""
     if check.wrong:
-        return f"{count_text(len(check.wrong))} of {tensors} differ from the record"
-    return f"{tensors}: as recorded, on the calibration text"
+        words = f"{plural(len(check.wrong), 'figure')} differ{'s' * (len(check.wrong) == 1)} from the record"
+    return "; ".join(filter(None, (words, check.skipped)))
 
 
 def _opened_words(check: OpenedCheck) -> str:

@@ -47,14 +47,15 @@ class WeightsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackCheck:
-    """Comparison of output errors recorded by error feedback with those of the stored codes on the calibration text.
+    """Comparison of recorded figures with new ones from the calibration text.
 
-    `num_tensors` of the first `num_layers` layers were compared; `wrong` describes those that differ. `skipped` says
-    why none were.
+    These are output errors of `num_tensors` in the first `num_layers` layers, and the largest values for `num_scales`
+    scales of inputs, keys and values. `wrong` describes those that differ. `skipped` says which were not compared.
     """
 
     num_layers: int = 0
     num_tensors: int = 0
+    num_scales: int = 0
     wrong: tuple[str, ...] = ()
     skipped: str | None = None
 
@@ -168,7 +169,8 @@ _SHOWN = 3  # most problems in an error message
 class VerifyResult:
     """The outcome of a verification. `level` is the deepest level that ran; `problems` describe the failures.
 
-    `feedback` is set for outputs of error feedback. `tensors` are the compared ones, worst first; at the level
+    `warnings` do not fail it: tensors that lost their signal, and records that were not checked. `feedback` is set for
+    outputs of error feedback, training or calibration. `tensors` are the compared ones, worst first; at the level
     ``values``, which compares any two checkpoints, of both.
     """
 
@@ -183,6 +185,7 @@ class VerifyResult:
     tasks: tuple[TaskCheck, ...] = ()
     gates: tuple[GateRecord, ...] = ()
     problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     tensors: tuple[ComparedTensor, ...] = ()
 
     @property

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,15 @@ from lpconv.forms.pair import Pair
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
 from lpconv.models.ties import tie_candidates, tied_by_model
-from lpconv.plan.files import CARD, LOADER, model_side_files, plain_config
-from lpconv.plan.provenance import sqnr_db
+from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
+from lpconv.plan.provenance import lost_signals, sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import is_trained
 from lpconv.summed import Summed, joined
@@ -49,6 +50,11 @@ _LEAST_DB = {2: 1.0, 4: 8.0, 8: 15.0, 16: 40.0}
 _TOKENIZER = re.compile(
     r"(tokenizer|vocab|merges|special_tokens_map|added_tokens|chat_template|normalizer)[^/]*\.(json|txt|jinja)"
     r"|additional_chat_templates/.*|[^/]*\.(model|tiktoken|vocab)"
+)
+# Files that transformers or another reader may load because of their names.
+_LOADED = re.compile(
+    rf"{_TOKENIZER.pattern}|(.*/)?([^/]*config[^/]*\.json|modules\.json|[^/]*\.index\.json|[^/]*\.(py|pyc|so|jinja|pt|pth"
+    r"|ckpt|bin|safetensors|gguf|ggml|onnx|h5|msgpack|npz|ot|tflite|mlmodel|pkl))"
 )
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
 # Keys that describe the writer or the class that opens a file: reported if they differ, but not a failure.
@@ -99,7 +105,18 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
         for name in both:
             forms, sums = (ours.forms[name], theirs.forms[name]), _compare(a, b, name)
             problem = _problem(*forms, sums) if sums.lost or not is_tuned else None
-            records.append(_comparison_record(*forms, sums, problem))
+            records.append(
+                ComparedTensor(
+                    name=name,
+                    stored_as=forms[0].words,
+                    reference=forms[1].words,
+                    sqnr_db=sqnr_db(sums.signal, sums.noise),
+                    max_rel_error=sums.relative,
+                    num_groups=sums.groups,
+                    num_off=sums.off,
+                    problem=problem,
+                )
+            )
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
@@ -118,6 +135,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
             mismatched=tuple(r.name for r in records if r.problem),
         ),
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
+        warnings=() if is_tuned else tuple(lost_signals(records)),
         tensors=tuple(records),
     )
     return with_gates(result, gates)
@@ -169,19 +187,6 @@ def _sums(x: Tensor, y: Tensor) -> _WeightSums:
     )
 
 
-def _comparison_record(ours: Stored, theirs: Stored, sums: _WeightSums, problem: str | None) -> ComparedTensor:
-    return ComparedTensor(
-        name=ours.name,
-        stored_as=ours.words,
-        reference=theirs.words,
-        sqnr_db=sqnr_db(sums.signal, sums.noise),
-        max_rel_error=sums.relative,
-        num_groups=sums.groups,
-        num_off=sums.off,
-        problem=problem,
-    )
-
-
 def _bits_of(form: Stored) -> int:
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
@@ -212,18 +217,22 @@ def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     return "; ".join(problems) or None
 
 
-def compare_files(model: Openable, reference: Openable, *, config: bool = True) -> FilesCheck:
-    """Compare the small files of a checkpoint with those of `reference`; config.json only if `config` is set.
+def compare_files(model: Openable, reference: Openable, *, copied: Collection[str] | None = None) -> FilesCheck:
+    """Compare the small files of a checkpoint with those of `reference`.
 
-    Raises the errors of reading a checkpoint.
+    A conversion of the reference has `copied` files from it; its config.json is not compared here. Raises the errors of
+    reading a checkpoint.
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
-    if config and GGUF in {c.kind for c in pair}:
+    if copied is None and GGUF in {c.kind for c in pair}:
         return FilesCheck(not_compared=("config and tokenizer, which GGUF files store differently",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
     check = _FileComparison()
-    if config:
+    if copied is not None:
+        check.compared.append("names of files")
+        check.different += _other_files(pair[0], pair[1], copied)
+    else:
         check.compare("config.json", [plain_config(c) for c in pair], lambda: [_config(c).to_dict() for c in pair])
         check.not_compared += ["quantization_config"] if any("quantization_config" in c.config for c in pair) else []
     if tokenizer:
@@ -245,6 +254,17 @@ def compare_files(model: Openable, reference: Openable, *, config: bool = True) 
     return FilesCheck(
         compared=tuple(check.compared), different=tuple(check.different), not_compared=tuple(check.not_compared)
     )
+
+
+def _other_files(ours: Checkpoint, source: Checkpoint, copied: Collection[str]) -> Iterator[str]:
+    """Files of the source that a conversion should have, and others that it should not have."""
+    wanted, own = {*model_side_files(source)}, {*ours.weight_files, "config.json", LOADER, INDEX}
+    for name in sorted(wanted - {*ours.side_files}):
+        if name in copied or _LOADED.fullmatch(name):
+            yield f"`{name}` of the source is missing"
+    for name in sorted(summed_files(ours.directory).keys() - wanted - own):
+        if _LOADED.fullmatch(name) and not name.startswith(RESIDUAL_FOLDER + "/"):
+            yield f"`{name}` is not of the source, but readers would load it"
 
 
 class _FileComparison:

@@ -9,15 +9,17 @@ from lpconv.forms import Form
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
+from lpconv.plan.options import NEAREST
 from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.source import read_tensor
-from lpconv.storage.staging import MARKER, check_is_output
+from lpconv.storage.staging import MARKER, TUNED, check_is_output
 
 _FORMAT_VERSION = 1
+_MOST_STEPS = 3  # times a format's largest number: the farthest that a code can be from a number within its scale
 # Other outputs that have an lpconv.json.
 _OTHER_KINDS = {
     "onnx": "a checkpoint exported to ONNX",
@@ -53,6 +55,8 @@ class OutputReader(StoredTensors):
     belongs to the weights. Raises InputError if the files do not match the records.
     """
 
+    rounding, is_trained = NEAREST, False
+
     def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         super().__init__(Checkpoint.open(directory), residuals)
         self.records = {r.name: r for r in records if r.action != "tie"}
@@ -67,7 +71,10 @@ class OutputReader(StoredTensors):
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
         document = read_provenance(directory)
-        return cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
+        reader = cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
+        reader.rounding = document["options"].get("rounding", NEAREST)
+        reader.is_trained = (directory / TUNED).is_file()
+        return reader
 
     def _fits(self, record: TensorRecord) -> bool:
         form = self.forms.get(record.name)
@@ -80,11 +87,16 @@ class OutputReader(StoredTensors):
         return record.action == "convert" and named == wanted and record.source_dtype in DTYPE_BITS
 
     def as_chosen(self, form: Form) -> Form:
-        """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged."""
+        """The form with the stored codes, for a tensor whose codes error feedback chose. Other forms are unchanged.
+
+        A record of chosen codes counts only if options or a training explain it, with distances that codes can have.
+        """
         record = self.records[form.name].rounding if form.name in self.records else None
         if record is None or not isinstance(form, ScaledCodes) or not self.holds(form):
             return form
-        return Rounded.around(form, self._fetch, self.read_side(form), record)
+        is_explained = self.is_trained or (self.rounding != NEAREST and record.output_error is not None)
+        is_near = record.max_steps <= _MOST_STEPS * form.format.max
+        return Rounded.around(form, self._fetch, self.read_side(form), record) if is_explained and is_near else form
 
     def changed(self, forms: Iterable[Form]) -> Iterator[str]:
         """Names of tensors with codes from error feedback whose hash differs from the recorded one."""

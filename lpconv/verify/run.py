@@ -13,9 +13,11 @@ from lpconv.data import check_text
 from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
+from lpconv.plan.files import summed_files
 from lpconv.plan.options import VerifyOptions, check_verify
+from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress
-from lpconv.results import FilesCheck, HashCheck, VerifyResult
+from lpconv.results import FilesCheck, HashCheck, TensorRecord, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain
 from lpconv.storage.partfile import sha256_of
@@ -77,9 +79,13 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
         return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
     provenance = read_provenance(directory)
     hashes = check_hashes(directory, progress)
-    problems = tuple(f"`{n}` does not match its SHA-256" for n in hashes.mismatched)
+    problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
+    if not problems:
+        Checkpoint.open(directory)  # raises an error if there are no weights
+        warnings = lost_signals(from_json(tuple[TensorRecord, ...], provenance["tensors"]))
+        result = dataclasses.replace(result, warnings=tuple(warnings))
     asked = level == "logits" or needs_logits(gates)
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or gates):
@@ -93,7 +99,8 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     try:
         checked = check_source(job, directory, provenance, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
-        return _with_files(checked, Checkpoint.open(directory), job.checkpoint, config=False)
+        copied = from_json(tuple[str, ...], provenance.get("side_files", []))
+        return _with_files(checked, Checkpoint.open(directory), job.plain, copied)
     finally:
         job.source.close()
 
@@ -105,11 +112,13 @@ def _open_reference(name: str) -> Checkpoint:
     return reference
 
 
-def _with_files(result: VerifyResult, ours: Checkpoint, reference: Checkpoint, *, config: bool = True) -> VerifyResult:
+def _with_files(
+    result: VerifyResult, ours: Checkpoint, reference: Checkpoint, copied: Sequence[str] | None = None
+) -> VerifyResult:
     """Add the comparison of the files next to the weights to `result`."""
     from lpconv.verify.compare import compare_files
 
-    files = compare_files(ours, reference, config=config)
+    files = compare_files(ours, reference, copied=copied)
     passed = result.passed and not files.different
     return dataclasses.replace(result, files=files, problems=(*result.problems, *files.different), passed=passed)
 
@@ -130,15 +139,14 @@ def _with_text(
 
 
 def check_hashes(directory: Path, progress: Progress) -> HashCheck:
-    """Check every file in SHA256SUMS; weights, config and lpconv.json must be among them.
+    """Check every file in SHA256SUMS. All files but the run's own reports must be listed there.
 
     Raises InputError if there is no such list.
     """
     digests = _listed_files(directory)
     sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
-    weights = {p.relative_to(directory).as_posix() for p in directory.rglob("*.safetensors")}
-    mismatched = sorted({"config.json", MARKER, *weights} - digests.keys())
+    mismatched = sorted({"config.json", MARKER, *summed_files(directory)} - digests.keys())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
         hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
         for (name, digest), hashed in zip(digests.items(), hashes, strict=True):

@@ -5,6 +5,9 @@ source. Every stored block equals, byte for byte, the encoded block of the sourc
 slow reference of the form, which shares no code with the encoder. The figures measured on the way (scale, RMS, SQNR,
 largest error) must equal those in the record of the conversion.
 
+Codes from error feedback or training cannot be made again. They must be on the grid, within the recorded distance of
+the source, and keep its signal unless rounding to nearest loses it.
+
 *Other machines.* Machines with another vector width sum in another order, so RMS, exact scales and fitted points may
 differ in their last bits. The recorded figures then differ as well, which reveals such a machine: only if they are
 close but not bit-equal may side tensors differ, and only if no block gets worse.
@@ -25,8 +28,9 @@ from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
+from lpconv.forms.rounded import Rounded
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.provenance import planned_record, tensor_record
+from lpconv.plan.provenance import LOST_DB, planned_record, sqnr_db, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
@@ -187,7 +191,21 @@ def _compare_whole(
     right = total.right and (measured == record or _is_close(measured, record))
     if right and not same_side:
         right = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied) != record
+    if right and isinstance(t.form, Rounded) and measured.sqnr_db is not None and measured.sqnr_db <= LOST_DB:
+        right = _is_lost(replace(t, form=t.form.inner), workers)
     return measured, right, total.left
+
+
+def _is_lost(t: PlannedTensor, workers: Workers) -> bool:
+    """Whether rounding a tensor to nearest loses its signal."""
+    implied = workers.measure(t)
+
+    def look(block: TensorBlock) -> BlockError:
+        with workers.borrow() as work:
+            return t.form.encode(workers.read(block, work), block.start, implied, work).error or BlockError()
+
+    error = sum((e for _, e in workers.in_order(tensor_blocks([t]), look)), BlockError())
+    return sqnr_db(implied.stats.sum_squares, error.sum_squares) <= LOST_DB
 
 
 def _compare_pieces(t: PlannedTensor, output: OutputReader, workers: Workers) -> tuple[int, bool]:

@@ -14,11 +14,12 @@ from lpconv.gates import Gate, needs_logits, with_gates
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
+from lpconv.plan.gguf import gguf_shard
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.plan.policy import settings_for
-from lpconv.plan.provenance import joined_warnings
+from lpconv.plan.provenance import joined_warnings, lost_signals
 from lpconv.plan.settings import fill_options
 from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
@@ -301,9 +302,9 @@ def _check_weights(
     progress: Progress,
 ) -> VerifyResult:
     """Add the comparison of weights, config and index to `result`."""
-    from lpconv.verify.feedback import check_output_errors  # imports transformers (seconds)
+    from lpconv.verify.feedback import check_calibration  # imports transformers (seconds)
 
-    plan = _with_recorded_decisions(job.plan, records)
+    plan = decided = _with_recorded_decisions(job.plan, records)
     if plan.num_calibrated:
         plan = _with_calibration(plan, provenance)
     with OutputReader.from_directory(directory) as output:
@@ -312,9 +313,11 @@ def _check_weights(
         weights = check_stored(job, output, planned, progress)
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
-        feedback = check_output_errors(job, directory, output, provenance, progress)
+        feedback = check_calibration(dataclasses.replace(job, plan=decided), directory, output, provenance, progress)
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
+        kinds = {h.metadata.get("format") for h in output.checkpoint.headers.values()} if plan.gguf is None else {"pt"}
+        stray += [] if kinds == {"pt"} else ["the metadata of the weight files do not say that they are for PyTorch"]
         files = {n: e.file for n, e in output.entries.items()}
         index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
     ties = {t.name: t.tied_to for t in job.plan.tensors}
@@ -330,6 +333,7 @@ def _check_weights(
         weights=weights,
         feedback=feedback,
         problems=problems,
+        warnings=(*lost_signals([*records.values()]), *filter(None, [feedback.skipped if feedback else None])),
         tensors=tensors,
     )
 
@@ -367,8 +371,11 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
                     f"tensor `{t.name}` is not stored as {MARKER} describes: {refused}", hint="download it again"
                 )
             form = plan.form.of(t.name, t.form.shape, fmt, settings)
+        elif plan.gguf is not None and record.tied_to is None:
+            raise InputError(f"tensor `{t.name}` of the GGUF file has no format in {MARKER}", hint="download it again")
         tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
-    return dataclasses.replace(plan, tensors=tuple(tensors))
+    shards = plan.shards if plan.gguf is None else (gguf_shard(tensors, plan.options, plan.gguf),)
+    return dataclasses.replace(plan, tensors=tuple(tensors), shards=shards)
 
 
 def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
@@ -390,6 +397,10 @@ def _document_problems(
     wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
     problems = [f"config.json: `{k}` does not match the source and the conversion" for k in keys]
+    for f in plan.files if plan.gguf is not None else ():
+        with (directory / f.name).open("rb") as stored:
+            if stored.read(len(f.header)) != f.header:
+                problems.append(f"the header of `{f.name}` does not match the source and the conversion")
     if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
         problems.append(f"{INDEX} does not match these files")
     if provenance["source_config"] != replaced_config(job.plain, plan):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import lpconv
 from lpconv.convert import feedback, run as run_module
-from lpconv.convert.calibrate import job_windows
 from lpconv.convert.gptq import AIM, aimed_at_source, inverse_factor, round_with_feedback, step_to_source
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
@@ -34,6 +33,7 @@ from lpconv.report.convert import convert_document
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import share_text
 from lpconv.results import ConvertResult, FeedbackCheck, VerifyResult
+from lpconv.verify.calibrate import job_windows
 from lpconv.verify.run import verify_output
 
 FILE = "model.safetensors"

@@ -246,7 +246,7 @@ def test_a_run_that_resumes_does_not_calibrate_again(
         patch.setattr(run_module, "_write_weights", killed)
         with pytest.raises(KeyboardInterrupt):
             calibrated(plain, tmp_path / "out", data, **NVFP4)
-    monkeypatch.setattr("lpconv.convert.calibrate.calibrate", killed)
+    monkeypatch.setattr("lpconv.verify.calibrate.calibrate", killed)
     data.write_text("Something else entirely, and long enough to be read.\n" * 9)
     with pytest.raises(OutputExistsError, match="calibration"):
         calibrated(plain, tmp_path / "out", data, resume=True, **NVFP4)
@@ -401,7 +401,7 @@ def test_a_run_to_an_object_store_goes_on_with_its_calibration(
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     is_calibrated = f"out/{UNFINISHED}calibration.json" in store.objects
     if is_calibrated:
-        monkeypatch.setattr("lpconv.convert.calibrate.calibrate", None)  # called, it ends the run
+        monkeypatch.setattr("lpconv.verify.calibrate.calibrate", None)  # called, it ends the run
     calibrate_to(f"{BUCKET}/out", plain, data, resume=True, **NVFP4)
     assert sums_of(store, "out") == (made["NVFP4"] / "SHA256SUMS").read_text()
     assert is_calibrated or moment < 4

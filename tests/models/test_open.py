@@ -1,5 +1,6 @@
 """Opening outputs in transformers: with the plug-in, through the loader module, and not at all without either."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,28 @@ def test_experts_that_a_model_renames_are_decoded_and_saved_as_they_were(tmp_pat
     again = load_file(tmp_path / "again/model.safetensors")
     assert again.keys() == stored.keys()
     assert all(torch.equal(v.view(torch.uint8), stored[k].view(torch.uint8)) for k, v in again.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_saving_loses_of_a_change_is_named(
+    outputs: dict[tuple[str, str], Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """A small update, as of a merged adapter, mostly rounds back to the old codes."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    model = AutoModelForCausalLM.from_pretrained(outputs["unit", "e4m3fn"], dtype=dtype)
+    weight, before = model.get_parameter(name), model.get_parameter(name).detach().clone()
+    with torch.no_grad():
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(dtype) * 2e-3)
+    with pytest.warns(UserWarning, match=name) as told:
+        model.save_pretrained(tmp_path / "codes")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "codes", dtype=dtype).get_parameter(name)
+    lost = float(((weight - again).float().norm() / (weight - before).float().norm()).detach())
+    assert lost > 0.3
+    said = int(re.search(r"loses (\d+)%", str(told[0].message))[1])
+    assert said == pytest.approx(100 * lost, abs=3)
+    model.dequantize()
+    model.save_pretrained(tmp_path / "plain")
+    assert torch.equal(load_file(tmp_path / "plain/model.safetensors")[name], weight)
 
 
 def test_another_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:

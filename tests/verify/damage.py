@@ -175,12 +175,16 @@ def _undone(output: Path) -> Iterator[dict[Path, bytes]]:
     try:
         yield before
     finally:
+        for path in _files(output).keys() - before.keys():
+            path.unlink()
         for path, data in before.items():
             path.write_bytes(data)
 
 
 def _files(output: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+    """Every file with its bytes; links to folders are files without any."""
+    found = (p for p in output.rglob("*") if p.is_symlink() or p.is_file())
+    return {p: p.read_bytes() if p.is_file() else b"" for p in found}
 
 
 def damages(form: str, output: Path) -> Iterator[Damage]:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from damage import Damage, Pair, Seen, damages, look, make_outputs, seen_in_outputs
+from differences import differences, make_layouts
 
-__all__ = ["OUTPUTS_SEE", "in_outputs", "matrix", "page"]
+__all__ = ["OUTPUTS_SEE", "in_layouts", "in_outputs", "matrix", "page"]
 
 HEAD = """# What verification detects
 
@@ -23,13 +24,15 @@ lpconv verify PATH                     # hashes
 lpconv verify PATH --against MODEL     # weights, too, and outputs if the models are small
 ```
 
-- **`hash`** compares every file with SHA256SUMS. It detects any change to a file, missing files, and weights that
-  are not in the list. It cannot detect errors from before the files were hashed, or changes by somebody who also
-  changed the hashes.
+- **`hash`** compares every file with SHA256SUMS. It detects any change to a file, missing files, and files that are
+  not in the list, except `report.html` and `report.json`, which describe one run. It cannot detect errors from before
+  the files were hashed, or changes by somebody who also changed the hashes.
 - **`weights`** compares everything that is stored with the source. Each tensor is converted again: every byte must
   be the same, and every decoded value must match a second, independent implementation. Config, index, ties and the
-  figures in `lpconv.json` are compared as well, and so are tokenizer, generation config, chat template and other
-  files of the source. The loader module and the text of README.md are only protected by hashes.
+  figures in `lpconv.json` are compared as well, and so are the header of a GGUF file, tokenizer, generation config,
+  chat template and other files of the source: none may be missing, and there may be no others that a reader would
+  load. The loader module and the text of README.md are only protected by hashes, and so are statements in `lpconv.json`
+  about the run: versions, sizes, the verification before publishing, and options without an effect.
 - **`logits`** also runs source and output on the same inputs. It detects NaN and Inf if the source's outputs are
   finite, any difference if the weights are exact, and whatever a gate limits. It does not detect wrong but finite
   outputs.
@@ -48,9 +51,17 @@ as take about five seconds of CPU time, and three pieces of each of the others. 
 elements were compared, and the probability of missing one bad block, which is 0 if all were compared. `lpconv
 verify --level weights` compares all of them.
 
-**After error feedback** (`--rounding gptq`), codes do not follow from the source alone. They are compared with a hash
-and a bound, and recorded output errors are [recomputed](methods/gptq.md#what-is-recorded) on the calibration text,
-if it is there.
+**Calibration** is repeated if its text is here: recorded largest inputs, keys and values must agree to 2 %. If the
+text is missing or has changed, a warning lists what was not checked.
+
+**After error feedback** (`--rounding gptq`) or training (`finetune --recover`), codes do not follow from the source
+alone. They are compared with a hash, must be within the recorded distance of the source, which is limited, and keep
+its signal (more than 3 dB) if rounding to nearest does. Recorded output errors are
+[recomputed](methods/gptq.md#what-is-recorded) on the calibration text; `nearest_error` is not. A record of such codes
+only counts if the options of the conversion, or a training, explain it.
+
+**A tensor that lost its signal** (an SQNR of 3 dB or less, such as zeros) is named in a warning by `convert` and
+`verify`. It does not fail them; a gate such as `--gate 'sqnr>=10'` does.
 
 **On other machines**, sums differ in their last bits if the processor has other vector instructions, and so do RMS,
 exact scales and fitted points. Then the recorded figures need not match to the last bit, and scales may differ as
@@ -97,12 +108,25 @@ tensors and values in documents are damaged, too. For `weights`, all hashes are 
 cannot see the damage. A cell is the number of detected cases and the number of all cases.
 """
 
+DIFFERENCES = """
+## Planted differences
+
+A model of one layer with tokenizer, chat template and generation config is converted to every layout, and each output
+gets one difference from its source: other weights, names, dtypes, ties, scales, headers, configs or tokenizers, files
+that readers would load, files that are missing, and records that fit the change. All hashes are made anew, too.
+"""
+
 OUTPUTS_SEE = {("codes", "NaN"), ("codes", "0xFF")}
 
 
 def matrix(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
     """What was seen of everything that was done to each output."""
     return {form: [s for d in damages(form, pair.output) if (s := look(d, pair))] for form, pair in outputs.items()}
+
+
+def in_layouts(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
+    """What was seen of every planted difference, by layout."""
+    return {layout: [s for d in differences() if (s := look(d, pair))] for layout, pair in outputs.items()}
 
 
 def in_outputs(form: str, pair: Pair) -> list[tuple[Damage, bool]]:
@@ -116,16 +140,12 @@ def _has_nan(form: str) -> bool:
     return not any(word in form for word in ("points", "e2m1", "int4"))
 
 
-def page(found: Mapping[str, Iterable[Seen]], ran: Mapping[str, Iterable[tuple[Damage, bool]]]) -> str:
+def page(
+    found: Mapping[str, Iterable[Seen]],
+    ran: Mapping[str, Iterable[tuple[Damage, bool]]],
+    different: Mapping[str, Iterable[Seen]],
+) -> str:
     """The whole of docs/verify.md."""
-    cells: dict[str, dict[str, list[Seen]]] = defaultdict(lambda: defaultdict(list))
-    for form, seen in found.items():
-        for s in seen:
-            cells[form][s.damage.component].append(s)
-    components = list(dict.fromkeys(c for row in cells.values() for c in row))
-    lines = [f"| form | {' | '.join(components)} |", "|---|" + "---|" * len(components)]
-    for form, row in cells.items():
-        lines.append(f"| {form} | " + " | ".join(_cell(row[c]) for c in components) + " |")
     everything = [s for seen in found.values() for s in seen]
     hashes, weights = sum(s.hashes for s in everything), sum(s.weights for s in everything)
     of_outputs = [seen for pairs in ran.values() for _, seen in pairs]
@@ -134,7 +154,28 @@ def page(found: Mapping[str, Iterable[Seen]], ran: Mapping[str, Iterable[tuple[D
         f"weights being compared, showed {sum(of_outputs)} of {len(of_outputs)} damages that make them NaN: codes of "
         "floating-point forms set to NaN or to 0xFF."
     )
-    return "\n".join([HEAD, "`weights`, hashes made anew:", "", *lines, "", total]) + "\n"
+    planted = [s for seen in different.values() for s in seen]
+    kinds = len({(s.damage.component, s.damage.kind) for s in planted})
+    passed = sum(not s.weights for s in planted)
+    of_layouts = (
+        f"`weights` let {passed or 'none'} of these {len(planted)} differences of {kinds} kinds pass. With the old "
+        f"hashes, `hash` found {sum(s.hashes for s in planted)}."
+    )
+    tables = [_table("form", found), ["", total, DIFFERENCES], _table("layout", different), ["", of_layouts]]
+    return "\n".join([HEAD, "`weights`, hashes made anew:", "", *(line for part in tables for line in part)]) + "\n"
+
+
+def _table(title: str, found: Mapping[str, Iterable[Seen]]) -> list[str]:
+    """The number of noticed cases by row and component."""
+    cells: dict[str, dict[str, list[Seen]]] = defaultdict(lambda: defaultdict(list))
+    for name, seen in found.items():
+        for s in seen:
+            cells[name][s.damage.component].append(s)
+    components = list(dict.fromkeys(c for row in cells.values() for c in row))
+    lines = [f"| {title} | {' | '.join(components)} |", "|---|" + "---|" * len(components)]
+    return lines + [
+        f"| {name} | " + " | ".join(_cell(row[c]) for c in components) + " |" for name, row in cells.items()
+    ]
 
 
 def _cell(seen: list[Seen]) -> str:
@@ -144,4 +185,5 @@ def _cell(seen: list[Seen]) -> str:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         outputs = make_outputs(Path(folder))
-        print(page(matrix(outputs), {f: in_outputs(f, pair) for f, pair in outputs.items()}), end="")
+        ran = {f: in_outputs(f, pair) for f, pair in outputs.items()}
+        print(page(matrix(outputs), ran, in_layouts(make_layouts(Path(folder)))), end="")

@@ -1,14 +1,24 @@
 """No planted damage is silent at a level that claims to see it, in any form; the page says what was found."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from damage import FORMS_TRIED, Pair, Seen, make_outputs
-from damage_page import in_outputs, matrix, page
+from damage_page import in_layouts, in_outputs, matrix, page
+from differences import make_layouts
 
 from lpconv.forms import FORMS
 
 Found = tuple[dict[str, Pair], dict[str, list[Seen]]]
+
+
+@pytest.fixture(scope="module")
+def different(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Seen]]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        yield in_layouts(make_layouts(folder))
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +40,15 @@ def test_nothing_is_silent(found: Found) -> None:
     assert len(seen) >= 500
 
 
-def test_the_page_is_current(found: Found) -> None:
+def test_no_difference_from_the_source_is_silent(different: dict[str, list[Seen]]) -> None:
+    seen = [(layout, s) for layout, all_seen in different.items() for s in all_seen]
+    assert [(layout, s.damage.component, s.damage.kind) for layout, s in seen if not (s.hashes and s.weights)] == []
+    assert len({(s.damage.component, s.damage.kind) for _, s in seen}) >= 60
+
+
+def test_the_page_is_current(found: Found, different: dict[str, list[Seen]]) -> None:
     outputs, seen = found
     ran = {form: in_outputs(form, pair) for form, pair in outputs.items()}
     assert all(noticed for pairs in ran.values() for _, noticed in pairs)
     text = Path(__file__).parents[2].joinpath("docs/verify.md").read_text(encoding="utf-8")
-    assert text == page(seen, ran), "run the command on top of docs/verify.md"
+    assert text == page(seen, ran, different), "run the command on top of docs/verify.md"
