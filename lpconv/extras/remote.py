@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError
 from lpconv.storage.hub import files_url, why_unreachable
 from lpconv.storage.urls import hub_names
 
@@ -71,28 +72,42 @@ def store_at(url: str) -> Any:
             return stores.HTTPStore.from_url(address, client_options=client, retry_config=_RETRIES)
         if parts.scheme in ("http", "https"):
             return stores.HTTPStore.from_url(url, client_options=client, retry_config=_RETRIES)
-        return stores.from_url(url, client_options=client, retry_config=_RETRIES)
+        kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
+        prefix = parts.path.strip("/") or None  # as written: `from_url` would decode percent signs
+        return kind(parts.netloc, prefix=prefix, client_options=client, retry_config=_RETRIES)
 
 
 def listing(url: str) -> list[RemoteObject]:
-    """All objects below a URL, sorted by name. The store must support listing."""
+    """All objects below a URL, sorted by name. The store must support listing.
+
+    Empty objects that stand for a folder, as consoles of stores create them, are left out.
+    """
     with _remote_errors(url):
         objects = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
-    return sorted(objects, key=lambda o: o.name)
+    folders = {"", *(str(folder) for o in objects for folder in PurePosixPath(o.name).parents)}
+    return sorted((o for o in objects if o.size_bytes or o.name not in folders), key=lambda o: o.name)
 
 
 def head(url: str, name: str) -> RemoteObject | None:
     """Metadata of one object, or None if it does not exist."""
-    with _remote_errors(url, name):
+    with _remote_errors(url, name), suppress(FileNotFoundError):
         try:
             return _object(store_at(url).head(name), name)
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as e:
+            if "status code: 405" in str(e):  # some servers answer GET only; the body is not read
+                return _object(store_at(url).get(name).meta, name)
+    return None
 
 
 def _object(meta: Any, name: str) -> RemoteObject:
     modified = int(meta["last_modified"].timestamp()) * 10**9
-    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=meta["e_tag"], modified_ns=modified)
+    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=_tag(meta), modified_ns=modified)
+
+
+def _tag(meta: Any) -> str | None:
+    """The ETag of an object, else its modification time; None if the server gives neither."""
+    modified = int(meta["last_modified"].timestamp())
+    return meta["e_tag"] or (f"modified {modified}" if modified else None)
 
 
 def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int] | None = None) -> Any:
@@ -100,19 +115,28 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
 
     Raises InputError if reading fails after retries, or if the object no longer has the version `e_tag`.
     """
-    options: dict[str, Any] = {} if e_tag is None else {"if_match": e_tag}
+    options: dict[str, Any] = {"if_match": e_tag} if e_tag is not None and e_tag.startswith('"') else {}
     if span is not None:
         options["range"] = span
     with _remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
-    if e_tag not in (None, answer.meta["e_tag"]):  # some servers ignore the condition
+    if e_tag not in (None, _tag(answer.meta)):  # some servers ignore the condition
         raise _changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
         raise InputError(
             f"`{url}/{name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
         )
     return data
+
+
+def chunks_of(url: str, o: RemoteObject) -> Iterator[Any]:
+    """Yield the bytes of an object from one answer, for servers without ranges. Raises the errors of `fetch`."""
+    with _remote_errors(url, o.name):
+        answer = store_at(url).get(o.name)
+        yield from answer
+    if o.e_tag != _tag(answer.meta):
+        raise _changed_error(f"{url}/{o.name}")
 
 
 def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObject | None:
@@ -174,10 +198,12 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
     where = f"{url}/{name}" if name else url
     try:
         yield
+    except raised.NotSupportedError as e:
+        raise UnsupportedError(
+            f"the server of `{where}` does not send parts of files", hint="download the files and pass their folder"
+        ) from e
     except raised.PreconditionError as e:
         raise _changed_error(where) from e
-    except (FileNotFoundError, raised.NotFoundError) as e:
-        raise InputError(f"`{where}` does not exist", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
         raise _transfer_error(e, where, writing) from e
 
@@ -189,6 +215,11 @@ def _changed_error(where: str) -> InputError:
 
 
 def _transfer_error(error: Exception, where: str, writing: bool) -> LpconvError:
+    if re.search("<Code>(NoSuchBucket|ContainerNotFound)</Code>", str(error)):
+        bucket = "/".join(where.split("/")[:3])
+        return InputError(f"the bucket `{bucket}` does not exist", hint="check its name, the region and the endpoint")
+    if type(error).__name__ in ("FileNotFoundError", "NotFoundError"):
+        return InputError(f"`{where}` does not exist", hint="check the URL")
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"status code: 40[13]\b", first):  # anchored, because the message also contains a time in ms
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "check that it is public")

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.errors import InputError
-from lpconv.extras.remote import RemoteObject, fetch, head, listing
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.extras.remote import RemoteObject, chunks_of, fetch, head, listing
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
@@ -119,7 +119,16 @@ def _existing_objects(url: str, names: Iterable[str]) -> list[RemoteObject]:
 
 
 def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
-    """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`."""
+    """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`.
+
+    It is a copy also if the server sends whole files only. Raises UnsupportedError if changes could not be noticed.
+    """
+    unknown = [] if url.startswith("hf://") else [o.name for o in objects if o.e_tag is None]
+    if unknown:
+        raise UnsupportedError(
+            f"`{url}/{unknown[0]}` has neither an ETag nor a Last-Modified time, so changes would not be noticed",
+            hint="download the files and pass their folder",
+        )
     state = json.dumps([url, [astuple(o) for o in objects]])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     copy, view = _folder_of_url(url) / f"{digest}-copy", _folder_of_url(url) / digest
@@ -127,8 +136,11 @@ def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: 
         view = copy
     if not (view / last).exists():
         rest = [o for o in objects if o.name != last and not _has_object(view, o)]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
+        try:
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
+        except UnsupportedError:  # of a pointer: the server does not send ranges
+            return _make_view(url, objects, whole=True, last=last)
         _write_object(url, next(o for o in objects if o.name == last), view, whole=whole)
     return view
 
@@ -151,6 +163,7 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
         try:
             is_read_there = o.name.endswith(".safetensors") and not MODULE_WEIGHTS.fullmatch(o.name)
             if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
+                fetch(url, o.name, o.e_tag, span=(0, 1))  # raises an error now if it cannot be read by ranges
                 write_pointer(Path(temporary), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
                 _copy_object(url, o, Path(temporary))
@@ -166,6 +179,9 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
 
 def _copy_object(url: str, o: RemoteObject, path: Path) -> None:
     with path.open("wb") as f:
-        for start in range(0, o.size_bytes, _STEP):
-            piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))
-            f.write(memoryview(piece))
+        try:
+            for start in range(0, o.size_bytes, _STEP):
+                piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))
+                f.write(memoryview(piece))
+        except UnsupportedError:  # of the first piece
+            f.writelines(map(memoryview, chunks_of(url, o)))
