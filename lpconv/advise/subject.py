@@ -185,3 +185,27 @@ class Deadline:
     def part(self, share: float) -> "Deadline":
         """A deadline after the given share of the remaining time."""
         return Deadline(max(self.left_s, 0.0) * share)
+
+
+class TimeIsUp(BaseException):
+    """Raised within a phase once its deadline has passed. Like an interrupt, it is not an error of the phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A Progress that raises TimeIsUp at its first report after the deadline."""
+
+    progress: Progress
+    deadline: Deadline
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self.advance(0)
+        self.progress.start(phase, total, unit=unit, done=done)
+
+    def advance(self, amount: int, figures: str = "") -> None:
+        if self.deadline.left_s <= 0:
+            raise TimeIsUp
+        self.progress.advance(amount, figures)
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)

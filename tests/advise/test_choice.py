@@ -192,7 +192,7 @@ def test_error_feedback_is_tried_on_what_is_smaller_than_the_answer(
 
     tried: list[AdviceRow] = []
     rows = [screened("e2m1", 400, 2e-2), screened("int4", 500, 1e-2), screened("e4m3fn", 1000, 1e-4)]
-    monkeypatch.setattr(infer, "_screen", lambda trial: rows)
+    monkeypatch.setattr(infer, "_screen", lambda trial, deadline: rows)
     monkeypatch.setattr(infer, "measure", measure)
     subject = type("Subject", (), {"metric": "loss"})()
     trial = Trial(subject=subject, text="demo", budget=Budget(), forecasts={}, progress=Silent())
