@@ -37,6 +37,7 @@ _CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "hf": "set HF_TOKEN or run `hf auth login`",
 }
+DOWNLOAD = "download the files and pass their folder"
 _PIECE = 4 * 2**20  # bytes per request
 _HELD, _AHEAD = 24, 8  # pieces in the cache, and pieces fetched ahead
 # Cached pieces, and answers in flight, which obstore holds first in chunks and then in one piece.
@@ -46,7 +47,7 @@ _LITTLE, _FEW = 2**18, 2  # a few small reads, such as a header and its length, 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteObject:
-    """An object, by its name relative to the checkpoint's URL. Some servers omit tag and time."""
+    """An object, by its name relative to the checkpoint's URL. The tag is the time if a server gives no ETag."""
 
     name: str
     size_bytes: int
@@ -67,10 +68,9 @@ def store_at(url: str) -> Any:
         raise InputError(f"cannot read `{url}`: {why}", hint="check the URL and the network")
     with _remote_errors(url):
         if parts.scheme == "hf":
-            address, headers = files_url(*hub_names(url))
-            client |= {"default_headers": headers, "allow_http": address.startswith("http:")}
-            return stores.HTTPStore.from_url(address, client_options=client, retry_config=_RETRIES)
-        if parts.scheme in ("http", "https"):
+            url, headers = files_url(*hub_names(url))
+            client |= {"default_headers": headers, "allow_http": url.startswith("http:")}
+        if parts.scheme in ("hf", "http", "https"):
             return stores.HTTPStore.from_url(url, client_options=client, retry_config=_RETRIES)
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
         prefix = parts.path.strip("/") or None  # as written: `from_url` would decode percent signs
@@ -78,10 +78,7 @@ def store_at(url: str) -> Any:
 
 
 def listing(url: str) -> list[RemoteObject]:
-    """All objects below a URL, sorted by name. The store must support listing.
-
-    Empty objects that stand for a folder, as consoles of stores create them, are left out.
-    """
+    """All objects below a URL except empty ones that stand for folders, sorted by name. The store must be listable."""
     with _remote_errors(url):
         objects = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
     folders = {"", *(str(folder) for o in objects for folder in PurePosixPath(o.name).parents)}
@@ -101,13 +98,8 @@ def head(url: str, name: str) -> RemoteObject | None:
 
 def _object(meta: Any, name: str) -> RemoteObject:
     modified = int(meta["last_modified"].timestamp()) * 10**9
-    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=_tag(meta), modified_ns=modified)
-
-
-def _tag(meta: Any) -> str | None:
-    """The ETag of an object, else its modification time; None if the server gives neither."""
-    modified = int(meta["last_modified"].timestamp())
-    return meta["e_tag"] or (f"modified {modified}" if modified else None)
+    tag = meta["e_tag"] or (f"modified {modified}" if modified else None)
+    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=tag, modified_ns=modified)
 
 
 def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int] | None = None) -> Any:
@@ -121,22 +113,13 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
     with _remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
-    if e_tag not in (None, _tag(answer.meta)):  # some servers ignore the condition
+    if e_tag not in (None, _object(answer.meta, name).e_tag):  # some servers ignore the condition
         raise _changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
         raise InputError(
             f"`{url}/{name}` became shorter while it was read", hint="wait until nothing writes to it, and run again"
         )
     return data
-
-
-def chunks_of(url: str, o: RemoteObject) -> Iterator[Any]:
-    """Yield the bytes of an object from one answer, for servers without ranges. Raises the errors of `fetch`."""
-    with _remote_errors(url, o.name):
-        answer = store_at(url).get(o.name)
-        yield from answer
-    if o.e_tag != _tag(answer.meta):
-        raise _changed_error(f"{url}/{o.name}")
 
 
 def put(url: str, name: str, data: bytes, *, create: bool = False) -> RemoteObject | None:
@@ -198,10 +181,6 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
     where = f"{url}/{name}" if name else url
     try:
         yield
-    except raised.NotSupportedError as e:
-        raise UnsupportedError(
-            f"the server of `{where}` does not send parts of files", hint="download the files and pass their folder"
-        ) from e
     except raised.PreconditionError as e:
         raise _changed_error(where) from e
     except (raised.BaseError, OSError, ValueError) as e:
@@ -216,8 +195,10 @@ def _changed_error(where: str) -> InputError:
 
 def _transfer_error(error: Exception, where: str, writing: bool) -> LpconvError:
     if re.search("<Code>(NoSuchBucket|ContainerNotFound)</Code>", str(error)):
-        bucket = "/".join(where.split("/")[:3])
-        return InputError(f"the bucket `{bucket}` does not exist", hint="check its name, the region and the endpoint")
+        text = f"the bucket `{'/'.join(where.split('/')[:3])}` does not exist"
+        return InputError(text, hint="check its name, the region and the endpoint")
+    if type(error).__name__ == "NotSupportedError":
+        return UnsupportedError(f"the server of `{where}` does not send byte ranges", hint=DOWNLOAD)
     if type(error).__name__ in ("FileNotFoundError", "NotFoundError"):
         return InputError(f"`{where}` does not exist", hint="check the URL")
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.extras.remote import RemoteObject, chunks_of, fetch, head, listing
+from lpconv.extras.remote import DOWNLOAD, RemoteObject, fetch, head, listing
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
@@ -46,10 +46,10 @@ def view_of(url: str, *, whole: bool) -> Path:
     """
     if url.endswith(".gguf"):
         folder, _, name = url.rpartition("/")
-        file = head(folder, name)
-        if file is None:
+        files = _existing_objects(folder, [name])
+        if not files:
             raise InputError(f"`{url}` does not exist", hint="check the URL")
-        return as_directory(_make_view(folder, [file], whole=True, last=name) / name)
+        return as_directory(_make_view(folder, files, whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="pass the URL of a Hugging Face checkpoint")
@@ -115,20 +115,15 @@ def _objects_without_listing(url: str) -> list[RemoteObject]:
 
 def _existing_objects(url: str, names: Iterable[str]) -> list[RemoteObject]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
+        objects = [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
+    for name in (o.name for o in objects if o.e_tag is None):
+        text = f"`{url}/{name}` has neither an ETag nor a Last-Modified time, so changes could not be noticed"
+        raise UnsupportedError(text, hint=DOWNLOAD)
+    return objects
 
 
 def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:
-    """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`.
-
-    It is a copy also if the server sends whole files only. Raises UnsupportedError if changes could not be noticed.
-    """
-    unknown = [] if url.startswith("hf://") else [o.name for o in objects if o.e_tag is None]
-    if unknown:
-        raise UnsupportedError(
-            f"`{url}/{unknown[0]}` has neither an ETag nor a Last-Modified time, so changes would not be noticed",
-            hint="download the files and pass their folder",
-        )
+    """The directory for these objects, made or completed if needed. It is complete once it contains the file `last`."""
     state = json.dumps([url, [astuple(o) for o in objects]])
     digest = hashlib.sha256(state.encode()).hexdigest()[:16]
     copy, view = _folder_of_url(url) / f"{digest}-copy", _folder_of_url(url) / digest
@@ -136,11 +131,8 @@ def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: 
         view = copy
     if not (view / last).exists():
         rest = [o for o in objects if o.name != last and not _has_object(view, o)]
-        try:
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
-        except UnsupportedError:  # of a pointer: the server does not send ranges
-            return _make_view(url, objects, whole=True, last=last)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
         _write_object(url, next(o for o in objects if o.name == last), view, whole=whole)
     return view
 
@@ -163,7 +155,6 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
         try:
             is_read_there = o.name.endswith(".safetensors") and not MODULE_WEIGHTS.fullmatch(o.name)
             if is_read_there and not whole and o.size_bytes >= MIN_POINTER_BYTES:
-                fetch(url, o.name, o.e_tag, span=(0, 1))  # raises an error now if it cannot be read by ranges
                 write_pointer(Path(temporary), o.size_bytes, store=url, name=o.name, e_tag=o.e_tag)
             else:
                 _copy_object(url, o, Path(temporary))
@@ -179,9 +170,6 @@ def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None
 
 def _copy_object(url: str, o: RemoteObject, path: Path) -> None:
     with path.open("wb") as f:
-        try:
-            for start in range(0, o.size_bytes, _STEP):
-                piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))
-                f.write(memoryview(piece))
-        except UnsupportedError:  # of the first piece
-            f.writelines(map(memoryview, chunks_of(url, o)))
+        for start in range(0, o.size_bytes, _STEP):
+            piece: Any = fetch(url, o.name, o.e_tag, span=(start, min(start + _STEP, o.size_bytes)))
+            f.write(memoryview(piece))

@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 from lpconv.errors import UnsupportedError, UsageError
 
 UNFINISHED = "lpconv-unfinished/"  # folder of an unfinished run below its output's URL; deleted once it is published
-STORES = ("s3", "gs", "az")  # stores of objects, which can be listed and written
-_SCHEMES = (*STORES, "hf", "https", "http")
+_SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
 
 
 def is_url(name: str) -> bool:
@@ -17,10 +16,10 @@ def is_url(name: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Check a checkpoint's URL and return its one spelling, as it is recorded: without empty parts in its path.
+    """Check a checkpoint's URL and return it as it is recorded: without empty parts of its path.
 
-    Raises UsageError for a URL with credentials, a query, a fragment, or the part `.` or `..` in an object's key, and
-    UnsupportedError for an unsupported scheme or if obstore is not installed.
+    Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for an unsupported scheme
+    or if obstore is not installed.
     """
     parts = urlsplit(url)
     if parts.scheme not in _SCHEMES:
@@ -37,12 +36,8 @@ def check_url(url: str) -> str:
         raise UnsupportedError(
             f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
         )
-    if parts.scheme not in STORES:
-        return url.rstrip("/")
-    path = [part for part in parts.path.split("/") if part]
-    if {".", ".."} & set(path):
-        raise UsageError(f"`{url}` has a part `.` or `..`, which no object key can have", hint="write the key in full")
-    return "/".join([f"{parts.scheme}:/", parts.netloc, *path])
+    key = "/".join(filter(None, [parts.netloc, *parts.path.split("/")]))
+    return url.rstrip("/") if parts.scheme.startswith("http") else f"{parts.scheme}://{key}"
 
 
 def hub_names(url: str) -> tuple[str, str]:
