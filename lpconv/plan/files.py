@@ -15,14 +15,12 @@ from lpconv.storage.contents import QUANTIZATION_FILES
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.partfile import sha256_of, write_small, writing
 from lpconv.storage.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
-from lpconv.storage.staging import MARKER, SUMS, read_marker
+from lpconv.storage.staging import MARKER, NOT_SUMMED, SUMS, read_marker
 
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's own
 INDEX = "model.safetensors.index.json"
-# These describe one run, including its times; all other files depend only on source and options.
-_NOT_SUMMED = {SUMS, "report.json", "report.html"}
 
 
 def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -148,12 +146,15 @@ def model_side_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def copy_side_files(
-    directory: Path, checkpoint: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
+    directory: Path,
+    checkpoint: Checkpoint,
+    names: Iterable[str] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Copy side files, some under another name. Returns the names in `directory`."""
+    """Copy side files (default: those of the model), some under another name. Returns the names in `directory`."""
     copied = []
-    for name in names:
-        target = renamed.get(name, name)
+    for name in model_side_files(checkpoint) if names is None else names:
+        target = (renamed or {}).get(name, name)
         with writing(directory / target):
             (directory / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.directory / name, directory / target)
@@ -190,5 +191,5 @@ def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[st
     hashes = {f.name: f.sha256 for f in known}
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
     named = sorted(((renamed or {}).get(name, name), p) for name, p in files.items())
-    kept = [(name, p) for name, p in named if name not in _NOT_SUMMED and not name.startswith("journal.")]
+    kept = [(name, p) for name, p in named if name not in NOT_SUMMED and not name.startswith("journal.")]
     write_small(directory / SUMS, "".join(f"{hashes.get(name) or sha256_of(p)}  {name}\n" for name, p in kept))
