@@ -175,7 +175,7 @@ def _gap(trial: Trial, model: Any, deadline: Deadline) -> GapEstimate:
         count = min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
         for n in range(len(gaps), count):
             trial.progress.advance(0)  # between windows, because each may take seconds
-            gaps += subject.gaps(subject.own_figures(n + 1)[n:], subject.figures(model, subject.windows[n : n + 1]))
+            gaps.append(subject.gap(model, n))
         is_last = count == len(subject.windows)
         gap = estimate_mean(gaps, _LAST if is_last else _EARLY)
         is_known = gap.high <= quality or gap.low > quality or not math.isfinite(gap.value)

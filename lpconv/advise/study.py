@@ -13,7 +13,7 @@ from lpconv.advise.candidates import best, rank_rows
 from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
-from lpconv.advise.subject import Deadline, Subject, Timed, TimeIsUp, job_of, open_converted, open_subject
+from lpconv.advise.subject import Deadline, Subject, TimeIsUp, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
@@ -42,7 +42,7 @@ def study(
     command: str | None,
 ) -> AdviceResult:
     """The advice on a checkpoint's model within the time budget; raises and calls `keep` as `advise` does."""
-    deadline = Deadline(60 * options.budget.minutes)
+    deadline = Deadline(60 * options.budget.minutes, progress)
     subject = open_subject(checkpoint, options, progress)
     with quiet_transformers():
         peaks = measure_peaks("cpu")
@@ -58,17 +58,14 @@ def study(
     for purpose in options.purposes:
         if purpose == "infer":
             limit = deadline.part(_INFER_SHARE if "train" in options.purposes else 1.0)
-            timed = Timed(progress=progress, deadline=limit)
-            stage, missed = _infer(result, replace(trial, progress=timed), base, limit), "conversions were not tried"
+            stage, missed = _infer(result, replace(trial, progress=limit), base, limit), "conversions were not tried"
         else:
-            timed = Timed(progress=progress, deadline=deadline)
-            stage, missed = _train(result, subject, options, timed), "training was not tried"
+            stage, missed = _train(result, subject, options, deadline), "training was not tried"
         try:
             for result in stage:
                 keep(_conclude(result, options, deadline, interrupted=True))
         except TimeIsUp:
-            if not any(row.purpose == purpose for row in result.rows):
-                result = replace(result, warnings=(*result.warnings, f"{missed}: the time was up"))
+            pass  # its rows without figures are listed as not measured
         except LpconvError as e:
             if options.purpose == purpose or isinstance(e, UnreadError):
                 raise
@@ -133,22 +130,22 @@ def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Dead
     chosen = best(result.rows, "infer")
     if chosen is not None and deadline.left_s > 0:
         model, records = open_converted(subject, chosen.settings, progress)
-        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
+        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)), progress)
         parts = parts_of(subject, model, records, most, progress)
         yield replace(result, parts=parts, parts_of=chosen.name)
 
 
-def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, progress: Timed) -> Iterator[AdviceResult]:
+def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:
     """Yield the result with recipes tried."""
-    runs = Runs(subject.prepared.checkpoint, options, progress)
-    noise = _noise_in_four_bits(subject, options, progress)
+    runs = Runs(subject.prepared.checkpoint, options, limit)
+    noise = _noise_in_four_bits(subject, options, limit)
     rows = drop_noisy_recipes(recipe_rows(subject.model, options.budget), noise)
     facts, found = result.facts | {"Training": runs.words}, (*result.findings, *noise_findings(noise))
     result = _merge_rows(replace(result, facts=facts, findings=found), rows)
     yield result
-    steps = runs.longest(progress.deadline)
+    steps = runs.longest(limit)
     result = replace(result, steps_tried=steps)
-    for row in measure_recipes(runs, rows, steps, progress.deadline):
+    for row in measure_recipes(runs, rows, steps, limit):
         result = _merge_rows(result, [row])
         yield result
 

@@ -26,9 +26,9 @@ from typing import Any, Self
 
 from lpconv.advise.candidates import judge_row
 from lpconv.advise.options import AdviseOptions, Budget
-from lpconv.advise.subject import Deadline, Timed
+from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
-from lpconv.progress import Silent
+from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean
@@ -56,7 +56,7 @@ class _Run:
 class Runs:
     """Short training runs in any recipe. Raises the errors of `training_job` for unsuitable data and tasks."""
 
-    def __init__(self, checkpoint: Checkpoint, options: AdviseOptions, progress: Timed) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> None:
         self.options = options
         self._progress = progress
         self._job = training_job(checkpoint, options.training(_TWIN, steps=options.steps))
@@ -101,7 +101,7 @@ class Runs:
             self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the row of a recipe contains these warnings
-                record = train_one(job, work, replace(self._progress, progress=Silent())).record
+                record = train_one(job, work, self._progress).record
         return _Run(record=record, seconds=time.perf_counter() - started)
 
 
