@@ -32,7 +32,9 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     is_ours = folder.is_dir() and all(p.name in names or p.stem in names for p in folder.iterdir())
     if not is_unused(folder) and not (is_ours and force):
         hint = "replace it with --force, or choose another --output" if is_ours else "choose another --output"
-        raise OutputExistsError(f"`{folder}` exists" + ("" if is_ours else " and is not a demo"), hint=hint)
+        raise OutputExistsError(
+            f"`{folder}` exists" + ("" if is_ours else " and `lpconv demo` did not write it"), hint=hint
+        )
     results = []
     with progress_for(quiet=quiet) as progress:
         for method, fmt in _RUNS:
