@@ -53,13 +53,15 @@ class Fault:
 @dataclass(kw_only=True)
 class Store:
     """A running store. `fault` looks at every request; None is an answer as it should be. `upstream` is the address of
-    the server that answers instead, if one does."""
+    the server that answers instead, if one does. Without `ranges` whole objects are sent; `date` is Last-Modified."""
 
     objects: dict[str, Any]
     fault: Callable[[Request], Fault | None] = lambda _: None
     requests: list[Request] = field(default_factory=list)
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
     etags: bool = True
+    ranges: bool = True
+    date: str | None = _DATE
     endpoint: str = ""
     upstream: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -156,6 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _found(self, r: Request, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         objects = self.server.store.objects
+        if not unquote(self.path).startswith(f"/{BUCKET}"):
+            return 404, b"\n<Error><Code>NoSuchBucket</Code></Error>", {}
         if r.method == "GET" and "list-type" in query:
             return 200, _listing(objects, query), {}
         if r.method == "POST" and "delete" in query:
@@ -177,10 +181,12 @@ class _Handler(BaseHTTPRequestHandler):
         return self._object(r, objects[r.key])
 
     def _object(self, r: Request, data: Any) -> tuple[int, bytes, dict[str, str]]:
-        headers = {"Last-Modified": _DATE} | ({"ETag": _etag(data)} if self.server.store.etags else {})
+        store = self.server.store
+        headers = {"ETag": _etag(data)} if store.etags else {}
+        headers |= {"Last-Modified": store.date} if store.date is not None else {}
         if self.headers.get("If-Match") not in (None, _etag(data)):
             return 412, b"", {}
-        if r.first is None:
+        if r.first is None or not store.ranges:
             return 200, data, headers
         if r.first >= len(data):
             return 416, b"", {}

@@ -137,22 +137,19 @@ def other_windows(subject: Subject) -> tuple[Any, ...]:
 def infer_truth(model: str, options: AdviseOptions) -> list[dict[str, Any]]:
     """Every conversion on windows that the advice did not see."""
     subject = open_subject(Checkpoint.open(model, revision=options.revision), options, Silent())
-    windows = other_windows(subject)
-    wanted, found = subject.figures(subject.model, windows), []
+    subject, found = dataclasses.replace(subject, windows=other_windows(subject), _own=[]), []
     for name, settings in conversions().items():
-        found.append({"name": name} | _conversion_truth(subject, settings, windows, wanted))
+        found.append({"name": name} | _conversion_truth(subject, settings))
         print(f"  {name}: {found[-1]}", flush=True)
     return found
 
 
-def _conversion_truth(
-    subject: Subject, settings: Settings, windows: Sequence[Any], wanted: list[Any]
-) -> dict[str, Any]:
+def _conversion_truth(subject: Subject, settings: Settings) -> dict[str, Any]:
     try:
         changed, records = open_converted(subject, settings, Silent())
     except LpconvError as e:
         return {"failed": e.message}
-    values = subject.gaps(wanted, subject.figures(changed, windows))
+    values = [subject.gap(changed, index) for index in range(len(subject.windows))]
     return {
         "size_bytes": sum(r.bytes_out for r in records),
         "gap": statistics.fmean(values),

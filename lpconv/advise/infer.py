@@ -21,7 +21,7 @@ import torch
 
 from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
 from lpconv.advise.options import Budget
-from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
+from lpconv.advise.subject import Deadline, Subject, TimeIsUp, job_of, open_converted
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
@@ -60,17 +60,17 @@ class Trial:
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
-    """Yield all conversions, then updated rows. At least one is measured, and more as time allows."""
-    rows = _screen(trial)
+    """Yield all conversions, then updated rows, as far as time allows."""
+    rows = _screen(trial, deadline.part(_SHARE))
     yield rows
     quality = trial.budget.quality
-    front = [row for row in rows if row.status == "unmeasured"]
+    front = [row for row in rows if row.status == "unmeasured" and row.size_bytes is not None]
     is_little = [row.noise is not None and row.noise <= _LITTLE_NOISE for row in front]
     start = is_little.index(True) if any(is_little) else len(front) - 1
     smaller, larger = front[:start], front[start:]
     kept = missed = False
     answer_bytes = math.inf
-    last_s = -math.inf  # seconds of the last trial
+    last_s = 0.0  # seconds of the last trial
     while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
         limit = deadline.part(_SHARE)
         row = measure(trial, waiting.pop(-1 if kept else 0), limit)
@@ -109,8 +109,8 @@ def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadlin
 
 
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
-    """Measure one conversion, however long it takes."""
-    row = _sample_row(trial, name, settings)
+    """Measure one conversion as far as time allows."""
+    row = _sample_row(trial, name, settings, deadline)
     return row if row.status == "failed" else measure(trial, row, deadline)
 
 
@@ -121,20 +121,22 @@ def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
     return pruned
 
 
-def _screen(trial: Trial) -> list[AdviceRow]:
-    """Every conversion with its size and sampled noise, smallest first, with dominated ones pruned."""
+def _screen(trial: Trial, deadline: Deadline) -> list[AdviceRow]:
+    """Every conversion with its size and sampled noise if time allows, smallest first, with dominated ones pruned."""
     candidates, rows = conversions(), []
     trial.progress.start("sampling weights", len(candidates), unit="steps")
     for name, settings in candidates.items():
-        rows.append(_sample_row(trial, name, settings))
+        rows.append(_sample_row(trial, name, settings, deadline))
         trial.progress.advance(1)
     return sorted(prune_rows(rows), key=lambda row: row.size_bytes or math.inf)
 
 
-def _sample_row(trial: Trial, name: str, settings: Settings) -> AdviceRow:
-    """A conversion with its size, sampled noise, and a forecast of its memory and time."""
+def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
+    """A conversion with its size, sampled noise, and a forecast of its memory and time, unless the deadline passed."""
     why = "there was no time left to try it"
     row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
+    if deadline.left_s <= 0:
+        return row
     try:
         with job_of(trial.subject, settings) as job:
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
@@ -146,17 +148,19 @@ def _sample_row(trial: Trial, name: str, settings: Settings) -> AdviceRow:
 def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     """Measure the gap of a sampled row and check it against the budget; windows are run as time allows."""
     subject = trial.subject
-    trial.progress.start(f"trying {row.name}", 0)
     start_s = deadline.spent_s
     try:
+        trial.progress.start(f"trying {row.name}", 0)
         model, records = open_converted(subject, row.settings, trial.progress)
         calibration_s = deadline.spent_s - start_s if "rounding" in row.settings else None
-        gap = _gap(subject, model, trial.budget.quality, deadline)
+        gap = _gap(trial, model, deadline)
         if subject.metric == "output":
             gap = replace(gap, low=max(gap.low, 0.0))  # relative errors are not negative
         figures = _figures(subject, model)
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
+    except TimeIsUp:
+        return row
     if not math.isfinite(gap.value):
         return replace(row, status="failed", why="the model's outputs are not finite")
     sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
@@ -164,12 +168,14 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     return judge_row(known, trial.budget)
 
 
-def _gap(subject: Subject, model: Any, quality: float, deadline: Deadline) -> GapEstimate:
+def _gap(trial: Trial, model: Any, deadline: Deadline) -> GapEstimate:
     """The gap on a few windows, then on twice as many, until its interval decides whether the quality is kept."""
-    gaps: list[float] = []
+    subject, quality, gaps = trial.subject, trial.budget.quality, list[float]()
     while True:
-        first, count = len(gaps), min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
-        gaps += subject.gaps(subject.own_figures(count)[first:], subject.figures(model, subject.windows[first:count]))
+        count = min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
+        for n in range(len(gaps), count):
+            trial.progress.advance(0)  # between windows, because each may take seconds
+            gaps.append(subject.gap(model, n))
         is_last = count == len(subject.windows)
         gap = estimate_mean(gaps, _LAST if is_last else _EARLY)
         is_known = gap.high <= quality or gap.low > quality or not math.isfinite(gap.value)

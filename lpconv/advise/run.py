@@ -28,6 +28,7 @@ def advise(
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
+    checkpoint.check_apart(output)
     progress = progress or Silent()
     progress.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
     from lpconv.advise.study import study  # imports torch and transformers (seconds)

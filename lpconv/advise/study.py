@@ -13,7 +13,7 @@ from lpconv.advise.candidates import best, rank_rows
 from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
-from lpconv.advise.subject import Deadline, Subject, job_of, open_converted, open_subject
+from lpconv.advise.subject import Deadline, Subject, TimeIsUp, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
@@ -31,7 +31,6 @@ from lpconv.storage.checkpoint import Checkpoint
 
 _INFER_SHARE = 0.4  # share of the time for inference if training is included
 _PARTS_SHARE = 0.3  # share of the time of conversions for the cost of single tensors, on which no choice depends
-_KNOWN = ("measured", "failed")
 
 
 def study(
@@ -43,7 +42,7 @@ def study(
     command: str | None,
 ) -> AdviceResult:
     """The advice on a checkpoint's model within the time budget; raises and calls `keep` as `advise` does."""
-    deadline = Deadline(60 * options.budget.minutes)
+    deadline = Deadline(60 * options.budget.minutes, progress)
     subject = open_subject(checkpoint, options, progress)
     with quiet_transformers():
         peaks = measure_peaks("cpu")
@@ -52,17 +51,21 @@ def study(
         subject=subject, text=options.data or "demo", budget=options.budget, forecasts=forecasts, progress=progress
     )
     base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
-    result = _initial_result(subject, output, options, command, _probe_findings(subject, options, progress))
+    result = _initial_result(subject, output, options, command)
+    keep(_conclude(result, options, deadline, interrupted=True))
+    if deadline.left_s > 0:
+        result = replace(result, findings=_probe_findings(subject, options, progress))
     for purpose in options.purposes:
         if purpose == "infer":
-            share = _INFER_SHARE if "train" in options.purposes else 1.0
-            stage, missed = _infer(result, trial, base, deadline.part(share)), "conversions were not tried"
+            limit = deadline.part(_INFER_SHARE if "train" in options.purposes else 1.0)
+            stage, missed = _infer(result, replace(trial, progress=limit), base, limit), "conversions were not tried"
         else:
-            stage, missed = _train(result, subject, options, deadline, progress), "training was not tried"
+            stage, missed = _train(result, subject, options, deadline), "training was not tried"
         try:
             for result in stage:
-                if any(row.status in _KNOWN for row in result.rows):
-                    keep(_conclude(result, options, deadline, interrupted=True))
+                keep(_conclude(result, options, deadline, interrupted=True))
+        except TimeIsUp:
+            pass  # its rows without figures are listed as not measured
         except LpconvError as e:
             if options.purpose == purpose or isinstance(e, UnreadError):
                 raise
@@ -71,9 +74,7 @@ def study(
     return _conclude(result, options, deadline, interrupted=False)
 
 
-def _initial_result(
-    subject: Subject, output: Path, options: AdviseOptions, command: str | None, findings: tuple[str, ...]
-) -> AdviceResult:
+def _initial_result(subject: Subject, output: Path, options: AdviseOptions, command: str | None) -> AdviceResult:
     """The result before any measurement."""
     prepared, checkpoint = subject.prepared, subject.prepared.checkpoint
     return AdviceResult(
@@ -86,7 +87,7 @@ def _initial_result(
         metric=subject.metric,
         source_bytes=sum((checkpoint.directory / f).stat().st_size for f in checkpoint.weight_files),
         rows=(),
-        findings=findings,
+        findings=(),
         warnings=(*prepared.notes, *prepared.batches.tokens.doubts),
         options={k: to_json(v) for k, v in dataclasses.asdict(options).items()},
         versions=versions(),
@@ -129,24 +130,22 @@ def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Dead
     chosen = best(result.rows, "infer")
     if chosen is not None and deadline.left_s > 0:
         model, records = open_converted(subject, chosen.settings, progress)
-        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)))
+        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)), progress)
         parts = parts_of(subject, model, records, most, progress)
         yield replace(result, parts=parts, parts_of=chosen.name)
 
 
-def _train(
-    result: AdviceResult, subject: Subject, options: AdviseOptions, deadline: Deadline, progress: Progress
-) -> Iterator[AdviceResult]:
+def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:
     """Yield the result with recipes tried."""
-    runs = Runs(subject.prepared.checkpoint, options, progress)
-    noise = _noise_in_four_bits(subject, options, progress)
+    runs = Runs(subject.prepared.checkpoint, options, limit)
+    noise = _noise_in_four_bits(subject, options, limit)
     rows = drop_noisy_recipes(recipe_rows(subject.model, options.budget), noise)
     facts, found = result.facts | {"Training": runs.words}, (*result.findings, *noise_findings(noise))
     result = _merge_rows(replace(result, facts=facts, findings=found), rows)
     yield result
-    steps = runs.longest(deadline)
+    steps = runs.longest(limit)
     result = replace(result, steps_tried=steps)
-    for row in measure_recipes(runs, rows, steps, deadline):
+    for row in measure_recipes(runs, rows, steps, limit):
         result = _merge_rows(result, [row])
         yield result
 

@@ -5,7 +5,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from lpconv.plan.settings import fill_options
 from lpconv.probe.batches import Batches
 from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
-from lpconv.progress import Progress
+from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import code_list
 from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
@@ -78,24 +78,20 @@ class Subject:
             config = copy.deepcopy(self.model.config)
             return load_from_state(type(self.model), config, state, dtype=torch.float32)[0]
 
-    def own_figures(self, count: int) -> list[Any]:
-        """The `figures` of the original model on the first `count` windows; each window is run only once."""
-        self._own.extend(self.figures(self.model, self.windows[len(self._own) : count]))
-        return self._own[:count]
-
-    def figures(self, model: Any, windows: Sequence[Window]) -> list[Any]:
-        """The loss of a model on each window, or its outputs. Gaps are differences of these."""
-        with torch.inference_mode():
-            if self.metric == "output":
-                return [outputs_of(model, w) for w in windows]
-            return [float(self.prepared.loss(model(**w))) for w in windows]
-
-    def gaps(self, wanted: Sequence[Any], got: Sequence[Any]) -> list[float]:
-        """The gap on each window, from the `figures` of the original and of another model."""
+    def gap(self, model: Any, index: int) -> float:
+        """The gap of another model on a window. The original model is run on each window only once, in order."""
+        if index == len(self._own):
+            self._own.append(self._figure(self.model, self.windows[index]))
+        own, other = self._own[index], self._figure(model, self.windows[index])
         if self.metric == "loss":
-            return [b - a for a, b in zip(wanted, got, strict=True)]
-        checks = (compare_outputs(a, b) for a, b in zip(wanted, got, strict=True))
-        return [math.inf if c.rel_error is None else c.rel_error for c in checks]
+            return float(other - own)
+        error = compare_outputs(own, other).rel_error
+        return math.inf if error is None else error
+
+    def _figure(self, model: Any, window: Window) -> Any:
+        """The loss of a model on a window, or its outputs."""
+        with torch.inference_mode():
+            return outputs_of(model, window) if self.metric == "output" else float(self.prepared.loss(model(**window)))
 
 
 def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progress) -> Subject:
@@ -166,10 +162,11 @@ def open_converted(subject: Subject, settings: Settings, progress: Progress) -> 
     return subject.with_tensors(state), records
 
 
-class Deadline:
-    """A time limit of `seconds` from now. A part of it can become a deadline of its own."""
+class Deadline(Silent):
+    """A time limit of `seconds` from now, and a Progress that raises TimeIsUp in the phase that reports after it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, progress: Progress) -> None:
+        self._progress = progress
         self._start_s = time.perf_counter()
         self._end_s = self._start_s + seconds
 
@@ -185,4 +182,17 @@ class Deadline:
 
     def part(self, share: float) -> "Deadline":
         """A deadline after the given share of the remaining time."""
-        return Deadline(max(self.left_s, 0.0) * share)
+        return Deadline(max(self.left_s, 0.0) * share, self._progress)
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self.advance(0)
+        self._progress.start(phase, total, unit=unit, done=done)
+
+    def advance(self, amount: int, figures: str = "") -> None:
+        if self.left_s <= 0:
+            raise TimeIsUp
+        self._progress.advance(amount, figures)
+
+
+class TimeIsUp(BaseException):
+    """Raised within a phase once its deadline has passed. Like an interrupt, it is not an error of the phase."""

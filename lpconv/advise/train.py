@@ -28,7 +28,7 @@ from lpconv.advise.candidates import judge_row
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
-from lpconv.progress import Progress, Silent
+from lpconv.progress import Progress
 from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean
@@ -102,7 +102,7 @@ class Runs:
             self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the row of a recipe contains these warnings
-                record = train_one(job, work, Silent()).record
+                record = train_one(job, work, self._progress).record
         return _Run(record=record, seconds=time.perf_counter() - started)
 
 
@@ -148,7 +148,7 @@ def drop_noisy_recipes(rows: Iterable[AdviceRow], noise: Iterable[RecipeNoise]) 
 
 
 def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline: Deadline) -> Iterator[AdviceRow]:
-    """Yield updated rows. The first recipe is always tried, others until one is within the budget."""
+    """Yield updated rows, until one is within the budget."""
     o, costs_s = runs.options, list[float]()  # seconds per run, including its twin
     waiting = sorted((row for row in rows if row.status != "pruned"), key=lambda row: _kept_bytes(row.name))
     while waiting:

@@ -11,7 +11,7 @@ def advise(
     """Measure what low precision would save and cost for a model, and recommend what to do.
 
     The output directory (NAME-advice) gets a page with plots, the figures as JSON, and jobs.yaml for `lpconv batch`.
-    What has been measured is kept when the time is up and when Ctrl-C is pressed.
+    What has been measured is kept when the time is up, and on Ctrl-C and SIGTERM.
 
     [bold]Examples[/bold]
 

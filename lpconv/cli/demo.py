@@ -30,12 +30,11 @@ def demo(output: Target = "lpconv-demo", force: Force = False, json: Json = Fals
     check_writable(folder)
     names = {"report.html", *("-".join(run) for run in _RUNS)}  # and the partial folders of a killed run
     is_ours = folder.is_dir() and all(p.name in names or p.stem in names for p in folder.iterdir())
-    if not is_ours and not is_unused(folder):
+    if not is_unused(folder) and not (is_ours and force):
+        hint = "replace it with --force, or choose another --output" if is_ours else "choose another --output"
         raise OutputExistsError(
-            f"`{folder}` exists and was not written by `lpconv demo`", hint="choose another --output"
+            f"`{folder}` exists" + ("" if is_ours else " and `lpconv demo` did not write it"), hint=hint
         )
-    if not is_unused(folder) and not force:
-        raise OutputExistsError(f"`{folder}` exists", hint="replace it with --force, or choose another --output")
     results = []
     with progress_for(quiet=quiet) as progress:
         for method, fmt in _RUNS:

@@ -25,7 +25,7 @@ from lpconv.forms import Kept
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.forms.reader import DecodedSource, StoredTensors
-from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, model_side_files, plain_config, weight_index
+from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_config, weight_index, write_sums
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
@@ -37,7 +37,7 @@ from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range
-from lpconv.storage.staging import MARKER, SUMS, Staging, check_apart
+from lpconv.storage.staging import MARKER, SUMS, Staging
 from lpconv.verify.reader import OutputReader, read_provenance
 from lpconv.verify.run import check_hashes
 from lpconv.version import __version__
@@ -77,8 +77,9 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         files = _write_weights(staging.directory, tensors, lambda info: _restored_blocks(reader, info, work, progress))
         converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
         origin = {"converted": converted, "source": provenance["source"]}
-        copy_side_files(staging.directory, checkpoint, model_side_files(checkpoint), renamed={SOURCE_CARD: CARD})
+        copy_side_files(staging.directory, checkpoint, renamed={SOURCE_CARD: CARD})
         _write_documents(staging.directory, plain_config(checkpoint), origin, exact=exact)
+        write_sums(staging.directory, files)
         watched.check()
         staging.publish()
     return RestoreResult(
@@ -128,7 +129,6 @@ def decode_checkpoint(
     """
     checkpoint = Checkpoint.open(model)
     directory = checkpoint.directory
-    check_apart(directory, output)
     method = quantization_method(checkpoint.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint already", hint="there is nothing to restore")
@@ -162,8 +162,9 @@ def decode_checkpoint(
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files = _write_weights(staging.directory, tensors, blocks)
             origin = {"converted": {"method": method, "dtype": target.name}}
-            copy_side_files(staging.directory, checkpoint, model_side_files(checkpoint), renamed={})
+            copy_side_files(staging.directory, checkpoint)
             _write_documents(staging.directory, config, origin, exact=not lost)
+            write_sums(staging.directory, files)
             watched.check()
             staging.publish()
     return RestoreResult(

@@ -19,6 +19,7 @@ from typing import Any
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.machine import peak_rss_bytes
+from lpconv.plan.files import write_sums
 from lpconv.plan.job import Job, check_disk, identity, open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedShard
@@ -144,6 +145,7 @@ def convert_part(
                 identity=_identity(job),
             )
             write_small(staging.directory / MARKER, json_text(result))
+            write_sums(staging.directory, [f for s in written for f in s.files])
             staging.publish()
         if not options.force and os.path.lexists(output):  # another batch has published it meanwhile
             remove_parts(output)

@@ -54,7 +54,7 @@ from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import sha256_of, write_small
 from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_free, read_marker
-from lpconv.storage.urls import check_url, is_url
+from lpconv.storage.urls import is_url
 from lpconv.verify.run import check_hashes
 
 _CALIBRATION = "calibration"  # marks a journal line among the lines of weight files
@@ -175,7 +175,7 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
     Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.
     """
     if job.url is not None:
-        if head(check_url(job.url), MARKER) is None:
+        if head(job.url, MARKER) is None:
             return None
         delete_records(job.url)
         job = dataclasses.replace(job, output=view_of(job.url, whole=False))
@@ -291,7 +291,9 @@ def _check_can_run(job: Job) -> None:
 def _working_folder(job: Job) -> Staging:
     known, options = identity(job), job.plan.options
     if job.url is not None:
-        return RemoteStaging(job.url, known, resume=options.resume, force=options.force)
+        known |= {"files": [f.name for f in job.plan.files]}
+        source = job.checkpoint.origin.name
+        return RemoteStaging(job.url, known, source=source, resume=options.resume, force=options.force)
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 

@@ -9,7 +9,7 @@ from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import ExportResult
 from lpconv.storage.checkpoint import Openable
-from lpconv.storage.staging import check_apart, check_free
+from lpconv.storage.staging import check_free
 
 
 def export_onnx(
@@ -24,7 +24,7 @@ def export_onnx(
     check(options)
     _check_name(output)
     checkpoint = open_readable(model, revision=options.revision)
-    check_apart(checkpoint.directory, output)
+    checkpoint.check_apart(output)
     check_free(output, force=options.force)
     if options.cache:
         check_has_cache(checkpoint.config)

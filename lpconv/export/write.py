@@ -20,7 +20,7 @@ from lpconv.export.rewrite import StoredWeight, rewrite, stored_weights
 from lpconv.export.trace import TracedCase, open_traceable, open_with_cache, trace
 from lpconv.machine import out_of_memory
 from lpconv.models.whole import check_complete
-from lpconv.plan.files import copy_side_files, model_side_files, plain_config
+from lpconv.plan.files import copy_side_files, plain_config, write_sums
 from lpconv.plan.provenance import public_source, versions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
@@ -169,11 +169,12 @@ def _check(path: Path, cases: Sequence[TracedCase], options: ExportOptions) -> O
 
 def _write_side_files(directory: Path, checkpoint: Checkpoint, result: ExportResult) -> None:
     """Write tokenizer and other side files, the config of the decoded model, and the provenance (without times)."""
-    copy_side_files(directory, checkpoint, model_side_files(checkpoint), renamed={})
+    copy_side_files(directory, checkpoint)
     write_small(directory / "config.json", ordered_json_text(plain_config(checkpoint)))
     public = dataclasses.replace(result, source=public_source(result.source))
     document = {k: v for k, v in to_json(public).items() if k not in ("output", "seconds")}
     write_small(directory / MARKER, ordered_json_text({"format_version": 1, **document}))
+    write_sums(directory, result.files)
 
 
 def check_graph(path: Path) -> None:

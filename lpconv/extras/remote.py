@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError
+from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError
 from lpconv.storage.hub import files_url, why_unreachable
 from lpconv.storage.urls import hub_names
 
@@ -36,6 +37,7 @@ _CREDENTIALS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "hf": "set HF_TOKEN or run `hf auth login`",
 }
+DOWNLOAD = "download the files and pass their folder"
 _PIECE = 4 * 2**20  # bytes per request
 _HELD, _AHEAD = 24, 8  # pieces in the cache, and pieces fetched ahead
 # Cached pieces, and answers in flight, which obstore holds first in chunks and then in one piece.
@@ -45,7 +47,7 @@ _LITTLE, _FEW = 2**18, 2  # a few small reads, such as a header and its length, 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteObject:
-    """An object, by its name relative to the checkpoint's URL. Some servers omit tag and time."""
+    """An object, by its name relative to the checkpoint's URL. The tag is the time if a server gives no ETag."""
 
     name: str
     size_bytes: int
@@ -66,33 +68,38 @@ def store_at(url: str) -> Any:
         raise InputError(f"cannot read `{url}`: {why}", hint="check the URL and the network")
     with _remote_errors(url):
         if parts.scheme == "hf":
-            address, headers = files_url(*hub_names(url))
-            client |= {"default_headers": headers, "allow_http": address.startswith("http:")}
-            return stores.HTTPStore.from_url(address, client_options=client, retry_config=_RETRIES)
-        if parts.scheme in ("http", "https"):
+            url, headers = files_url(*hub_names(url))
+            client |= {"default_headers": headers, "allow_http": url.startswith("http:")}
+        if parts.scheme in ("hf", "http", "https"):
             return stores.HTTPStore.from_url(url, client_options=client, retry_config=_RETRIES)
-        return stores.from_url(url, client_options=client, retry_config=_RETRIES)
+        kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[parts.scheme]
+        prefix = parts.path.strip("/") or None  # as written: `from_url` would decode percent signs
+        return kind(parts.netloc, prefix=prefix, client_options=client, retry_config=_RETRIES)
 
 
 def listing(url: str) -> list[RemoteObject]:
-    """All objects below a URL, sorted by name. The store must support listing."""
+    """All objects below a URL except empty ones that stand for folders, sorted by name. The store must be listable."""
     with _remote_errors(url):
         objects = [_object(meta, meta["path"]) for batch in store_at(url).list() for meta in batch]
-    return sorted(objects, key=lambda o: o.name)
+    folders = {"", *(str(folder) for o in objects for folder in PurePosixPath(o.name).parents)}
+    return sorted((o for o in objects if o.size_bytes or o.name not in folders), key=lambda o: o.name)
 
 
 def head(url: str, name: str) -> RemoteObject | None:
     """Metadata of one object, or None if it does not exist."""
-    with _remote_errors(url, name):
+    with _remote_errors(url, name), suppress(FileNotFoundError):
         try:
             return _object(store_at(url).head(name), name)
-        except FileNotFoundError:
-            return None
+        except FileNotFoundError as e:
+            if "status code: 405" in str(e):  # some servers answer GET only; the body is not read
+                return _object(store_at(url).get(name).meta, name)
+    return None
 
 
 def _object(meta: Any, name: str) -> RemoteObject:
     modified = int(meta["last_modified"].timestamp()) * 10**9
-    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=meta["e_tag"], modified_ns=modified)
+    tag = meta["e_tag"] or (f"modified {modified}" if modified else None)
+    return RemoteObject(name=name, size_bytes=meta["size"], e_tag=tag, modified_ns=modified)
 
 
 def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int] | None = None) -> Any:
@@ -100,13 +107,13 @@ def fetch(url: str, name: str, e_tag: str | None = None, *, span: tuple[int, int
 
     Raises InputError if reading fails after retries, or if the object no longer has the version `e_tag`.
     """
-    options: dict[str, Any] = {} if e_tag is None else {"if_match": e_tag}
+    options: dict[str, Any] = {"if_match": e_tag} if e_tag is not None and e_tag.startswith('"') else {}
     if span is not None:
         options["range"] = span
     with _remote_errors(url, name):
         answer = store_at(url).get(name, options=options)
         data = answer.bytes()
-    if e_tag not in (None, answer.meta["e_tag"]):  # some servers ignore the condition
+    if e_tag not in (None, _object(answer.meta, name).e_tag):  # some servers ignore the condition
         raise _changed_error(f"{url}/{name}")
     if span is not None and len(data) != span[1] - span[0]:
         raise InputError(
@@ -176,8 +183,6 @@ def _remote_errors(url: str, name: str = "", *, writing: bool = False) -> Iterat
         yield
     except raised.PreconditionError as e:
         raise _changed_error(where) from e
-    except (FileNotFoundError, raised.NotFoundError) as e:
-        raise InputError(f"`{where}` does not exist", hint="check the URL") from e
     except (raised.BaseError, OSError, ValueError) as e:
         raise _transfer_error(e, where, writing) from e
 
@@ -189,6 +194,13 @@ def _changed_error(where: str) -> InputError:
 
 
 def _transfer_error(error: Exception, where: str, writing: bool) -> LpconvError:
+    if re.search("<Code>(NoSuchBucket|ContainerNotFound)</Code>", str(error)):
+        text = f"the bucket `{'/'.join(where.split('/')[:3])}` does not exist"
+        return InputError(text, hint="check its name, the region and the endpoint")
+    if type(error).__name__ == "NotSupportedError":
+        return UnsupportedError(f"the server of `{where}` does not send byte ranges", hint=DOWNLOAD)
+    if type(error).__name__ in ("FileNotFoundError", "NotFoundError"):
+        return InputError(f"`{where}` does not exist", hint="check the URL")
     first = re.sub(r"\?\S+", "", str(error).partition("\n")[0])
     if re.search(r"status code: 40[13]\b", first):  # anchored, because the message also contains a time in ms
         hint = _CREDENTIALS.get(urlsplit(where).scheme, "check that it is public")

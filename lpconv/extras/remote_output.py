@@ -23,12 +23,11 @@ from lpconv.extras.remote import RemoteObject, Upload, delete, fetch, head, list
 from lpconv.results import FileRecord
 from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_same_run
+from lpconv.storage.staging import JOURNAL, MARKER, SUMS, Staging, check_no_foreign, check_same_run
 from lpconv.storage.urls import UNFINISHED, check_url
 
 _CLAIM = f"{UNFINISHED}run.json"
 _LAST = ("config.json", MARKER)
-_WRITTEN = ("s3", "gs", "az")
 
 
 def check_free_url(url: str, *, resume: bool, force: bool) -> str:
@@ -38,12 +37,10 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
     of `check_url`.
     """
     url = check_url(url)
-    if url.partition("://")[0] not in _WRITTEN:
-        known = ", ".join(f"{scheme}://" for scheme in _WRITTEN)
-        raise UnsupportedError(
-            f"lpconv cannot write to `{url}`", hint=f"write to {known}, or convert to a local folder and upload it"
-        )
-    names = {o.name for o in listing(url)}
+    if not url.startswith(("s3://", "gs://", "az://")):
+        hint = "write to s3://, gs:// or az://, or convert to a local folder and upload it"
+        raise UnsupportedError(f"lpconv cannot write to `{url}`", hint=hint)
+    names = _check_names(url) if force else {o.name for o in listing(url)}
     if names and not names & {MARKER, _CLAIM}:
         raise OutputExistsError(f"`{url}` exists and was not written by lpconv", hint="choose another --output")
     if MARKER in names and not force and not resume:
@@ -56,6 +53,15 @@ def check_free_url(url: str, *, resume: bool, force: bool) -> str:
     return url
 
 
+def _check_names(url: str) -> set[str]:
+    """Names of the objects of an output or of an unfinished run. Raises OutputExistsError if there are others."""
+    names = {o.name for o in listing(url)}
+    if names & {MARKER, _CLAIM}:
+        planned = _read(url, _CLAIM).get("files", ()) if _CLAIM in names else ()
+        check_no_foreign(url, names, {MARKER, UNFINISHED, *planned}, bytes(fetch(url, SUMS)) if SUMS in names else b"")
+    return names
+
+
 def working_folder(url: str) -> Path:
     """Local working folder for the output at a URL."""
     return cache_folder("remote") / "outputs" / PurePosixPath(url.replace("://", "/"))
@@ -64,27 +70,30 @@ def working_folder(url: str) -> Path:
 class RemoteStaging(Staging):
     """The working folder of an output at a URL. Raises OutputExistsError if another run writes there."""
 
-    def __init__(self, url: str, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+    def __init__(self, url: str, identity: dict[str, Any], *, source: str, resume: bool, force: bool) -> None:
         self.url = check_free_url(url, resume=resume, force=force)
         super().__init__(working_folder(url), identity, force=True)
         try:
             self._tags: dict[str, str | None] = {}
-            self._claim_or_resume(json.loads(json.dumps(identity)), resume=resume, force=force)
+            self._claim_or_resume(json.loads(json.dumps(identity)), source, resume=resume, force=force)
         except BaseException:
             self._journal.close()
             raise
 
-    def _claim_or_resume(self, identity: dict[str, Any], *, resume: bool, force: bool) -> None:
+    def _claim_or_resume(self, identity: dict[str, Any], source: str, *, resume: bool, force: bool) -> None:
         """Claim the URL, or continue the claim of an interrupted run of the same command."""
-        objects = {o.name: o for o in listing(self.url)}
-        if force:
-            names = [MARKER, *(n for n in objects if n not in (MARKER, _CLAIM)), _CLAIM]
-            delete(self.url, [n for n in names if n in objects])
-        self._claim = put(self.url, _CLAIM, json.dumps(identity).encode(), create=True)
+        names = _check_names(self.url) if force else set()
+        self._claim = put(self.url, _CLAIM, json.dumps(identity).encode(), create=not force)
+        if source.startswith("http") and head(source, _CLAIM) is not None:  # the claim is seen at the source
+            delete(self.url, [_CLAIM] if self._claim is not None else [])
+            raise OutputExistsError(f"`{source}` is the output's own place", hint="choose another --output")
+        # The list of files goes last, so that --force may also delete what a kill in between leaves.
+        delete(self.url, sorted(names - {_CLAIM}, key=lambda name: (name != MARKER, name == SUMS)))
         if self._claim is not None:
             return
         if not resume:
             raise OutputExistsError(f"another run is writing `{self.url}`", hint="choose another --output")
+        objects = {o.name: o for o in listing(self.url)}
         check_same_run(self.url, identity, _read(self.url, _CLAIM))
         self._claim = head(self.url, _CLAIM)
         for name in (n for n in objects if n.startswith(UNFINISHED) and n != _CLAIM):
@@ -138,9 +147,9 @@ class RemoteStaging(Staging):
     def publish(self) -> None:
         """Upload the small files, and the marker last. Raises OutputExistsError if another run has finished."""
         paths = {p.relative_to(self.directory).as_posix(): p for p in self.directory.rglob("*") if p.is_file()}
-        names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL})
+        names = sorted(set(paths) - {*self._tags, *_LAST, JOURNAL, SUMS})
         self.check_alone()
-        for name in [*names, "config.json"]:
+        for name in [SUMS, *names, "config.json"]:
             self._put_small(name, paths[name].read_bytes())
         if put(self.url, MARKER, paths[MARKER].read_bytes(), create=True) is None:
             self._lose()

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.errors import InputError
-from lpconv.extras.remote import RemoteObject, fetch, head, listing
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.extras.remote import DOWNLOAD, RemoteObject, fetch, head, listing
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
@@ -46,10 +46,10 @@ def view_of(url: str, *, whole: bool) -> Path:
     """
     if url.endswith(".gguf"):
         folder, _, name = url.rpartition("/")
-        file = head(folder, name)
-        if file is None:
+        files = _existing_objects(folder, [name])
+        if not files:
             raise InputError(f"`{url}` does not exist", hint="check the URL")
-        return as_directory(_make_view(folder, [file], whole=True, last=name) / name)
+        return as_directory(_make_view(folder, files, whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="pass the URL of a Hugging Face checkpoint")
@@ -115,7 +115,11 @@ def _objects_without_listing(url: str) -> list[RemoteObject]:
 
 def _existing_objects(url: str, names: Iterable[str]) -> list[RemoteObject]:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
+        objects = [o for o in pool.map(lambda name: head(url, name), names) if o is not None]
+    for name in (o.name for o in objects if o.e_tag is None):
+        text = f"`{url}/{name}` has neither an ETag nor a Last-Modified time, so changes could not be noticed"
+        raise UnsupportedError(text, hint=DOWNLOAD)
+    return objects
 
 
 def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: str) -> Path:

@@ -8,7 +8,7 @@ from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import InitResult
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.staging import check_apart, check_free
+from lpconv.storage.staging import check_free
 
 
 def init(model: str, output: Path, options: InitOptions, *, progress: Progress | None = None) -> InitResult:
@@ -21,7 +21,7 @@ def init(model: str, output: Path, options: InitOptions, *, progress: Progress |
     check(options)
     architecture = find_architecture(model, options)
     if isinstance(architecture.place, Checkpoint):
-        check_apart(architecture.place.directory, output)
+        architecture.place.check_apart(output)
     check_free(output, force=options.force)
     from lpconv.init.draw import draw  # late: torch and transformers take seconds to import
 

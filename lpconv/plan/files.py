@@ -16,14 +16,12 @@ from lpconv.storage.header import TensorInfo
 from lpconv.storage.partfile import sha256_of, write_small, writing
 from lpconv.storage.residual import RESIDUAL_FOLDER, RESIDUAL_INDEX, residual_index
 from lpconv.storage.resolve import looks_like_path
-from lpconv.storage.staging import MARKER, SUMS, read_marker
+from lpconv.storage.staging import MARKER, NOT_SUMMED, SUMS, read_marker
 
 LOADER = "lpconv_loader.py"
 CARD = "README.md"
 SOURCE_CARD = "README.source.md"  # the card of the source, next to the output's own
 INDEX = "model.safetensors.index.json"
-# These describe one run, including its times; all other files depend only on source and options.
-_NOT_SUMMED = {SUMS, "report.json", "report.html"}
 _NOT_OURS = {".git", ".cache", ".gitattributes"}  # of version control and the hub; nothing there is loaded
 
 
@@ -156,12 +154,15 @@ def model_side_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def copy_side_files(
-    directory: Path, checkpoint: Checkpoint, names: Iterable[str], renamed: Mapping[str, str]
+    directory: Path,
+    checkpoint: Checkpoint,
+    names: Iterable[str] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Copy side files, some under another name. Returns the names in `directory`."""
+    """Copy side files (default: those of the model), some under another name. Returns the names in `directory`."""
     copied = []
-    for name in names:
-        target = renamed.get(name, name)
+    for name in model_side_files(checkpoint) if names is None else names:
+        target = (renamed or {}).get(name, name)
         with writing(directory / target):
             (directory / target).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.directory / name, directory / target)
@@ -194,7 +195,7 @@ def summed_files(directory: Path) -> dict[str, Path]:
     """Every file that SHA256SUMS must list, by name: all but the run's own reports. Links to folders count as files."""
     paths = {p.relative_to(directory): p for p in directory.rglob("*") if p.is_symlink() or not p.is_dir()}
     names = {n.as_posix(): p for n, p in paths.items() if n.parts[0] not in _NOT_OURS}
-    return {n: p for n, p in names.items() if n not in _NOT_SUMMED and not n.startswith("journal.")}
+    return {n: p for n, p in names.items() if n not in NOT_SUMMED and not n.startswith("journal.")}
 
 
 def write_sums(directory: Path, known: Iterable[FileRecord], renamed: Mapping[str, str] | None = None) -> None:

@@ -32,8 +32,8 @@ from lpconv.storage.gguf import GGUF, check_installed
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
-from lpconv.storage.staging import check_apart, folder_next_to
-from lpconv.storage.urls import is_url
+from lpconv.storage.staging import folder_next_to
+from lpconv.storage.urls import check_url, is_url
 from lpconv.version import __version__
 
 # Seconds independent of size, on two cores: torch, pages and records; transformers and two small models.
@@ -67,8 +67,7 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
     checkpoint = open_readable(model, revision=options.revision)
     if options.calibrate not in (None, SELF):
         check_text(text_at(options.calibrate), checkpoint.directory, checkpoint.config)
-    if not is_url(str(output)):
-        check_apart(checkpoint.directory, Path(output))
+    checkpoint.check_apart(output)
     return checkpoint
 
 
@@ -83,7 +82,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
     promised = {} if headers_only else checkpoint.check_promised()
     directory = checkpoint.directory
     watched = watch(directory, [*watched_files(checkpoint), *residual_files(directory)])
-    url = output if isinstance(output, str) and is_url(output) else None
+    url = check_url(output) if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
     source, plain = open_values(checkpoint), checkpoint
     if is_coded(checkpoint):

@@ -28,6 +28,7 @@ def run_probe(
     check(options)
     check_free(output, force=options.force, marker=PROBE_FILE)
     checkpoint = open_readable(model, revision=options.revision)
+    checkpoint.check_apart(output)
     if options.data is not None:
         check_text(options.data, checkpoint.directory, checkpoint.config, options.seq_len)
     # The imports below load torch and transformers, which takes seconds.

@@ -176,7 +176,7 @@ def _budget_text(result: AdviceResult, unit: str) -> str:
 def _no_recommendation(result: AdviceResult, purpose: str) -> str:
     rows = [r for r in _of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
     if not rows:
-        return "Nothing was measured, so nothing is recommended."
+        return "Nothing was measured, so this is undecided. Allow more minutes= in --budget."
     unit = "loss" if purpose == "train" else result.metric
     nearest = rows[0]
     assert nearest.gap is not None

@@ -5,6 +5,7 @@
 
 import functools
 import hashlib
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo
 from lpconv.storage.partfile import read_error
 from lpconv.storage.place import open_regular
 from lpconv.storage.resolve import Resolved, check_promises, resolve
+from lpconv.storage.staging import check_apart
 from lpconv.storage.urls import is_url
 
 Openable: TypeAlias = "str | Path | Checkpoint"  # accepted by `Checkpoint.open`
@@ -98,6 +100,12 @@ class Checkpoint:
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors of the weight files by name; empty for pickles. Raises the errors of `read_header`."""
         return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
+
+    def check_apart(self, output: Path | str) -> None:
+        """Refuse an output that would replace files of this checkpoint, or lie among them. Raises OutputExistsError."""
+        check_apart(self.directory, output)
+        if is_url(self.origin.resolved) or os.path.isabs(self.origin.resolved):  # a URL, or GGUF, whose view is cached
+            check_apart(self.origin.resolved, output)
 
     def local_copy(self) -> "Checkpoint":
         """The same checkpoint with all files on this machine; files at a URL are copied."""

@@ -7,7 +7,8 @@ have none (Lustre mounted without them, some network stores). There, other runs 
 it were alone, since a refusal would name another run that does not exist.
 
 Only our own folders are deleted: OUT and `OUT.failed` are outputs by their marker (`lpconv.json`; `probe.json` for a
-probe), `OUT.partial` by its journal, and both files are deleted last. An empty folder counts as free.
+probe), `OUT.partial` by its journal, and both files are deleted last. OUT is replaced only if it contains nothing but
+files that its SHA256SUMS lists and reports. An empty folder counts as free.
 """
 
 import contextlib
@@ -15,23 +16,27 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import missing_directory
+from lpconv.report.numbers import code_list
 from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.gguf import find_gguf
 from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
 from lpconv.storage.place import open_regular
+from lpconv.storage.urls import check_url, is_url
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # marks a directory as an output of lpconv
 TUNED = "finetune.json"  # marks an output whose weights lpconv fine-tuned
 SUMS = "SHA256SUMS"
+NOT_SUMMED = {SUMS, "report.json", "report.html"}  # these describe one run; all others depend on source and options
+_UNLISTED = {"probe.json": {"calibration.json"}, "advice.json": {"advice.html", "jobs.yaml"}}  # files without SUMS
 PARTS = ".parts"  # suffix of the folder next to an output for the shares of several workers
 _SUFFIXES = (".partial", ".failed", ".replaced")  # of working folders next to an output
 
@@ -208,7 +213,7 @@ def read_marker(directory: Path) -> dict[str, Any]:
 def is_output(directory: Path) -> bool:
     """Whether a conversion or a fine-tuning wrote a directory, by its marker or sums file, even if it is damaged."""
     if not (directory / MARKER).exists():
-        return (directory / SUMS).exists()
+        return (directory / SUMS).exists() and not (directory / TUNED).exists()
     return read_marker(directory).get("kind") not in ("restore", "repair")
 
 
@@ -229,7 +234,7 @@ def check_is_output(directory: Path) -> None:
         raise missing_directory(directory, hint="pass an output of `lpconv convert`")
     if (directory / ADAPTER).is_file():
         raise no_checkpoint_error(directory)
-    if (directory / SUMS).exists() or not ((directory / "config.json").exists() or find_gguf(directory)):
+    if is_output(directory) or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` was not written by lpconv: it has no {MARKER} to verify or restore it by",
@@ -237,17 +242,38 @@ def check_is_output(directory: Path) -> None:
     )
 
 
-def check_apart(source: Path, output: Path) -> None:
-    """Refuse an output inside its own source, or one that contains or replaces it."""
-    inner = Path(os.path.realpath(source))
-    for folder in working_folders(output):
-        outer = Path(os.path.realpath(folder))
+def check_apart(source: Path | str, output: Path | str) -> None:
+    """Refuse an output inside its own source, or one that contains or replaces it; both may be URLs."""
+    is_remote = is_url(str(output))
+    if is_remote != is_url(str(source)):
+        return
+    place = check_url if is_remote else os.path.realpath
+    inner = PurePath(place(str(source)))
+    for folder in (output,) if is_remote else working_folders(Path(output)):
+        outer = PurePath(place(str(folder)))
         if inner == outer:
             raise OutputExistsError("source and output are the same directory", hint="choose another --output")
         if inner.is_relative_to(outer):
             raise OutputExistsError(f"the source lies inside `{folder}`", hint="choose another --output")
         if outer.is_relative_to(inner):
             raise UsageError(f"`{folder}` lies inside the source", hint="choose an --output outside the checkpoint")
+
+
+def check_no_foreign(place: Path | str, names: Iterable[str], own: set[str], sums: bytes) -> None:
+    """Raise OutputExistsError for files that are neither in the `sums` of an output nor `own`, or in `own` folders."""
+    known = {*own, *NOT_SUMMED, JOURNAL, *(line[66:] for line in sums.decode(errors="replace").splitlines())}
+    folders = tuple(name for name in own if name.endswith("/"))
+    if foreign := sorted(name for name in names if name not in known and not name.startswith(folders)):
+        raise OutputExistsError(
+            f"`{place}` contains files that are not of its run, so --force does not delete it: {code_list(foreign)}",
+            hint="move or delete them, or choose another --output",
+        )
+
+
+def check_ours(output: Path, own: set[str]) -> None:
+    """Refuse to replace a folder with files of others, as `check_no_foreign` does."""
+    files = (p.relative_to(output).as_posix() for p in output.rglob("*") if p.is_symlink() or not p.is_dir())
+    check_no_foreign(output, files, own, (output / SUMS).read_bytes() if (output / SUMS).is_file() else b"")
 
 
 def _check_output(output: Path, marker: str, *, force: bool) -> None:
@@ -260,6 +286,7 @@ def _check_output(output: Path, marker: str, *, force: bool) -> None:
             f"`{output}` was not written by this command, so --force does not delete it",
             hint="choose another --output",
         )
+    check_ours(output, {marker, *_UNLISTED.get(marker, ())})
 
 
 def _check_working_folders(output: Path, marker: str) -> None:

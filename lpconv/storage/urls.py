@@ -16,7 +16,7 @@ def is_url(name: str) -> bool:
 
 
 def check_url(url: str) -> str:
-    """Check a checkpoint's URL and return it without a trailing slash, as it is recorded.
+    """Check a checkpoint's URL and return it as it is recorded: without empty parts of its path.
 
     Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for an unsupported scheme
     or if obstore is not installed.
@@ -36,7 +36,8 @@ def check_url(url: str) -> str:
         raise UnsupportedError(
             f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
         )
-    return url.rstrip("/")
+    key = "/".join(filter(None, [parts.netloc, *parts.path.split("/")]))
+    return url.rstrip("/") if parts.scheme.startswith("http") else f"{parts.scheme}://{key}"
 
 
 def hub_names(url: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import NOT_A_FILE, check_writable, read_error, sha256_of, write_small, writing
-from lpconv.storage.staging import SUMS, TUNED, check_same_run, is_locked, is_unused, locked_error, try_lock
+from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 
 MARKER, REPORT, PAGE = TUNED, "report.json", "report.html"
@@ -64,6 +64,8 @@ def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force:
         check_same_run(output, asked, read_json(output / MARKER))
     elif not force:
         raise OutputExistsError(f"`{output}` exists", hint="continue it with --resume, or start over with --force")
+    else:
+        check_ours(output, {MARKER, f"{MARKER}.part", "metrics.jsonl", f"{RUNS}/"})
 
 
 @contextlib.contextmanager

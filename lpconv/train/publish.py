@@ -21,7 +21,6 @@ from lpconv.shards import gather_whole
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import ADAPTER
 from lpconv.storage.partfile import writing
-from lpconv.storage.staging import MARKER
 from lpconv.train.folder import PAGE, PUBLISHED, REPORT, RUNS
 from lpconv.train.held_out import as_published
 from lpconv.train.job import TrainingJob, TrainingRun
@@ -118,8 +117,8 @@ def _round_to_bf16(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def in_place(output: Path) -> Iterator[None]:
     """Move the files of `publish_model` into `output`; the block writes the reports.
 
-    SHA256SUMS of a converted form is written before the block, for `lpconv verify`, and the config moves after it: a
-    failed run leaves no model that opens, and no reports. A second call continues after an interruption.
+    SHA256SUMS is written before the block, for `lpconv verify` and --force, and the config moves after it: a failed
+    run leaves no model that opens, and no reports. A second call continues after an interruption.
     """
     published = output / RUNS / PUBLISHED
     config = next((published / name for name in _LAST if (published / name).exists()), published / _LAST[0])
@@ -128,8 +127,7 @@ def in_place(output: Path) -> Iterator[None]:
             place = output / path.relative_to(published)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, place)
-        if (output / MARKER).exists():
-            write_sums(output, (), renamed={config.relative_to(output).as_posix(): config.name})
+        write_sums(output, (), renamed={config.relative_to(output).as_posix(): config.name})
         try:
             yield
             if config.exists():

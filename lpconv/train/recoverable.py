@@ -13,7 +13,7 @@ from lpconv.plan.settings import fill_options
 from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.gguf import GGUF
-from lpconv.storage.staging import MARKER, SUMS, is_trained, read_marker
+from lpconv.storage.staging import MARKER, is_output, is_trained, read_marker
 from lpconv.storage.urls import is_url
 from lpconv.verify.reader import read_provenance
 
@@ -39,7 +39,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     Raises UnsupportedError for outputs without codes that can be trained, InputError if the source is not found.
     """
     name = output.origin.name
-    if not any((output.directory / file).exists() for file in (MARKER, SUMS)):
+    if not is_output(output.directory):
         raise UnsupportedError(f"`{name}` was not written by lpconv: it has no {MARKER} and no codes", hint=_HINT)
     provenance = read_provenance(output.directory)
     if is_trained(output.directory):

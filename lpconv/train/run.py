@@ -44,6 +44,8 @@ def finetune(
     start = check_recoverable(checkpoint, options.source) if options.arithmetic.on_codes else None
     has_adapters = options.arithmetic.lora and options.twin_arithmetic is not None
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None
+    for used in filter(None, (checkpoint, start.source if start else None, twin)):
+        used.check_apart(output)
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
             check_text(Path(name), checkpoint.directory, checkpoint.config, options.seq_len)

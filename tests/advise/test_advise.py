@@ -1,9 +1,11 @@
 """Whole advices on the embedded model, with few candidates."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,66 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
         "multipoint e2m1, 6 bits": "unmeasured", "multipoint int4, 4.5 bits": "unmeasured",
     }  # fmt: skip
     assert "Inference" in done.stdout
+
+
+class Ticking(Silent):
+    """A clock that goes on by a second with every report of progress."""
+
+    def __init__(self) -> None:
+        self.now_s, self.phases = 0.0, list[str]()
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self.now_s += 1
+        self.phases.append(phase)
+
+    def advance(self, amount: int, figures: str = "") -> None:
+        self.now_s += 1
+
+
+@pytest.mark.parametrize(
+    ("purpose", "seconds", "last"),
+    [
+        ("infer", 4, "sampling"),
+        ("infer", 30, "encoding"),
+        ("infer", 220, "rounding"),
+        ("train", 1, "opening"),
+        ("train", 6, "fp32"),
+        ("train", 30, "amp-bf16"),
+    ],
+)
+def test_the_time_is_kept_in_every_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: str, seconds: int, last: str
+) -> None:
+    clock = Ticking()
+    monkeypatch.setattr("lpconv.advise.subject.time", clock)
+    budget = Budget(quality=1e-3 if purpose == "infer" else 1e-9, minutes=seconds / 60)
+    options = AdviseOptions(purpose=purpose, budget=budget, seq_len=16, steps=8, batch_size=2)
+    result = advise("demo", tmp_path, options, progress=clock)
+    assert clock.now_s <= 1.1 * seconds + 3
+    assert any(phase.startswith(last) for phase in clock.phases), clock.phases
+    left = [r.name for r in result.rows if r.status == "unmeasured"]
+    assert left or result.recommendations[0].row is None
+    assert all(name in " ".join(result.unknowns) for name in left)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_measurement_prints_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    class Signalled(Silent):
+        def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+            if phase == "encoding":
+                os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("lpconv.cli.progress.Silent", Signalled)
+    command = ["advise", "demo", "--for", "infer", "--seq-len", "16", "-o", str(tmp_path / "out"), "-q"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 128 + number, done.stderr
+    assert "unit e4m3fn" in done.stdout
+    assert json.loads((tmp_path / "out" / "advice.json").read_text())["interrupted"]
 
 
 def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path) -> None:

@@ -192,11 +192,11 @@ def test_error_feedback_is_tried_on_what_is_smaller_than_the_answer(
 
     tried: list[AdviceRow] = []
     rows = [screened("e2m1", 400, 2e-2), screened("int4", 500, 1e-2), screened("e4m3fn", 1000, 1e-4)]
-    monkeypatch.setattr(infer, "_screen", lambda trial: rows)
+    monkeypatch.setattr(infer, "_screen", lambda trial, deadline: rows)
     monkeypatch.setattr(infer, "measure", measure)
     subject = type("Subject", (), {"metric": "loss"})()
     trial = Trial(subject=subject, text="demo", budget=Budget(), forecasts={}, progress=Silent())
-    known = {r.name: r for update in measure_conversions(trial, Deadline(60)) for r in update}
+    known = {r.name: r for update in measure_conversions(trial, Deadline(60, Silent())) for r in update}
     feedback = {r.settings["format"]: r.status for r in known.values() if "rounding" in r.settings}
     assert [r.settings["format"] for r in tried if "rounding" in r.settings] == measured
     assert {f for f, status in feedback.items() if status == "pruned"} == set(left)

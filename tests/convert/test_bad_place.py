@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Run, files_of, published, refusal, write_checkpoint
+from gguf_files import write_gguf
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import (
@@ -94,6 +97,62 @@ class TestOutput:
             assert refusal(run, output).exit_code == 7
         finally:
             tmp_path.chmod(0o755)
+
+
+class TestOwnSource:
+    """Of every command with an output, whatever the spelling, and before anything is deleted."""
+
+    @pytest.fixture
+    def made(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        convert("demo", tmp_path / "made", ConvertOptions(format="fp16", verify="none"))
+        monkeypatch.chdir(tmp_path)
+        return tmp_path / "made"
+
+    @pytest.mark.parametrize(
+        "command",
+        ["convert", "restore", "probe", "finetune --twin none", "export onnx", "init --reinit", "advise --for infer"],
+    )
+    @pytest.mark.parametrize("place", ["made/sub", "./made/../made/sub"])
+    def test_an_output_inside_it(self, made: Path, command: str, place: str) -> None:
+        before = files_of(made)
+        done = CliRunner().invoke(app, [*command.split(), "made", "-o", place])
+        assert (done.exit_code, "inside" in done.stderr) == (2, True), done.stderr
+        assert files_of(made) == before
+
+    @pytest.mark.parametrize("marker", ["lpconv.json", "finetune.json"])
+    def test_it_is_not_replaced(self, made: Path, marker: str) -> None:
+        command = "convert"
+        if marker == "finetune.json":
+            command = "finetune --twin none"
+            (made / marker).write_text("{}")
+            with (made / "SHA256SUMS").open("a") as f:
+                f.write(f"{0:064}  {marker}\n")
+        before = files_of(made)
+        done = CliRunner().invoke(app, [*command.split(), "made", "-o", "made/../made", "--force"])
+        assert done.exit_code == 8, done.stderr
+        assert files_of(made) == before
+
+    def test_a_gguf_file_in_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        file = write_gguf(tmp_path / "gguf")
+        file = file if file.is_file() else next(file.glob("*.gguf"))
+        (file.parent / "lpconv.json").write_text("{}")
+        (file.parent / "SHA256SUMS").write_text(f"{0:064}  {file.name}\n")
+        before = files_of(file.parent)
+        for model in (file.parent, file):
+            with pytest.raises(OutputExistsError, match=r"same|inside"):
+                convert(str(model), file.parent, ConvertOptions(format="fp16", verify="none", force=True))
+        assert files_of(file.parent) == before
+
+    @pytest.mark.parametrize("command", ["convert demo --verify none", "restore made", "export onnx made"])
+    def test_force_keeps_the_files_of_others(self, made: Path, command: str) -> None:
+        arguments = [*command.split(), "-o", "out", "--force"]
+        for _ in range(2):
+            assert CliRunner().invoke(app, arguments).exit_code == 0
+        (made.parent / "out" / "notes.txt").write_text("mine")
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, "notes.txt" in done.stderr) == (8, True)
+        assert (made.parent / "out" / "notes.txt").exists()
 
 
 class TestFullDisk:

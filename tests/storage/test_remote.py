@@ -185,6 +185,63 @@ class TestReading:
             resolve(url)
 
 
+class TestNames:
+    def test_folders_of_a_console_are_not_files(self, store: Store, source: Path) -> None:
+        url = store.put_folder("m", source)
+        before = directory_of(url)
+        store.objects |= {"m/": b"", "m/tokenizer/": b""}
+        assert directory_of(url) == before
+
+    def test_percent_signs_are_as_written(self, store: Store, source: Path) -> None:
+        for name, key in (("one", "a%20b"), ("two", "a b")):
+            store.put_folder(key, write_checkpoint(source.parent / name, [{name: torch.zeros(2)}]))
+        assert weights(directory_of(f"s3://{BUCKET}/a%20b")).keys() == {"one"}
+        assert weights(directory_of(f"s3://{BUCKET}/a b")).keys() == {"two"}
+
+    def test_one_place_has_one_spelling(self, store: Store, source: Path) -> None:
+        url = store.put_folder("some/m", source)
+        assert directory_of(f"s3://{BUCKET}//some//m/") == directory_of(url)
+        with pytest.raises(InputError, match=r"\.\."):
+            resolve(f"s3://{BUCKET}/other/../some/m")
+
+    def test_a_missing_bucket_is_named(self, store: Store) -> None:
+        with pytest.raises(InputError, match="bucket `s3://buckte`"):
+            resolve("s3://buckte/m")
+
+
+class TestWebServers:
+    @pytest.fixture
+    def url(self, store: Store, source: Path) -> str:
+        (source / "tokenizer" / "a file.json").unlink()
+        store.put_folder("m", source)
+        return f"{store.endpoint}/{BUCKET}/m"
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_without_ranges_nothing_is_read(self, store: Store, url: str, whole: bool) -> None:
+        store.ranges = False
+        with pytest.raises(UnsupportedError, match="ranges"):
+            resolve(url, whole=whole)
+
+    def test_without_tags_a_newer_file_is_noticed(self, store: Store, url: str) -> None:
+        store.etags = False
+        directory = directory_of(url)
+        opened = open_source(Checkpoint.open(directory))
+        store.date = "Sat, 02 Jan 2100 00:00:00 GMT"
+        assert directory_of(url) != directory
+        with pytest.raises(InputError, match="changed"):
+            read_tensor(opened, "a.weight")
+        opened.close()
+
+    def test_without_tags_and_times_nothing_is_read(self, store: Store, url: str) -> None:
+        store.etags, store.date = False, None
+        with pytest.raises(UnsupportedError, match="ETag"):
+            resolve(url)
+
+    def test_without_head_requests(self, store: Store, source: Path, url: str) -> None:
+        store.fault = lambda r: Fault(status=405) if r.method == "HEAD" else None
+        assert weights(directory_of(url)).keys() == weights(source).keys()
+
+
 class TestTrouble:
     @pytest.mark.parametrize(
         "fault",

@@ -5,6 +5,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,65 @@ def test_what_others_keep_there_is_not_deleted(store: Store, source: Path) -> No
     with pytest.raises(OutputExistsError, match="s3://bucket/out"):
         run(source, force=True)
     assert published(store) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "fp8/lpconv.json", "fp8/model.safetensors"])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_files_of_others_in_an_output_are_not_deleted(store: Store, source: Path, name: str, is_finished: bool) -> None:
+    if not is_finished:
+        store.fault = lambda r: Fault(status=400) if r.method == "PUT" and r.key == "out/report.json" else None
+    with nullcontext() if is_finished else pytest.raises(ResourceError):
+        run(source)
+    store.fault = lambda _: None
+    store.objects[f"out/{name}"] = b"years of work"
+    before = published(store)
+    with pytest.raises(OutputExistsError, match=name):
+        run(source, force=True, format="e5m2")
+    assert published(store) == before
+    del store.objects[f"out/{name}"]
+    run(source, force=True, format="e5m2")
+    assert json.loads(published(store)["lpconv.json"])["format"] == "e5m2"
+
+
+@pytest.mark.parametrize("moment", range(0, 14, 3))
+def test_a_killed_deletion_is_finished_with_force(store: Store, source: Path, moment: int) -> None:
+    run(source)
+    left = [moment]
+
+    def breaks(r: Request) -> Fault | None:
+        left[0] -= r.query == "delete"
+        return Fault(status=400) if left[0] < 0 else None
+
+    store.fault = breaks
+    with pytest.raises(LpconvError):
+        run(source, force=True, format="e5m2")
+    store.fault = lambda _: None
+    run(source, force=True, format="e5m2")
+    assert json.loads(published(store)["lpconv.json"])["format"] == "e5m2"
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/out", "s3://bucket//out/", "{0}/bucket/out"])
+def test_an_output_does_not_replace_its_own_source(store: Store, source: Path, address: str) -> None:
+    run(source)
+    before = published(store)
+    for force in (False, True):
+        with pytest.raises(OutputExistsError):
+            convert(address.format(store.endpoint), URL, ConvertOptions(format="e5m2", verify="none", force=force))
+        assert published(store) == before
+
+
+def test_an_output_inside_its_source_is_refused(store: Store, source: Path) -> None:
+    run(source)
+    before = published(store)
+    with pytest.raises(LpconvError, match="inside"):
+        convert(URL, f"{URL}/fp16", ConvertOptions(format="fp16", verify="none"))
+    assert published(store) == before
+
+
+def test_a_folder_made_in_a_console_is_free(store: Store, source: Path) -> None:
+    store.objects["out/"] = b""
+    run(source)
+    assert "out/lpconv.json" in store.objects
 
 
 def test_a_run_of_another_command_is_not_resumed(store: Store, source: Path) -> None:

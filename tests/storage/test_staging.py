@@ -38,8 +38,9 @@ def write_shard(run: Staging, name: str, data: bytes = b"weights") -> None:
     run.append({"shard": name, "files": [record]})
 
 
-def finish(run: Staging) -> None:
+def finish(run: Staging, *listed: str) -> None:
     (run.directory / MARKER).write_text("{}")
+    (run.directory / "SHA256SUMS").write_text("".join(f"{0:064}  {name}\n" for name in listed))
     run.publish()
 
 
@@ -57,8 +58,8 @@ class TestPublish:
             write_shard(run, "a")
             assert not output.exists()
             finish(run)
-        assert names(output) == {"a", MARKER}
-        assert names(output.parent) == {"output", "output/a", f"output/{MARKER}"}
+        assert names(output) == {"a", MARKER, "SHA256SUMS"}
+        assert {name.partition("/")[0] for name in names(output.parent)} == {"output"}
 
     def test_a_run_that_fails_leaves_nothing_with_the_outputs_name(self, begin: Begin, output: Path) -> None:
         with begin() as run:
@@ -192,17 +193,29 @@ class TestForce:
         for data in (b"old", b"new"):
             with begin(force=True) as run:
                 write_shard(run, "a", data)
-                finish(run)
+                finish(run, "a")
         assert (output / "a").read_bytes() == b"new"
         assert set(os.listdir(output.parent)) == {"output"}
 
     def test_an_output_stays_until_the_new_one_is_ready(self, begin: Begin, output: Path) -> None:
         with begin() as run:
             write_shard(run, "a", b"old")
-            finish(run)
+            finish(run, "a")
         with begin(force=True) as run:
             write_shard(run, "a", b"new")
             assert (output / "a").read_bytes() == b"old"
+
+    @pytest.mark.parametrize("name", ["notes.txt", "fp8/lpconv.json", "link"])
+    def test_an_output_with_files_of_others_is_kept(self, begin: Begin, output: Path, name: str) -> None:
+        with begin() as run:
+            write_shard(run, "a")
+            finish(run, "a")
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).symlink_to("a") if name == "link" else (output / name).touch()
+        before = names(output)
+        with pytest.raises(OutputExistsError, match=name):
+            begin(force=True)
+        assert names(output.parent) == {"output", *(f"output/{n}" for n in before)}
 
     def test_an_empty_directory_is_free(self, begin: Begin, output: Path) -> None:
         output.mkdir()
@@ -331,6 +344,25 @@ class TestApart:
         with pytest.raises(error) as caught:
             check_apart(Path(source), Path(output))
         assert caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("source", "output", "error"),
+        [
+            ("s3://b/a", "s3://b/a", OutputExistsError),
+            ("s3://b/a", "s3://b//a/", OutputExistsError),
+            ("s3://b/a/c", "s3://b/a", OutputExistsError),
+            ("s3://b/a", "s3://b", OutputExistsError),
+            ("s3://b/a", "s3://b/a/c", UsageError),
+            ("s3://b/a/model.gguf", "s3://b/a", OutputExistsError),
+        ],
+    )
+    def test_places_in_a_store_that_overlap(self, source: str, output: str, error: type[LpconvError]) -> None:
+        with pytest.raises(error):
+            check_apart(source, output)
+
+    @pytest.mark.parametrize("output", ["s3://b/ab", "s3://b/a%2Fc", "s3://c/a", "gs://b/a", "a"])
+    def test_neighbours_in_a_store(self, output: str) -> None:
+        check_apart("s3://b/a", output)
 
     @pytest.mark.parametrize("output", ["b", "ab", "a-unit-fp16", "b/a"])
     def test_neighbours(self, tmp_path: Path, output: str) -> None:

@@ -81,7 +81,7 @@ def test_adapters_learn_and_nothing_else_is_published(outputs: dict[str, Path], 
     assert result.recipe == "lora-4 fp32"
     assert str(result.twin).endswith(" demo")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "README.md", "adapter_config.json", "adapter_model.safetensors", "finetune.json", "metrics.jsonl",
+        "README.md", "SHA256SUMS", "adapter_config.json", "adapter_model.safetensors", "finetune.json", "metrics.jsonl",
         "report.html", "report.json", "runs",
     }  # fmt: skip
     assert twin.losses.values[0] != run.losses.values[0]  # the source has other weights
