@@ -27,7 +27,7 @@ from lpconv.options import fields_that_may_change
 from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import NOT_A_FILE, check_writable, read_error, sha256_of, write_small, writing
+from lpconv.storage.partfile import NOT_A_FILE, check_writable, read_error, read_small, sha256_of, write_small, writing
 from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 
@@ -227,7 +227,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether every file is unchanged. Raises UnreadError if the disk fails."""
     try:
-        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = read_small(checkpoint / SUMS).decode().splitlines()
         sums = [line.partition("  ")[::2] for line in lines]
         return bool(sums) and all(sha256_of(checkpoint / name) == digest for digest, name in sums)
     except UnreadError:  # unknown, so nothing may be deleted

@@ -20,7 +20,7 @@ from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, TensorRecord, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain
-from lpconv.storage.partfile import sha256_of
+from lpconv.storage.partfile import read_small, sha256_of
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
@@ -160,7 +160,7 @@ def _listed_files(directory: Path) -> dict[str, str]:
     path, digests = directory / SUMS, {}
     if not path.exists():
         raise InputError(f"`{directory}` has no {SUMS}", hint="pass an output of `lpconv convert`")
-    for line in path.read_bytes().decode("utf-8", "replace").splitlines():
+    for line in read_small(path).decode("utf-8", "replace").splitlines():
         digest, separator, name = line.partition("  ")
         if not separator or not is_plain(name):
             raise InputError(
