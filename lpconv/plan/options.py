@@ -205,7 +205,7 @@ class ConvertOptions:
     verify: Annotated[
         str,
         _check(
-            "What to verify; auto also runs both models if they are small",
+            "What to verify; auto also opens both models with transformers and runs them, if they are small",
             what="verification level",
             choices=VERIFY_LEVELS,
         ),
