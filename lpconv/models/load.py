@@ -48,6 +48,7 @@ def load(
     (`models/coded.py`); the model runs, generates, and saves the same bytes again. Codes do not train, but adapters
     next to them can. Everything else is opened as usual: vectors, plain checkpoints, Collage's pairs.
     """
+    dtype = kwargs.pop("torch_dtype", None) if dtype is None else dtype  # transformers' former name
     open_model = load_with_missing if not resident else load_resident
     with torch.inference_mode(False):  # transformers' threads never use that mode, and both kinds of tensors do not mix
         model, missing = open_model(path, dtype=dtype, model_class=model_class, **kwargs)

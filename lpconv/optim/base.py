@@ -1,5 +1,6 @@
 """Base class of optimizers with a fused step: parameter groups, state, checks, saving and loading."""
 
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,8 +15,10 @@ from torch.optim import Optimizer
 from lpconv.errors import InputError
 from lpconv.optim.diagnostics import UpdateRecord, snapshot
 from lpconv.optim.kernel import STEPS, get_kernel
+from lpconv.optim.rules import ratio_scale
 from lpconv.optim.settings import UpdateSettings, check_group
 from lpconv.optim.state import (
+    HOST_ENTRIES,
     Scratch,
     SharedState,
     all_finite,
@@ -65,6 +68,12 @@ class LowPrecisionOptimizer(Optimizer):
         self._shared: dict[Tensor, SharedState] = {}
         self._scratch: Scratch = {}
         super().__init__(params, defaults)
+        if all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"]):
+            warnings.warn(
+                f"all parameters are fp32, so '{settings.variant.name}' is plain {settings.rule.name} in fp32 and "
+                "saves no memory; convert the model first: model.to(torch.bfloat16)",
+                stacklevel=3,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("settings", "records", "num_skipped")  # for deepcopy: PyTorch saves groups and state only
@@ -140,6 +149,8 @@ class LowPrecisionOptimizer(Optimizer):
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         saved = [(p, state_dict["state"].get(i, {})) for p, i in zip(params, saved_ids, strict=False)]
+        if self.settings.rule.name == "adamw-ratio":  # states of older versions lack this
+            saved = [(p, state and {"ratio_scale": torch.zeros(2), **state}) for p, state in saved]
         for p, state in saved:
             if state:
                 check_state(p, state, self.settings.rule.name, self.storages(p))
@@ -147,13 +158,13 @@ class LowPrecisionOptimizer(Optimizer):
         self._shared.clear()
         for p, state in saved:
             for name, value in state.items():
-                device = value.device if name == "step" else self.state[p][name].device
+                device = value.device if name in HOST_ENTRIES else self.state[p][name].device
                 self.state[p][name] = value.detach().to(device, copy=True)
 
     def bytes_per_parameter(self) -> float:
         """Measured bytes of parameters, gradients and state tensors, per parameter on this rank."""
         params = [p for group in self.param_groups for p in group["params"]]
-        states = [t for p in params for name, t in self.state.get(p, {}).items() if name != "step"]
+        states = [t for p in params for name, t in self.state.get(p, {}).items() if name not in HOST_ENTRIES]
         gradients = [p.grad for p in params if p.grad is not None]
         num_bytes = sum(local(t).nbytes for t in (*params, *gradients, *states))
         return num_bytes / sum(local(p).numel() for p in params)
@@ -196,7 +207,7 @@ class LowPrecisionOptimizer(Optimizer):
             step = shared.count() if shared.is_usable(self.state, gradients) else None
             if step is not None and not self._measures(step):
                 shared.gather(gradients)
-                self._run_kernel(jobs[0], step, shared.parts, shared.gradient)
+                self._run_kernel(jobs, step, shared.parts, shared.gradient)
                 shared.scatter()
                 continue
             for job in jobs:
@@ -224,20 +235,31 @@ class LowPrecisionOptimizer(Optimizer):
             if self._measures(step):
                 rule = self.settings.rule
                 before = snapshot(rule, storages, parts, gradient, self._coefficients(job, rule.name, step))
-            self._run_kernel(job, step, parts, gradient)
+            self._run_kernel([job], step, parts, gradient)
             if before is not None:
                 self.records.append(before.compare(job.name, step, parts[0]))
 
-    def _run_kernel(self, job: _Job, step: int, parts: Parts, gradient: Tensor) -> None:
-        """Step flat parts, either of `job` or of several jobs like it."""
+    def _run_kernel(self, jobs: list[_Job], step: int, parts: Parts, gradient: Tensor) -> None:
+        """Step flat parts of one job, or of several that are alike."""
+        job = jobs[0]
         paper = self.settings.arithmetic == "paper" and job.p.dtype == torch.bfloat16
         name = "adamw-paper" if paper else self.settings.rule.name
         kernel = get_kernel(name, self.storages(job.p), gradient.device.type, compiled=self.settings.compiled)
         kernel.run(parts, gradient, self._coefficients(job, name, step), self._random(job, step))
+        if name == "adamw-ratio":
+            scale = torch.tensor(ratio_scale(self._with_last_scale(job), step))
+            for other in jobs:
+                self.state[other.p]["ratio_scale"].copy_(scale)
+
+    def _with_last_scale(self, job: _Job) -> dict[str, Any]:
+        """The options of the group, and `rules.ratio_scale` of the last step, which had its own betas and eps."""
+        last = self.state[job.p].get("ratio_scale")
+        return job.group if last is None else {**job.group, "ratio_scale": tuple(last.tolist())}
 
     def _coefficients(self, job: _Job, name: str, step: int) -> tuple[Tensor, ...]:
         """The scalars of the step, to which compiled code is not specialised."""
-        key, group = (id(job.group), name, step), job.group
+        group = self._with_last_scale(job)
+        key = (id(job.group), name, step, group.get("ratio_scale"))
         return self._sent(key, job.gradient.device, lambda: STEPS[name].coefficients(group, step))
 
     def _sent(

@@ -94,18 +94,35 @@ def largest_ratio(betas: tuple[float, float]) -> float:
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
 
 
+def ratio_scale(group: Mapping[str, Any], step: int) -> tuple[float, float]:
+    """(bound, eps') with which a step stores m: |m| <= bound · sqrt(v), and eps' is eps without bias correction.
+
+    `group["ratio_scale"]` is that of the last step, with other betas and eps if a schedule changes them. With the bound
+    B for the last m and v, the new one is B' with B'² = beta1² / beta2 · B² + (1 - beta1)² / (1 - beta2), again by
+    Cauchy and Schwarz. Without a last step, or for old states, B is the bound for constant betas, a fixed point.
+    """
+    beta1, beta2 = group["betas"]
+    last, _ = group.get("ratio_scale", (0.0, 0.0))
+    bound = math.hypot(beta1 / math.sqrt(beta2) * last, (1 - beta1) / math.sqrt(1 - beta2))
+    return bound if last else largest_ratio((beta1, beta2)), unit_adamw(group)[1] * math.sqrt(1 - beta2**step)
+
+
 def _ratio_coefficients(group: Mapping[str, Any], step: int) -> Coefficients:
-    eps, correction = unit_adamw(group)[1], 1 - group["betas"][1] ** (step - 1)
-    return *_adamw_coefficients(group, step), largest_ratio(group["betas"]), eps * math.sqrt(correction)
+    last = group.get("ratio_scale", (0.0, 0.0))
+    return (
+        *_adamw_coefficients(group, step),
+        *(last if last[0] else ratio_scale(group, step - 1)),
+        ratio_scale(group, step)[0],
+    )
 
 
 def _adamw_ratio(x: Tensor, g: Tensor, moments: Moments, c: tuple[Tensor, ...]) -> tuple[Tensor, Moments]:
-    """AdamW with m as a part of its bound, so that it needs no scale: m = ratio · largest_ratio · (sqrt(v) + eps').
+    """AdamW with m as a part of its bound, so that it needs no scale: m = ratio · bound · (sqrt(v) + eps').
 
     eps' is eps without bias correction, so that the new ratio is in proportion to the step and needs no other division.
     """
-    *adamw, bound, last_eps = c
-    m = moments[0] * (bound * (torch.sqrt(moments[1]) + last_eps))
+    *adamw, last_bound, last_eps, bound = c
+    m = moments[0] * (last_bound * (torch.sqrt(moments[1]) + last_eps))
     m, v, denominator = _adamw_moments(g, (m, moments[1]), tuple(adamw))
     quotient = m / denominator
     return x - (c[1] * x + c[2] * quotient), (quotient * (c[8] / bound), v)

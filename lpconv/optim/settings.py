@@ -59,6 +59,8 @@ def make_settings(
 
     Raises UsageError, with a hint, for unknown names and unsupported paper arithmetic.
     """
+    for name in options:  # torch.optim has others, such as `fused` and `foreach`: here the step is always fused
+        find("option", name, {"state_dtype": None, **UpdateSettings.__dataclass_fields__})
     chosen = _with_state_dtype(find("variant", variant, VARIANTS), state_dtype)
     settings = UpdateSettings(rule=RULES[chosen.rule or rule], variant=chosen, **options)
     if settings.fp8_residual not in (torch.bfloat16, torch.float8_e4m3fn):

@@ -32,6 +32,7 @@ _COMPANION_NAMES = {
     Storage.MASTER: "master",
     Storage.FP8_MASTER: "master",
 }
+HOST_ENTRIES = {"step": (), "ratio_scale": (2,)}  # shapes of fp32 entries that are read on the host
 Scratch: TypeAlias = dict[tuple[str, torch.dtype, torch.device], Tensor]  # reused by all batches of an optimizer
 
 
@@ -45,9 +46,14 @@ def _state_names(rule: str, storages: tuple[Storage, ...]) -> tuple[tuple[str, .
     return weight, *(_moment_names(n, s) for n, s in zip(RULES[rule].moments, storages[1:], strict=True))
 
 
+def host_names(rule: str) -> list[str]:
+    """The entries of `HOST_ENTRIES` that the state of a rule has."""
+    return [name for name in HOST_ENTRIES if name == "step" or rule == "adamw-ratio"]
+
+
 def new_state(p: Tensor, rule: str, storages: tuple[Storage, ...]) -> dict[str, Tensor]:
     """Initial state: step 0, zero moments, and the weight's companion; device, shape and placement as `p`."""
-    state = {"step": torch.zeros((), dtype=torch.float32)}
+    state = {name: torch.zeros(HOST_ENTRIES[name], dtype=torch.float32) for name in host_names(rule)}
     weight, *moments = _state_names(rule, storages)
     state |= zip(weight, new_parts(storages[0], p.detach())[1:], strict=True)
     for names, storage in zip(moments, storages[1:], strict=True):
@@ -68,7 +74,8 @@ def check_state(p: Tensor, state: Mapping[str, Any], rule: str, storages: tuple[
     for names, storage in zip(moments, storages[1:], strict=True):
         # A moment without a companion has one name.
         expected.update(zip(names, (storage.dtype, storage.companion), strict=False))
-    needed = {"step": (torch.float32, ()), **{name: (dtype, tuple(p.shape)) for name, dtype in expected.items()}}
+    needed: dict[str, Any] = {name: (torch.float32, HOST_ENTRIES[name]) for name in host_names(rule)}
+    needed |= {name: (dtype, tuple(p.shape)) for name, dtype in expected.items()}
     found = {name: (value.dtype, tuple(value.shape)) for name, value in state.items()}
     if found != needed:
         raise InputError(
@@ -101,9 +108,10 @@ class SharedState:
         self.params, self._states = params, states
         size, p = sum(p.numel() for p in params), params[0]
         size += -size % COLUMNS  # the last elements are spare
-        buffers = {name: _share(name, states, len(states) if name == "step" else size) for name in states[0]}
+        buffers = {name: _share(name, states, 0 if name in HOST_ENTRIES else size) for name in states[0]}
         self._entries = [tuple(state.values()) for state in states]
         self._steps = buffers["step"]
+        self._scales = buffers.get("ratio_scale", self._steps.new_zeros(2)).view(-1, 2)
         self.gradient = _scratch(scratch, "gradient", size, gradient_dtype, p.device)
         weight = _scratch(scratch, "weight", size, p.dtype, p.device)
         self.parts: Parts = parts_of(weight, buffers, rule, storages)
@@ -118,7 +126,7 @@ class SharedState:
 
     def count(self) -> int | None:
         """Count a step and return it, or return None, counting nothing, if some parameters were stepped alone."""
-        if bool((self._steps != self._steps[0]).any()):
+        if bool((self._steps != self._steps[0]).any() or (self._scales != self._scales[0]).any()):
             return None
         self._steps += 1
         return int(self._steps[0])
@@ -134,7 +142,7 @@ class SharedState:
 
 def _share(name: str, states: Sequence[dict[str, Any]], size: int) -> Tensor:
     pieces = [state[name].reshape(-1) for state in states]
-    flat = torch.cat([*pieces, pieces[0].new_zeros(size - sum(map(len, pieces)))])
+    flat = torch.cat([*pieces, pieces[0].new_zeros(max(0, size - sum(map(len, pieces))))])
     for state, piece in zip(states, _pieces(flat, [state[name] for state in states]), strict=True):
         state[name] = piece
     return flat

@@ -2,7 +2,8 @@
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from lpconv.scaled.places import heads, install, place
 from lpconv.scaled.rules.own import leave
 from lpconv.scaled.saved import SavedCodes
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE
-from lpconv.scaled.tensor import ScaledTensor, scaled_tensor
+from lpconv.scaled.tensor import ScaledTensor, data_part, scaled_tensor
 from lpconv.shards import gather_whole, local, placed_like
 
 _BLOCK = 2**20  # elements
@@ -197,9 +198,14 @@ def fallbacks(model: nn.Module) -> dict[str, int]:
 def unscaled_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict as plain tensors σ·Ŵ under the original names, e.g. for `save_pretrained(state_dict=…)`.
 
-    Sharded tensors stay sharded, for distributed checkpoints; `full_tensor()` gathers one.
+    Sharded tensors stay sharded, for distributed checkpoints; `full_tensor()` gathers one. Tied tensors stay tied.
     """
-    return {name: _unscale(x) for name, x in model.state_dict().items()}
+    return _unscale_all(model.state_dict())
+
+
+def _unscale_all(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    unscaled: dict[int, Tensor] = {}  # by data, which tied parameters share
+    return {name: unscaled.setdefault(id(data_part(local(x))), _unscale(x)) for name, x in state.items()}
 
 
 def _unscale(x: Tensor) -> Tensor:
@@ -208,7 +214,7 @@ def _unscale(x: Tensor) -> Tensor:
 
 
 def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `base` whose forward returns plain tensors; its name and signature are those of `base`.
+    """A subclass of `base` that returns and saves plain tensors; its name and signature are those of `base`.
 
     A subclass, because a hook would stay outside the graph that `torch.compile` captures, and a forward set on the
     instance would still belong to the original after a deepcopy.
@@ -218,11 +224,23 @@ def _scaled_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         scaling = scaling_of(self)
         assert scaling is not None
+        if takes_cache and is_compiling() and torch.is_grad_enabled():  # its unused gradients would have to be scaled
+            kwargs["use_cache"] = False
         with _outside_inference_mode(), scaling.around_forward(next(self.parameters())):
             outputs = base.forward(self, *args, **kwargs)
             return _leave_outputs(outputs, scaling)
 
-    return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__})
+    def save_pretrained(
+        self: nn.Module, *args: Any, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+    ) -> Any:
+        """`base.save_pretrained` with plain tensors: the checkpoint opens without lpconv."""
+        plain = _unscale_all(state_dict or self.state_dict())
+        return base.save_pretrained(self, *args, state_dict=plain, **kwargs)  # type: ignore[attr-defined]  # checked below
+
+    takes_cache = "use_cache" in inspect.signature(base.forward).parameters
+    own = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    own |= {"save_pretrained": save_pretrained} if hasattr(base, "save_pretrained") else {}
+    return type(base.__name__, (base,), own)
 
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
@@ -302,7 +320,28 @@ def _replace_parameters(
             placed = placed_like(parameter, hat)
             hats[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
         module._parameters[key] = hats[id(parameter)]
+        module.__class__ = _class_converting_once(type(module))  # type: ignore[arg-type]  # a class has a hash
     return {name: scales[id(p)] for name, _, _, p in owned}
+
+
+@functools.cache
+def _class_converting_once(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of `base` that ignores conversions that change nothing, such as Switch Transformers' in each forward.
+
+    Torch would replace scaled parameters by themselves, which fails while a graph holds them.
+    """
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        own = (*self._parameters.values(), *self._buffers.values())
+        with torch.no_grad():
+            is_unchanged = all(x is None or fn(x) is x for x in own)
+        if not is_unchanged:
+            return base._apply(self, fn, recurse)  # type: ignore[no-any-return, no-untyped-call]  # untyped in torch
+        for child in self.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]  # untyped in torch
+        return self
+
+    return type(base.__name__, (base,), {"_apply": _apply, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _scale_constants(model: nn.Module, numerics: Numerics) -> None:

@@ -161,7 +161,7 @@ def _own_factor(table: nn.Embedding) -> float:
     """The factor of a class derived from `nn.Embedding`, such as √K in Gemma: its result for a table of ones."""
     if type(table).forward is not nn.Embedding.forward:
         ones = table.weight.new_ones(1, 1)
-        with contextlib.suppress(TypeError, RuntimeError):  # tables of positions may take other inputs than ids
+        with contextlib.suppress(Exception):  # tables of positions take other inputs than ids: a shape, a length, …
             overrides = {"weight": ones.expand_as(table.weight)}
             return float(torch.func.functional_call(table, overrides, (ones.long(),)).mean()) or 1.0
     return 1.0
@@ -217,7 +217,10 @@ def _norms_with_factors(model: Any) -> dict[str, Any]:
 
     hooks = [m.register_forward_hook(on_output) for m in norms | ends | ({tied} - {None})]
     try:
-        model(**model.dummy_inputs)
+        inputs = dict(model.dummy_inputs)
+        if getattr(model.config, "is_encoder_decoder", False) and "input_ids" in inputs:
+            inputs.setdefault("decoder_input_ids", inputs["input_ids"])
+        model(**inputs)
     except Exception as e:  # models that read pixels or sound raise various exceptions
         if tied is not None:
             raise _no_norm_error(model) from e

@@ -98,10 +98,10 @@ def is_static(scale: Scale) -> bool:
 
 
 def pair(x: Any) -> tuple[Any, Scale]:
-    """(data, scale) of any operand: the scale is 1 for a plain tensor, and a number is split by `split_number`."""
+    """(data, scale) of any operand: 1 for a plain tensor or a complex number, other numbers by `split_number`."""
     if isinstance(x, Scaled):
         return x.data, x.scale
-    if isinstance(x, Tensor):
+    if isinstance(x, (Tensor, complex)):
         return x, 1.0
     return split_number(float(x))
 
@@ -144,7 +144,7 @@ def move_factor(x: Scaled, factor: float) -> Scaled:
     return Scaled(times(x.data, factor), ratio(x.scale, factor), x.role)
 
 
-def with_nonzero_scale(x: Scaled) -> Scaled:
-    """`x` with a non-zero scale, so that other numbers can be expressed at it: a static zero gets the scale 1."""
-    is_zero = isinstance(x.scale, float) and x.scale == 0
+def with_nonzero_scale(x: Any) -> Any:
+    """A pair with a non-zero scale, so that other numbers can be expressed at it: a static zero gets the scale 1."""
+    is_zero = isinstance(x, Scaled) and isinstance(x.scale, float) and x.scale == 0
     return Scaled(torch.zeros_like(x.data), 1.0, x.role) if is_zero else x

@@ -46,8 +46,8 @@ def larger_scale(a: Scale, b: Scale) -> Scale:
 
 
 def ratio(a: Scale, b: Scale) -> Scale:
-    """a / b, or 0 if b is a static zero (a zero of any scale stays zero)."""
-    if isinstance(b, float) and b == 0:
+    """a / b, or 0 if either is a static zero (a zero of any scale stays zero)."""
+    if (isinstance(a, float) and a == 0) or (isinstance(b, float) and b == 0):
         return 0.0
     return a / b
 
@@ -85,7 +85,7 @@ def times(data: Tensor, factor: Scale) -> Tensor:
     16-bit data are multiplied by a tensor factor in fp32, because PyTorch would first round the factor to 16 bits,
     where 2^-30 is 0.
     """
-    if isinstance(factor, float):
+    if isinstance(factor, (float, complex)):
         return data if factor == 1.0 else data * factor
     if data.is_floating_point():
         return (data.to(torch.promote_types(data.dtype, torch.float32)) * factor).to(data.dtype)

@@ -45,6 +45,7 @@ class _Memory:
 
     data: Tensor
     scale: Scale
+    has_reshaped_view: bool = False
 
 
 class _View(NamedTuple):
@@ -130,6 +131,10 @@ class ScaledTensor(torch.Tensor):
         out: Tensor = value(self._pair())
         return out if dtype is None else out.to(dtype)
 
+    def tolist(self) -> Any:
+        """The values as nested lists of numbers, as in torch."""
+        return self.dequantize(self.dtype).tolist()
+
     def compute_in(self, numerics: Numerics) -> None:
         """Set the numerics of ops on this tensor and on their results."""
         self._numerics = numerics
@@ -165,8 +170,15 @@ class ScaledTensor(torch.Tensor):
 
     def _reshape(self, op: OpOverload, step: _View) -> "ScaledTensor":
         """Turn the tensor itself into a view of what it was, as `squeeze_` does."""
+        if self._memory is not None and not self._views and self.requires_grad:
+            raise UnsupportedError(
+                f"in-place `{op}` of a tensor whose views torch would differentiate in the new shape (reached in "
+                f"{_current_module()})",
+                hint="use the function without underscore: x = x.squeeze(0)",
+            )
         self._data = step.of(self._pair().data)
         if self._memory is not None:
+            self._memory.has_reshaped_view = True
             self._views = (*self._views, step)
         with no_dispatch():
             op(self, *step.args, **step.kwargs)
@@ -178,18 +190,14 @@ class ScaledTensor(torch.Tensor):
         Any other tensor takes the scale of the result, or, if it is a part of another, the larger of the two.
         """
         data, scale, _ = self._pair()
+        self._refuse_write(data)
         if self._keeps_scale():
             data.copy_(times(result.data, ratio(result.scale, scale)))
             return
-        if self._memory is None and self._is_view():
-            raise UnsupportedError(
-                f"in-place write to a view that is a copy (reached in {_current_module()})",
-                hint="write to the tensor itself",
-            )
         whole, old_scale = (data, 0.0) if self._memory is None else (self._memory.data, self._memory.scale)
-        new_scale, is_part = result.scale, data.numel() < whole.numel()
+        new_scale, is_part = result.scale, data.nbytes < whole.nbytes  # a complex number is two elements
         if not self._views and not self._role.is_stored and _same_layout(result.data, data):
-            new = target = result.data
+            new = target = result.data.detach()  # another object, even if only the scale changes: views notice it
         else:
             new = uninitialised_like(whole)
             if is_part:
@@ -201,6 +209,21 @@ class ScaledTensor(torch.Tensor):
         self._data, self._scale, self._whole = target, new_scale, new
         if self._memory is not None:
             self._memory.data, self._memory.scale = new, new_scale
+
+    def _refuse_write(self, data: Tensor) -> None:
+        """Raise `UnsupportedError` for a write that would not reach its elements, or whose gradient would be wrong."""
+        target = None
+        if _is_expanded(data):
+            target = "an expanded tensor, whose elements share memory"
+        elif self._memory is not None and self._memory.has_reshaped_view and self.requires_grad:
+            target = "a tensor with a view that was reshaped in place, whose gradient torch would take in the old shape"
+        elif not self._keeps_scale() and self._memory is None and self._is_view():
+            target = "a view that is a copy"
+        if target is not None:
+            raise UnsupportedError(
+                f"in-place write to {target} (reached in {_current_module()})",
+                hint="write to the tensor itself, or to a copy: x = x.clone()",
+            )
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -336,9 +359,10 @@ def _run(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_own_memory(result: Any, args: list[Any]) -> Any:
-    """A copy if the data are those of a parameter, as in a product with 2: parameters are written in place."""
+    """A copy if the data are those of a parameter, as in a product with 2, or expanded: writes would reach others."""
     if isinstance(result, Scaled) and any(
-        isinstance(a, Scaled) and a.role.is_stored and _same_memory(a.data, result.data) for a in args
+        isinstance(a, Scaled) and (a.role.is_stored or _is_expanded(result.data)) and _same_memory(a.data, result.data)
+        for a in args
     ):
         return result.with_data(result.data.clone())
     return result
@@ -410,6 +434,11 @@ def _in_place(
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _is_expanded(data: Tensor) -> bool:
+    """Whether elements share memory, as after `expand`."""
+    return any(stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True))
 
 
 def _same_layout(a: Tensor, b: Tensor) -> bool:

@@ -147,6 +147,18 @@ def test_an_op_without_a_rule_is_named_before_anything_is_published(tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_positions_that_read_a_shape_or_a_length_are_drawn() -> None:
+    sizes = {"d_model": 16, "vocab_size": 64, "encoder_layers": 1, "decoder_layers": 1, "bos_token_id": 0}
+    sizes |= {
+        f"{part}_{kind}": n for part in ("encoder", "decoder") for kind, n in (("attention_heads", 2), ("ffn_dim", 32))
+    }
+    positions = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}
+    for config in (hf.LEDConfig(**sizes, **positions, attention_window=4), hf.PegasusConfig(**sizes)):
+        model = hf.AutoModelForSeq2SeqLM.from_config(config)
+        initialise(model, seed=1)
+        assert float(model.get_input_embeddings().weight.detach().square().mean()) == pytest.approx(1, rel=0.1)
+
+
 def test_a_config_that_builds_no_model_is_an_error_of_the_config(tmp_path: Path) -> None:
     config = hf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, pad_token_id=99,
                            architectures=["BertForMaskedLM"])  # fmt: skip

@@ -25,6 +25,7 @@ def param() -> nn.Parameter:
         {"weight_decay": float("inf")},
         {"variant": "pluss"},
         {"arithmetic": "papr"},
+        {"fused": True},
         {"nonfinite_gradients": "drop"},
         {"state_dtype": torch.float16},
         {"variant": "int8-moment", "betas": (0.9, 0.8)},
@@ -120,6 +121,11 @@ def test_mixed_dtypes_in_a_group_are_each_kept_their_way() -> None:
 def test_a_moment_that_cannot_decay_is_warned_of(make: Any, moment: str, better: str) -> None:
     with pytest.warns(UserWarning, match=f"keeps `{moment}` in bf16.*use variant='{better}'"):
         make(param())
+
+
+def test_a_model_in_fp32_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="fp32.*'plus'"):
+        CollageAdamW([nn.Parameter(torch.ones(4))])
 
 
 @pytest.mark.filterwarnings("error")

@@ -74,10 +74,10 @@ def _in_place_functions(h: Tensor) -> Tensor:
 
 
 def _reshaped_in_place(h: Tensor) -> Tensor:
-    out = (h * 3).unsqueeze_(0)
-    row = out[0, 1]
-    out[0, 1:] = 5
-    return out.squeeze_(0).t_() + row
+    out = (h * 3).unsqueeze_(0).squeeze_(0).t_()
+    out[1:] = 5
+    row = out[1:2].unsqueeze_(0)
+    return out + row.squeeze_(0)
 
 
 def _plain_target(h: Tensor) -> Tensor:

@@ -30,7 +30,11 @@ RULES: dict[Any, Rule] = {op: rule for rules in CLASSES.values() for op, rule in
 NATIVE_RULES: dict[Any, Rule] = {op: r for op, r in RULES.items() if op not in layout.SUMS} | native.RULES
 
 # Functional twins of in-place ops, if their name differs by more than the underscore.
-_TWINS: dict[Any, Any] = {aten.zero_.default: aten.zeros_like.default}
+_TWINS: dict[Any, Any] = {
+    aten.zero_.default: aten.zeros_like.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+}
 
 
 def rule_for(op: OpOverload, is_native: bool = False) -> Rule | None:

@@ -14,31 +14,55 @@ from lpconv.scaled.scales import Scale, larger_scale, multiply, ratio, split_num
 
 aten = torch.ops.aten
 
+_EPSILON = 2.0**-9  # above any usual epsilon
+
 
 def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
-    """`data` in units of `target` instead of `scale`; numbers stay numbers if both scales are static."""
+    """`data` in units of `target` instead of `scale`; numbers become fp64 tensors if a scale is dynamic."""
     factor = ratio(scale, target)
     if isinstance(data, Tensor):
         return times(data, factor)
-    return data * factor
+    return data * (factor.double() if isinstance(factor, Tensor) else factor)
+
+
+def _addends(*operands: Any) -> list[tuple[Any, Scale]]:
+    """(data, scale) of each operand, with integers in the dtype of the first scaled one, as torch promotes them."""
+    dtype = next(x.data.dtype for x in operands if isinstance(x, Scaled))
+    is_integer = [isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex()) for x in operands]
+    return [pair(x.to(dtype) if integer else x) for x, integer in zip(operands, is_integer, strict=True)]
 
 
 def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:
     """The data of two operands at the larger of their scales, and that scale."""
-    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    (data_a, scale_a), (data_b, scale_b) = _addends(a, b)
     scale = larger_scale(scale_a, scale_b)
     return _at_scale(data_a, scale_a, scale), _at_scale(data_b, scale_b, scale), scale
 
 
 def _add(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b), which is √(s_a² + s_b²) floored to a power of two."""
-    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    """(d_a·s_a/s + alpha·d_b·s_b/s, s), s = max(s_a, s_b), which is √(s_a² + s_b²) floored to a power of two.
+
+    An epsilon keeps the scale of the tensor, as in layer norm: a norm written in pieces then divides data by their own
+    size, and brings data far from 1 back to it.
+    """
+    (data_a, scale_a), (data_b, scale_b) = _addends(a, b)
     if alpha != 1:
         mantissa, power = split_number(float(alpha))
         data_b, scale_b = data_b * mantissa, multiply(scale_b, power)
     fit = call.numerics.fit_joins and isinstance(data_a, Tensor) and isinstance(data_b, Tensor)
-    scale = _fitting_scale(data_a, scale_a, data_b, scale_b) if fit else larger_scale(scale_a, scale_b)
-    return Scaled(_weighted_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale)), scale)
+    scale = (_fitting_scale if fit else _scale_of_sum)(data_a, scale_a, data_b, scale_b)
+    out = _weighted_sum(data_a, ratio(scale_a, scale), data_b, ratio(scale_b, scale))
+    if isinstance(data_a, float) or isinstance(data_b, float):
+        out = out.to((data_b if isinstance(data_a, float) else data_a).dtype)
+    return Scaled(out, scale)
+
+
+def _scale_of_sum(data_a: Any, scale_a: Scale, data_b: Any, scale_b: Scale) -> Scale:
+    """The larger scale, or for an epsilon that of the tensor, if it is large enough for epsilon/s to fit the dtype."""
+    for data, scale, number, power in ((data_a, scale_a, data_b, scale_b), (data_b, scale_b, data_a, scale_a)):
+        if isinstance(number, float) and abs(number) * power < _EPSILON and (isinstance(scale, Tensor) or scale):
+            return larger_scale(scale, multiply(power, 4 / torch.finfo(data.dtype).max))
+    return larger_scale(scale_a, scale_b)
 
 
 def _weighted_sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
@@ -52,9 +76,7 @@ def _weighted_sum(a: Any, factor_a: Scale, b: Any, factor_b: Scale) -> Any:
         exchangeable = a.shape != b.shape or a.stride() == b.stride()
         if isinstance(factor_b, float) and isinstance(factor_a, float) and factor_b == 1.0 and exchangeable:
             return torch.add(b, a, alpha=factor_a)
-    return (times(a, factor_a) if isinstance(a, Tensor) else a * factor_a) + (
-        times(b, factor_b) if isinstance(b, Tensor) else b * factor_b
-    )
+    return _at_scale(a, factor_a, 1.0) + _at_scale(b, factor_b, 1.0)
 
 
 def _sub(call: Call, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
@@ -93,7 +115,7 @@ def _common_scale(pieces: list[Any]) -> Scale:
 def _cat(call: Call, pieces: list[Any], *args: Any) -> Scaled:
     """cat and stack of d_i·s_i/s at s = max s_i; empty pieces do not count."""
     scale = _common_scale(pieces)
-    return Scaled(call.op([_at_scale(*pair(p), scale) for p in pieces], *args), scale)
+    return Scaled(call.op([_at_scale(*p, scale) for p in _addends(*pieces)], *args), scale)
 
 
 def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
@@ -102,11 +124,12 @@ def _where(call: Call, condition: Tensor, a: Any, b: Any) -> Scaled:
     Otherwise a fill of 0 (from clamp's backward pass) would raise a gradient to the scale 1, and finfo.min would
     overflow as a scale.
     """
+    dtype = torch.result_type(data_of(a), data_of(b))
     if isinstance(a, Scaled) and not isinstance(b, Scaled) and b.dim() == 0:
-        at = with_nonzero_scale(a)
+        at: Scaled = with_nonzero_scale(a.with_data(a.data.to(dtype)))
         return at.with_data(call.op(condition, at.data, in_units_of(b, at)))
     if isinstance(b, Scaled) and not isinstance(a, Scaled) and a.dim() == 0:
-        at = with_nonzero_scale(b)
+        at = with_nonzero_scale(b.with_data(b.data.to(dtype)))
         return at.with_data(call.op(condition, in_units_of(a, at), at.data))
     data_a, data_b, scale = _at_larger(a, b)
     return Scaled(call.op(condition, data_a, data_b), scale)
@@ -130,10 +153,10 @@ def _scatter(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwar
     return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
 
 
-def _extremum(call: Call, a: Any, b: Any) -> Scaled:
-    """maximum and minimum at the larger scale."""
+def _joined(call: Call, a: Any, b: Any, *args: Any, **kwargs: Any) -> Scaled:
+    """maximum, minimum and writes of b into a part of a, at the larger scale."""
     data_a, data_b, scale = _at_larger(a, b)
-    return Scaled(call.op(data_a, data_b), scale)
+    return Scaled(call.op(data_a, data_b, *args, **kwargs), scale)
 
 
 def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -141,7 +164,7 @@ def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: 
     if not isinstance(x, Scaled):
         return NotImplemented
     dims = list(dims or range(x.data.dim()))
-    r = contraction_factor(call, math.prod(x.data.shape[d] for d in dims))
+    r = contraction_factor(call, math.prod(x.data.shape[d] for d in dims if x.data.dim()))
     out = dtype or x.data.dtype
     wide = torch.promote_types(out, torch.float32)
     where = () if call.op is aten.sum.default else (dims, keepdim)  # another order of terms than with all dimensions
@@ -155,9 +178,9 @@ def _clamp(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
         return NotImplemented
     x = with_nonzero_scale(x)
     if isinstance(x.scale, Tensor):
-        return Scaled(call.op(value(x), low, high).to(x.data.dtype), 1.0, x.role)
+        return Scaled(aten.clamp(value(x), low, high).to(x.data.dtype), 1.0, x.role)
     bounds = [None if v is None else fill_value(x, v) for v in (low, high)]
-    return x.with_data(call.op(x.data, *bounds))
+    return x.with_data(aten.clamp(x.data, *bounds))
 
 
 def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
@@ -166,7 +189,7 @@ def _clamp_tensor(call: Call, x: Any, low: Any = None, high: Any = None) -> Any:
         return NotImplemented
     x = with_nonzero_scale(x)
     bounds = [None if b is None else in_units_of(b, x) for b in (low, high)]
-    return x.with_data(call.op(x.data, *bounds))
+    return x.with_data(aten.clamp(x.data, *bounds))
 
 
 RULES: dict[Any, Rule] = {
@@ -180,13 +203,19 @@ RULES: dict[Any, Rule] = {
     aten.stack.default: _cat,
     aten.where.self: _where,
     aten.index_put.default: _index_put,
+    aten.slice_scatter.default: _joined,
+    aten.select_scatter.default: _joined,
     aten.scatter.src: _scatter,
     aten.scatter_add.default: _scatter,
     aten.index_add.default: _scatter,
-    aten.maximum.default: _extremum,
-    aten.minimum.default: _extremum,
+    aten.maximum.default: _joined,
+    aten.minimum.default: _joined,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.clamp.default: _clamp,
+    aten.hardtanh.default: _clamp,
+    aten.clamp_min.default: _clamp,
+    aten.clamp_min.Tensor: _clamp_tensor,
+    aten.clamp_max.default: lambda call, x, high: _clamp(call, x, None, high),
     aten.clamp.Tensor: _clamp_tensor,
 }

@@ -116,6 +116,11 @@ def _scatter_number(call: Call, x: Any, dim: int, index: Tensor, fill: Any) -> A
     return x.with_data(call.op(x.data, dim, index, fill_value(x, float(fill))))
 
 
+def _variance(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
+    """(var(d), s²)."""
+    return Scaled(call.op(x.data, *args, **kwargs), multiply(x.scale, x.scale))
+
+
 def _conjugate(call: Call, x: Scaled) -> Scaled:
     """(conj(d), s) in new memory: below autograd torch ignores that a tensor is a conjugate or negative view."""
     return x.with_data((aten.neg if call.op is aten._neg_view.default else aten.conj_physical)(x.data))
@@ -147,6 +152,8 @@ SUMS = (
 
 RULES: dict[Any, Rule] = {
     aten.scatter.value: _scatter_number,
+    aten.index_fill.int_Scalar: _scatter_number,
+    aten.var.correction: _variance,
     aten._conj.default: _conjugate,
     aten._neg_view.default: _conjugate,
     aten.copy.default: _copy,
@@ -163,6 +170,10 @@ RULES: dict[Any, Rule] = {
     aten.min.dim: with_indices,
     aten.topk.default: with_indices,
     aten.sort.default: with_indices,
+    aten.median.dim: with_indices,
+    aten.kthvalue.default: with_indices,
+    aten.cummax.default: with_indices,
+    aten.cummin.default: with_indices,
     aten.native_dropout.default: with_indices,
     aten.max_pool2d_with_indices.default: with_indices,
     **dict.fromkeys(
@@ -180,7 +191,7 @@ RULES: dict[Any, Rule] = {
             aten.neg.default, aten.abs.default, aten.relu.default, aten.leaky_relu.default, aten.cumsum.default,
             aten.mean.default, aten.mean.dim, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default,
             aten.upsample_bicubic2d.default, aten.upsample_bilinear2d.default, aten.im2col.default,
-            aten.view_as_complex.default, *SUMS,
+            aten.view_as_complex.default, aten.std.correction, *SUMS,
             # backward passes of some of these
             aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default,
             aten.unfold_backward.default, aten.native_dropout_backward.default,

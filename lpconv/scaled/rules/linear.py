@@ -78,6 +78,7 @@ def _nll_loss(call: Call, grad: Any, logp: Any, target: Tensor, weight: Any, red
     elif call.numerics.unit_factors:
         gain = pow2_floor(num_classes**0.5) * pow2_floor(float(rows))
     at_gain = times(data.to(log_probabilities.dtype), gain)
+    weight = None if weight is None else value(weight).to(log_probabilities.dtype)
     return Scaled(call.op(at_gain, log_probabilities, target, weight, reduction, *args), ratio(scale, gain))
 
 

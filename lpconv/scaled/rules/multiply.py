@@ -93,9 +93,9 @@ def power(call: Call, x: Any, exponent: Any) -> Any:
 
 
 def _prod(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
-    """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) if s^n is beyond double precision."""
-    num_factors = x.data.shape[args[0]] if args else x.data.numel()
-    if not _can_raise(x.scale, num_factors):
+    """(Πd, s^n) over n elements [Scalify §1.4, reduce_prod]; (Πvalue, 1) for 16 bits or if s^n is beyond fp64."""
+    num_factors = x.data.shape[args[0]] if args and x.data.dim() else x.data.numel()
+    if x.data.itemsize == 2 or not _can_raise(x.scale, num_factors):
         return Scaled(call.op(value(x), *args, **kwargs).to(x.data.dtype), 1.0)
     return Scaled(call.op(x.data, *args, **kwargs), x.scale**num_factors)
 
@@ -112,6 +112,14 @@ def _matmul(call: Call, a: Any, b: Any) -> Scaled:
     scale = multiply(pair(a)[1], pair(b)[1])
     r = contraction_factor(call, pair(a)[0].shape[-1])
     return Scaled(product(call.numerics, a, b, alpha=1 / r), multiply(scale, r))
+
+
+def _matrix_vector(call: Call, a: Any, b: Any) -> Scaled:
+    """mv and dot, as the product with a matrix of one column."""
+    (data_a, scale_a), (data_b, scale_b) = pair(a), pair(b)
+    row, column = Scaled(data_a if data_a.dim() > 1 else data_a[None], scale_a), Scaled(data_b.unsqueeze(1), scale_b)
+    out = _matmul(call, row, column)
+    return out.with_data(out.data.reshape(data_a.shape[:-1]))
 
 
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
@@ -164,7 +172,7 @@ def _convolution_backward(
     grads = at_half(call.op, data_g, data_x, data_w, bias_sizes, *args)
     *settings, _ = args  # the last is the mask of requested gradients
     is_transposed = settings[3]
-    other = data_x if is_transposed else data_g  # multiplied by an element of the weight at every position
+    other = data_x if is_transposed else data_g  # _mul by an element of the weight at every position
     terms = (_terms(data_w, settings)[1], other.numel() / other.shape[1], data_g.numel() / data_g.shape[1])
     scales = (multiply(scale_g, scale_w), multiply(scale_g, scale_x), scale_g)
     return tuple(
@@ -197,6 +205,8 @@ RULES: dict[Any, Rule] = {
     aten.prod.dim_int: _prod,
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
+    aten.mv.default: _matrix_vector,
+    aten.dot.default: _matrix_vector,
     aten.addmm.default: _add_matmul,
     aten.baddbmm.default: _add_matmul,
     aten._grouped_mm.default: _grouped_matmul,

@@ -83,7 +83,7 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
             hint="train this architecture with method unit: its attention lacks the factor 1/√d",
         )
     out = call.op(value(x), dim, *args)
-    num_keys = out.shape[dim]
+    num_keys = nonlinear.num_keys(out, dim)
     size = x.scale if isinstance(x.scale, float) else 1.0
     gain = min(math.sqrt(num_keys) / averaged_size(num_keys, call.numerics.causal, size), nonlinear.SOFTMAX_MAX_GAIN)
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
@@ -92,7 +92,7 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
 def _softmax_backward(call: Call, grad: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """(c·f(d_g, P)/`_choice_size`, …) with P's own gain c."""
     out = linear.softmax(call, grad, output, dim, dtype)
-    return move_factor(out, 1 / _choice_size(pair(output)[0].shape[dim], call.numerics.causal))
+    return move_factor(out, 1 / _choice_size(nonlinear.num_keys(pair(output)[0], dim), call.numerics.causal))
 
 
 def _attention(call: Call, query: Any, key: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def _keys(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[in
 
 def _number(x: Any) -> tuple[Any, Scale]:
     """(data, scale) like `pair`, but a number becomes its sign and its magnitude."""
-    if isinstance(x, (Scaled, Tensor)):
+    if isinstance(x, (Scaled, Tensor, complex)):
         return pair(x)
     return (math.copysign(1.0, x), abs(float(x))) if x and math.isfinite(x) else (float(x), 1.0)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled.pair import Call, Role, Rule, Scaled, pair, value, with_nonzero_scale
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, pair, value, with_nonzero_scale
 from lpconv.scaled.scales import ratio, times
 
 aten = torch.ops.aten
@@ -33,6 +33,11 @@ def activation(call: Call, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Scaled(times(out, ratio(1.0, x.scale)).to(x.data.dtype), x.scale)
 
 
+def num_keys(scores: Tensor, dim: int) -> int:
+    """The number of keys that softmax averages over, at least 1."""
+    return max(1, scores.shape[dim]) if scores.dim() else 1
+
+
 def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     """(c·softmax(d·s), 1/c), c = 2^⌊log2 S⌋ for S keys: uniform attention has data 1 [unit scaling A.2].
 
@@ -41,7 +46,7 @@ def _softmax(call: Call, x: Any, dim: int, *args: Any) -> Any:
     if not isinstance(x, Scaled):
         return NotImplemented
     out = call.op(value(x), dim, *args)
-    gain = min(float(pow2_floor(float(out.shape[dim]))), SOFTMAX_MAX_GAIN) if call.numerics.unit_factors else 1.0
+    gain = min(float(pow2_floor(float(num_keys(out, dim)))), SOFTMAX_MAX_GAIN) if call.numerics.unit_factors else 1.0
     return Scaled(times(out, gain).to(x.data.dtype), 1 / gain)
 
 
@@ -56,10 +61,9 @@ def _log_softmax(call: Call, x: Any, dim: int, half_to_float: bool) -> Any:
     return Scaled(out.half() if x.data.itemsize == 2 else out, 1.0, Role.EXACT)
 
 
-def _power(call: Call, x: Any, exponent: Any) -> Any:
-    """((d·s)^y, 1) for exponents without a valid scale."""
-    operands = (value(x), value(exponent))
-    return Scaled(torch.pow(*operands).to((x if isinstance(x, Scaled) else exponent).data.dtype), 1.0)
+def _of_two(call: Call, x: Any, y: Any) -> Any:
+    """(f(x, y), 1) for two values, such as x^y for exponents without a valid scale."""
+    return Scaled(call.op(value(x), value(y)).to(torch.result_type(data_of(x), data_of(y))), 1.0)
 
 
 class AttentionInputs(NamedTuple):
@@ -78,7 +82,7 @@ class AttentionInputs(NamedTuple):
     @classmethod
     def of(cls, query: Any, key: Any, softmax_scale: float | None) -> "AttentionInputs":
         """The kernel's inputs for pairs or plain tensors."""
-        (data_q, scale_q), (data_k, scale_k) = pair(query), pair(key)
+        (data_q, scale_q), (data_k, scale_k) = pair(with_nonzero_scale(query)), pair(with_nonzero_scale(key))
         base = data_q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if isinstance(scale_q, float) and isinstance(scale_k, float):
             return cls(data_q, data_k, base * scale_q * scale_k, scale_q, scale_k)
@@ -107,8 +111,11 @@ RULES: dict[Any, Rule] = {
     aten._softmax.default: _softmax,
     aten._safe_softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
-    aten.pow.Tensor_Tensor: _power,
-    aten.pow.Scalar: _power,
+    aten.pow.Tensor_Tensor: _of_two,
+    aten.pow.Scalar: _of_two,
+    aten.xlogy.Tensor: _of_two,
+    aten.atan2.default: _of_two,
+    aten.logaddexp.default: _of_two,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     aten._scaled_dot_product_flash_attention.default: attention,
     aten._scaled_dot_product_cudnn_attention.default: attention,
@@ -123,7 +130,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
             aten.tanh.default, aten.sigmoid.default, aten.softplus.default, aten.erf.default, aten.sin.default,
-            aten.cos.default, aten.exp.default, aten.log.default, aten.log1p.default, aten.cumprod.default,
+            aten.cos.default, aten.exp.default, aten.expm1.default, aten.log.default, aten.log1p.default,
+            aten.atan.default, aten.cumprod.default,
         ),
         unit,
     ),

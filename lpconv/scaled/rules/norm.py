@@ -47,8 +47,8 @@ def _layer_norm_backward(
     if not (isinstance(own_scale, float) and own_scale == scale_x):  # the forward pass normalised the value
         data_x = value(x)
     rows = data_g.numel() // max(1, math.prod(shape))
-    wide = [widen_16_bit(a) for a in (data_g, data_x, data_of(weight), data_of(bias))]
-    grads = call.op(wide[0], wide[1], shape, pair(mean)[0], pair(rstd)[0], wide[2], wide[3], mask)
+    wide = [widen_16_bit(data_of(a)) for a in (data_g, data_x, mean, rstd, weight, bias)]
+    grads = call.op(*wide[:2], shape, *wide[2:], mask)
     r = contraction_factor(call, rows)
     scales = (ratio(multiply(scale_g, scale_w), scale_x), multiply(scale_g, r), multiply(scale_g, r))
     return tuple(

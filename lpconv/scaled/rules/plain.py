@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lpconv.scaled.pair import Call, Rule, Scaled, data_of, is_static, value
+from lpconv.scaled.pair import Call, Role, Rule, Scaled, data_of, is_static, value
 
 aten = torch.ops.aten
 
@@ -37,7 +37,9 @@ def _new_zeros(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Scaled:
 
 def _nll_loss(call: Call, logp: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """((loss, 1), total weight): the loss stays scaled, otherwise its backward pass would begin with plain tensors."""
-    loss, total = call.op(value(logp), target, value(weight), reduction, ignore_index)
+    log_probabilities = value(logp)
+    weight = None if weight is None else value(weight).to(log_probabilities.dtype)
+    loss, total = call.op(log_probabilities, target, weight, reduction, ignore_index)
     return Scaled(loss, 1.0), total
 
 
@@ -46,12 +48,12 @@ def loss(call: Call, *args: Any) -> Scaled:
     return Scaled(call.op(*map(value, args)), 1.0)
 
 
-def _vector_norm(call: Call, x: Scaled, *args: Any, **kwargs: Any) -> Any:
-    """The norm as a plain fp32 tensor: norm(d)·s. NotImplemented for the order 0, a count."""
+def _vector_norm(call: Call, x: Scaled, *args: Any, dtype: torch.dtype | None = None) -> Any:
+    """(norm(d), s), or a plain fp32 tensor for gradients. NotImplemented for the order 0, a count."""
     if args[:1] == (0,):
         return NotImplemented
-    dtype = torch.promote_types(x.data.dtype, torch.float32)
-    return value(x.with_data(call.op(x.data.to(dtype), *args, **kwargs)))
+    norm = x.with_data(call.op(x.data.to(torch.promote_types(x.data.dtype, torch.float32)), *args))
+    return value(norm) if x.role is Role.GRADIENT else Scaled(norm.data.to(dtype or x.data.dtype), x.scale)
 
 
 RULES: dict[Any, Rule] = {
