@@ -33,13 +33,14 @@ lpconv verify PATH --against MODEL     # weights, too, and outputs if the models
   chat template and other files of the source: none may be missing, and there may be no others that a reader would
   load. The loader module and the text of README.md are only protected by hashes, and so are statements in `lpconv.json`
   about the run: versions, sizes, the verification before publishing, and options without an effect.
-- **`logits`** also asks transformers. It opens source and output as a user would, with the plug-in, compressed-tensors,
-  its reader of GGUF or plainly, and every tensor that it then has must equal lpconv's reading: another file, a dropped
-  tie, a missing weight or another decoding fail. What could not be asked is named (mlx and GPTQ have no reader there).
-  Then both models run on 64 tokens of the included text, or on random inputs without a tokenizer. That detects NaN and
-  Inf if the source's outputs are finite, any difference if the weights are exact, and whatever a gate limits. Outputs of
-  the source that are NaN, all zero or independent of the inputs are *not measurable*: gates on them fail, and the
-  verdict is not green. The same holds if outputs differ by as much as they are large.
+- **`logits`** also asks transformers. It opens source and output as a user would, with the plug-in,
+  compressed-tensors, its reader of GGUF or plainly, and every tensor that it then has must equal lpconv's reading:
+  another file, a dropped tie, a missing weight or another decoding fail. What could not be asked is named (mlx and
+  GPTQ have no reader there). Then both models run on 64 tokens of the included text, or on random inputs without a
+  tokenizer. That detects NaN and Inf if the source's outputs are finite, any difference if the weights are exact, and
+  whatever a gate limits. Outputs of the source that are NaN, all zero or independent of the inputs are *not
+  measurable*: gates on them fail, and the verdict is not green. The same holds if outputs differ by as much as they
+  are large.
 
 An element may only be infinite if the source's element is, or rounds to infinity. A wrong output ends in exit code
 5, and an output with unreadable documents in exit code 3. A source at a URL is only read if `--against` names it.
