@@ -160,7 +160,7 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
         torch.view_as_complex(x.reshape(-1, 2)) * torch.polar(torch.ones(()), torch.ones(()))
     ),
     "dot self": lambda x: x.flatten().dot(x.flatten()),
-    "norm in pieces": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "norm in pieces": lambda x: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype),
     "logsumexp": lambda x: x.logsumexp(-1),
     "attention": lambda x: F.scaled_dot_product_attention(_heads(x), _heads(x), _heads(x), is_causal=True),
 }

@@ -34,6 +34,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "bounds": lambda x: x.clamp_min(0.5) + x.clamp_max(1.0) + F.hardtanh(x),
     "spread": lambda x: x.std(1) + x.var(1) + F.normalize(x, dim=1).sum(1) + F.cosine_similarity(x, x * x, dim=1),
     "0-dim": lambda x: x.sum().softmax(0) + x.sum().sum(-1) + x.sum().prod(0),
+    "static zeros": lambda x: (
+        F.linear(torch.zeros_like(x), x, x[:, 0])
+        + F.conv1d(torch.zeros_like(x).t()[None], x[:, :, None], x[:, 0])[0]
+        + F.scaled_dot_product_attention(torch.zeros_like(x), torch.zeros_like(x), x, is_causal=True)[:, :3]
+    ),
+    "wider": lambda x: torch.cat([x.double() * 2.0**12, X.half()]) + torch.cat([X.half() / 64, X.half()]),
     "power in place": lambda x: (x * 1).pow_(2),
 }
 

@@ -1,5 +1,6 @@
 """Sums: operands are brought to a common scale."""
 
+import functools
 import math
 from typing import Any
 
@@ -26,10 +27,16 @@ def _at_scale(data: Any, scale: Scale, target: Scale) -> Any:
 
 
 def _addends(*operands: Any) -> list[tuple[Any, Scale]]:
-    """(data, scale) of each operand, with integers in the dtype of the first scaled one, as torch promotes them."""
-    dtype = next(x.data.dtype for x in operands if isinstance(x, Scaled))
-    is_integer = [isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex()) for x in operands]
-    return [pair(x.to(dtype) if integer else x) for x, integer in zip(operands, is_integer, strict=True)]
+    """(data, scale) of each operand, in the dtype to which torch promotes them; 0-dim floats keep theirs."""
+    pairs = list(map(pair, operands))
+    floats = [x for x, _ in pairs if isinstance(x, Tensor) and not _is_integer(x)]
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in floats if x.dim()] or [floats[0].dtype])
+    keeps = [not isinstance(x, Tensor) or (x.dim() == 0 and not _is_integer(x)) for x, _ in pairs]
+    return [(x if keep else x.to(dtype), scale) for keep, (x, scale) in zip(keeps, pairs, strict=True)]
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
 
 
 def _at_larger(a: Any, b: Any) -> tuple[Any, Any, Scale]:

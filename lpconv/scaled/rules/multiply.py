@@ -124,7 +124,7 @@ def _matrix_vector(call: Call, a: Any, b: Any) -> Scaled:
 
 def _add_matmul(call: Call, bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Scaled:
     """addmm and baddbmm: a product and its bias at the larger of their scales, both factors in one BLAS call."""
-    data_bias, scale_bias = pair(bias)
+    a, b, (data_bias, scale_bias) = with_nonzero_scale(a), with_nonzero_scale(b), pair(bias)
     (mantissa, power), (mantissa_bias, power_bias) = split_number(float(alpha)), split_number(float(beta))
     scale_ab = multiply(multiply(pair(a)[1], pair(b)[1]), power)
     scale_bias = multiply(scale_bias, power_bias)
@@ -155,7 +155,7 @@ def _grouped_matmul(
 
 def _convolution(call: Call, x: Any, weight: Any, bias: Any, *settings: Any) -> Scaled:
     """(conv(d_x, d_w, b/(s_x·s_w)) / r, s_x·s_w·r) with r from the fan-in; the reference has no fan-in factor."""
-    (data_x, scale_x), (data_w, scale_w) = pair(x), pair(weight)
+    (data_x, scale_x), (data_w, scale_w) = pair(with_nonzero_scale(x)), pair(with_nonzero_scale(weight))
     scale = multiply(scale_x, scale_w)
     if bias is not None:
         data_bias, scale_bias = pair(bias)
