@@ -42,7 +42,7 @@ class TestReadingAnOutput:
         (output / "SHA256SUMS").write_text("")
         found = self.check(output, source)
         assert found.hash is not None
-        assert set(found.hash.mismatched) == {"config.json", "lpconv.json", "model.safetensors"}
+        assert set(found.hash.mismatched) == {"README.md", "config.json", "lpconv.json", "model.safetensors"}
 
     @pytest.mark.parametrize("kind", ["changed", "cut", "gone"])
     def test_weights_that_were_changed(self, run: Run, source: Path, output: Path, kind: str) -> None:
@@ -52,7 +52,7 @@ class TestReadingAnOutput:
         weights.write_bytes({"changed": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-9], "gone": b""}[kind])
         found = self.check(output, source, "weights")
         assert not found.passed
-        assert any("SHA-256" in p for p in found.problems)
+        assert any("SHA256SUMS" in p for p in found.problems)
         assert any("tensor" in p for p in found.problems[1:])
 
     def test_another_source(self, run: Run, source: Path, output: Path, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class TestFinished:
     def test_an_output_that_was_damaged(self, run: Run, output: Path) -> None:
         run()
         (output / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(OutputExistsError, match=r"`model.safetensors`.*SHA-256"):
+        with pytest.raises(OutputExistsError, match=r"`model.safetensors`.*SHA256SUMS"):
             run(resume=True)
 
     def test_another_source(self, run: Run, output: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_verify_sees_a_changed_scale(tmp_path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     changed = verify_output(tmp_path / "out", options, progress=Silent())
     assert not changed.passed
-    assert any("SHA-256" not in problem for problem in changed.problems), changed.problems
+    assert any("SHA256SUMS" not in problem for problem in changed.problems), changed.problems
 
 
 @pytest.mark.parametrize(
