@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "complex number": lambda x: (x.float() * (1 + 2j)).abs() + (x.float() + 2j).real,
     "list": lambda x: torch.tensor(x.tolist()),
     "mv": lambda x: torch.mv(x, x[0]) + torch.dot(x[0], x[1]),
-    "slice_scatter": lambda x: x.slice_scatter(x[:1] * 8, 0, 1, 2).select_scatter(x[0] / 8, 0, 2),
+    "slice_scatter": lambda x: x.slice_scatter(x[:1] * 8, 0, 1, 2).select_scatter(x[0].double() / 8, 0, 2),
     "xlogy": lambda x: torch.xlogy(x, x.abs() + 1) + torch.atan2(x, x.abs() + 1),
     "bounds": lambda x: x.clamp_min(0.5) + x.clamp_max(1.0) + F.hardtanh(x),
     "spread": lambda x: x.std(1) + x.var(1) + F.normalize(x, dim=1).sum(1) + F.cosine_similarity(x, x * x, dim=1),

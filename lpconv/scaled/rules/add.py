@@ -161,9 +161,10 @@ def _scatter(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwar
 
 
 def _joined(call: Call, a: Any, b: Any, *args: Any, **kwargs: Any) -> Scaled:
-    """maximum, minimum and writes of b into a part of a, at the larger scale."""
+    """maximum, minimum and writes of b into a part of a, which keep the dtype of a, at the larger scale."""
     data_a, data_b, scale = _at_larger(a, b)
-    return Scaled(call.op(data_a, data_b, *args, **kwargs), scale)
+    out = call.op(data_a, data_b, *args, **kwargs)
+    return Scaled(out.to(data_of(a).dtype) if "scatter" in call.op._opname else out, scale)
 
 
 def _sum(call: Call, x: Any, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
