@@ -182,3 +182,30 @@ def test_files_that_are_not_read_are_named(source: Path) -> None:
     left_out = [w for w in in_fp8(source).warnings if "mtp.safetensors" in w]
     assert len(left_out) == 1
     assert all(name in left_out[0] for name in ("mtp.safetensors", "onnx/model.onnx"))
+
+
+def test_modules_that_are_put_into_their_parent_without_registration_are_compared(tmp_path: Path) -> None:
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=16, hidden_sizes=[16] * 4, depths=[1] * 4, layer_type="basic", out_indices=[2, 3, 4]
+    )
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone, encoder_in_channels=[16] * 3, decoder_in_channels=[32] * 3, d_model=32,
+        encoder_hidden_dim=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=8,
+    )  # fmt: skip
+    model = transformers.RTDetrForObjectDetection(config)  # sets its frozen batch norms in `_modules`
+    model.save_pretrained(tmp_path / "source")
+    opened = open_with_transformers(Checkpoint.open(tmp_path / "source"))
+    assert (opened.num_tensors, opened.different, opened.missing) == (len(model.state_dict()), (), ())
+
+
+@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
+def test_numbers_of_64_bits_are_compared_as_fp32(source: Path, layout: str) -> None:
+    wide = {n: torch.randn(x.shape, dtype=torch.float64) for n, x in load_file(source / "model.safetensors").items()}
+    save_file(wide, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float64"}
+    (source / "config.json").write_text(json.dumps(config))
+    out = source.with_name("out")
+    convert(source, out, ConvertOptions(format="e4m3fn", layout=layout, granularity="row", scale="exact"))
+    kept = transformers.LlamaForCausalLM.from_pretrained(out).get_parameter("model.norm.weight")
+    assert torch.equal(kept.float(), wide["model.norm.weight"].float())
