@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, VerificationError
-from lpconv.models.load import load_from_files
+from lpconv.models.load import load, load_from_files
 from lpconv.models.witness import open_with_transformers
 from lpconv.plan.options import ConvertOptions
 from lpconv.report.verify import doubts, outcome_of, verify_headline
@@ -209,3 +209,41 @@ def test_numbers_of_64_bits_are_compared_as_fp32(source: Path, layout: str) -> N
     convert(source, out, ConvertOptions(format="e4m3fn", layout=layout, granularity="row", scale="exact"))
     kept = transformers.LlamaForCausalLM.from_pretrained(out).get_parameter("model.norm.weight")
     assert torch.equal(kept.float(), wide["model.norm.weight"].float())
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_head_of_its_own_is_kept_although_the_config_declares_a_tie(tmp_path: Path, resident: bool) -> None:
+    """transformers writes that config for every T5 1.1, such as FLAN-T5."""
+    config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
+    model.save_pretrained(tmp_path / "source")
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    assert {"lm_head.weight", "shared.weight"} < stored.keys()
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="e4m3fn", granularity="row"))
+    assert any("`lm_head.weight` to `shared.weight`" in w for w in result.warnings)
+    opened = load(tmp_path / "out", resident=resident, dtype=torch.float32)
+    for name in ("lm_head.weight", "shared.weight"):
+        weight = opened.get_parameter(name)
+        error = (weight.decode() if resident else weight) - stored[name]
+        assert 20 * torch.log10(stored[name].norm() / error.norm()) > 25
+
+
+def test_the_output_runs_without_a_cache_like_the_source(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = transformers.LlamaForCausalLM.forward
+
+    def without_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not self.config.use_cache
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", without_cache)
+    assert in_fp8(source).verify.passed
+
+
+def test_models_that_draw_random_numbers_draw_the_same_ones(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTMAEConfig(**size, image_size=32, patch_size=8)
+    transformers.ViTMAEModel(config).save_pretrained(tmp_path / "source")  # masks random patches
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="fp32"))
+    assert result.verify.logits is not None
+    assert result.verify.logits.bit_equal
