@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from lpconv.convert.run import convert
@@ -247,3 +248,15 @@ def test_models_that_draw_random_numbers_draw_the_same_ones(tmp_path: Path) -> N
     result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="fp32"))
     assert result.verify.logits is not None
     assert result.verify.logits.bit_equal
+
+
+def test_a_gguf_file_that_only_transformers_cannot_open_is_sound(tmp_path: Path) -> None:
+    """transformers reads no head size from the file, and takes 128; llama.cpp does."""
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(vocab_size=96, num_key_value_heads=1, head_dim=64, **size)
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="bf16", layout="gguf"))
+    fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen3.attention.key_length"].contents() == 64
+    assert result.verify.opened is not None
+    assert "transformers cannot open it" in result.verify.opened.not_asked[0]
