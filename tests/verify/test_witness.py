@@ -17,11 +17,13 @@ from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, VerificationError
 from lpconv.models.load import load, load_from_files
 from lpconv.models.witness import open_with_transformers
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
 from lpconv.report.verify import doubts, outcome_of, verify_headline
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.outputs import compare_outputs
+from lpconv.verify.run import verify_output
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
@@ -260,3 +262,11 @@ def test_a_gguf_file_that_only_transformers_cannot_open_is_sound(tmp_path: Path)
     assert fields["qwen3.attention.key_length"].contents() == 64
     assert result.verify.opened is not None
     assert "transformers cannot open it" in result.verify.opened.not_asked[0]
+
+
+def test_rounding_may_shift_weights_that_are_alike(source: Path) -> None:
+    changed(source, lambda state: state[UP].copy_(1 + 0.02 * torch.randn(state[UP].shape)))
+    out = source.with_name("out")
+    convert(source, out, ConvertOptions(format="int4", granularity="group:16", scale="exact"))
+    checked = verify_output(out, VerifyOptions(against=str(source), level="values"), progress=Silent())
+    assert checked.passed, checked.problems
