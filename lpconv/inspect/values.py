@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from lpconv.errors import InputError
 from lpconv.forms import Headers, Stored, recognise
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.defects import Findings
@@ -20,7 +19,7 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.forms.scale_defects import FACTOR, from_scales
 from lpconv.inspect.headers import VALUES, describe, inspect
-from lpconv.models.ties import find_ties
+from lpconv.models.ties import find_ties, tie_warnings
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult, StoredTensor
@@ -72,7 +71,7 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
             record = describe(checkpoint, infos, found=Findings())
         if record.layout not in READ:
             measured = _with_statistics(record, source, progress)
-            return replace(measured, problems=(*measured.problems, *_tie_problems(source, checkpoint)))
+            return replace(measured, warnings=(*measured.warnings, *_tie_warnings(source, checkpoint)))
     record = judge_scales(record, checkpoint)
     if record.problems or record.not_judged:
         return record
@@ -83,12 +82,9 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
     return replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
 
 
-def _tie_problems(source: Source, checkpoint: Checkpoint) -> Iterator[str]:
-    """Declared ties between stored weights that differ."""
-    try:
-        find_ties(source, checkpoint)
-    except InputError as e:
-        yield e.message
+def _tie_warnings(source: Source, checkpoint: Checkpoint) -> Iterator[str]:
+    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items()}
+    return tie_warnings(shapes, checkpoint.config, find_ties(source, checkpoint))
 
 
 def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:

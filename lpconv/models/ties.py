@@ -7,10 +7,10 @@ about these, unless config.json declares the tie of a family that lpconv knows.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import UnsupportedError
 from lpconv.models.known import known_shapes
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import Source
@@ -29,21 +29,28 @@ _PIECE = 2**22  # bytes of two tensors that are compared at a time
 def find_ties(source: Source, checkpoint: Checkpoint) -> dict[str, str]:
     """Names that need no storage of their own, each with the name that keeps the weight.
 
-    These are stored tensors with equal bytes that the model ties. Raises InputError if the config declares a tie and
-    the bytes differ.
+    These are stored tensors with equal bytes that the model ties. If the bytes differ, transformers uses both.
     """
     aliases = {n: e.alias_of for n, e in source.entries.items() if e.alias_of is not None}
     shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items()}
     named = tie_candidates({n: facts for n, facts in shapes.items() if n not in aliases}, checkpoint.config)
-    different = {n: keep for n, keep in named.items() if not _equal_bytes(source, n, keep)}
-    if different and _declared(checkpoint.config):
-        name, keep = next(iter(different.items()))
-        raise InputError(
-            f"the config ties `{name}` to `{keep}`, but their values differ",
-            hint="set tie_word_embeddings to false in config.json if both are meant to be used",
-        )
-    equal = aliases | {n: keep for n, keep in named.items() if n not in different}
+    equal = aliases | {n: keep for n, keep in named.items() if _equal_bytes(source, n, keep)}
     return tied_by_model(checkpoint, {n: shape for n, (shape, _) in shapes.items()}, equal)
+
+
+def tie_warnings(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]], config: Mapping[str, Any], ties: Mapping[str, str]
+) -> Iterator[str]:
+    """Warnings about weights that the config ties, but that are not among the `ties` that were found.
+
+    transformers writes such configs, for example for T5 1.1, whose config always declares a tie.
+    """
+    for name, keep in tie_candidates(shapes, config).items() if _declared(config) else ():
+        if name not in ties:
+            yield (
+                f"the config ties `{name}` to `{keep}`, but both are stored: transformers uses both if they differ, "
+                "other programs may use only one"
+            )
 
 
 def tied_by_model(

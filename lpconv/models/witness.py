@@ -12,7 +12,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -90,9 +90,10 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
 
 def _tied_to(model: nn.Module, names: Collection[str]) -> set[str]:
     """These tensors of a model, and those that are tied to one of them."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    same = {id(parameters[n]) for n in names if n in parameters}
-    return {*names, *(n for n, p in parameters.items() if id(p) in same)}
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors.update(model.named_buffers(remove_duplicate=False))
+    same = {id(tensors[n]) for n in names if n in tensors}
+    return {*names, *(n for n, x in tensors.items() if id(x) in same)}
 
 
 def _reading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -117,6 +118,7 @@ def _is_equal(theirs: Tensor, ours: Tensor, narrow: torch.dtype | None) -> bool:
         return False
     ours = ours.decode() if isinstance(ours, CodedTensor) else ours
     rounded = (ours if narrow is None else ours.to(narrow) for narrow in dict.fromkeys((None, narrow)))
+    theirs = theirs.float() if theirs.dtype == torch.float64 else theirs  # lpconv reads F64 as fp32
     return any(_same_numbers(theirs, x.to(theirs.dtype)) for x in rounded)
 
 
@@ -130,15 +132,19 @@ def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
 
     The model's own tensors, and those that it initialises because the files lack them, are left alone.
     """
-    parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+    parents, children, names = set[nn.Module](), set[nn.Module](), dict[nn.Module, str]()
 
     def on_module(parent: nn.Module, name: str, child: Any) -> None:
-        parents[child] = parent, name
+        parents.add(parent)
+        children.add(child)
 
     def on_tensor(module: nn.Module, name: str, value: Any) -> Any:
         if not getattr(value, _LOADED, False) or value.is_meta:
             return None
-        compare(_name_of(module, name, parents), value.detach())
+        if module not in names:  # some modules are put into their parents without registration
+            model = max(parents - children or {module}, key=lambda m: len(list(m.modules())))
+            names.update((m, f"{n}." if n else "") for n, m in model.named_modules())
+        compare(names.get(module, "") + name, value.detach())
         empty = torch.empty_like(value, device="meta")
         if isinstance(value, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=value.requires_grad)
@@ -160,10 +166,3 @@ def _each_loaded(compare: Callable[[str, Tensor], None]) -> Iterator[None]:
             os.environ.pop(_ONE_BY_ONE)
             if before is not None:
                 os.environ[_ONE_BY_ONE] = before
-
-
-def _name_of(module: nn.Module, name: str, parents: Mapping[nn.Module, tuple[nn.Module, str]]) -> str:
-    while module in parents:
-        module, parent_name = parents[module]
-        name = f"{parent_name}.{name}"
-    return name

@@ -13,6 +13,7 @@ from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.forms.reader import DecodedSource
+from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan, PlannedTensor
@@ -88,6 +89,8 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
     if ignored := ignored_files(job.checkpoint):
         warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
     warnings += job.fit.warnings
+    shapes = {t.name: (t.info.shape, t.info.dtype) for t in plan.tensors}
+    warnings += tie_warnings(shapes, job.plain.config, {t.name: t.tied_to for t in plan.tensors if t.tied_to})
     if missing := job.fit.missing:
         lacks = f"the source lacks {plural(len(missing), 'weight')} of its model: {code_list(missing)}"
         warnings.append(f"{lacks}, and so does the output")

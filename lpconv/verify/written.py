@@ -104,7 +104,8 @@ def with_models(
 def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     """Let transformers open source and output, or record why not.
 
-    It must open the output if it opens the source, unless the plan says that it cannot.
+    It must open the output if it opens the source, unless the plan says that it cannot. A GGUF file is for llama.cpp,
+    and transformers ignores some of its keys, such as the head size of a Qwen3.
     """
     if automatic and job.memory.no_logits is not None:
         return OpenedCheck(not_asked=(job.memory.no_logits,))
@@ -120,7 +121,7 @@ def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
         except UnsupportedError as e:
             why = e.message
         except VerificationError as e:
-            is_known = role == "source" or None in models or any(joined_warnings(job.plan))
+            is_known = role == "source" or None in models or job.plan.gguf is not None or any(joined_warnings(job.plan))
             why = e.message if is_known else None
             model = None if is_known else OpenedModel(error=e.message)
         if model is not None and model.different and role == "result" and any(joined_warnings(job.plan)):

@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, VerificationError
-from lpconv.models.load import load_from_files
+from lpconv.models.load import load, load_from_files
 from lpconv.models.witness import open_with_transformers
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
 from lpconv.report.verify import doubts, outcome_of, verify_headline
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.outputs import compare_outputs
+from lpconv.verify.run import verify_output
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
@@ -182,3 +185,88 @@ def test_files_that_are_not_read_are_named(source: Path) -> None:
     left_out = [w for w in in_fp8(source).warnings if "mtp.safetensors" in w]
     assert len(left_out) == 1
     assert all(name in left_out[0] for name in ("mtp.safetensors", "onnx/model.onnx"))
+
+
+def test_modules_that_are_put_into_their_parent_without_registration_are_compared(tmp_path: Path) -> None:
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=16, hidden_sizes=[16] * 4, depths=[1] * 4, layer_type="basic", out_indices=[2, 3, 4]
+    )
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone, encoder_in_channels=[16] * 3, decoder_in_channels=[32] * 3, d_model=32,
+        encoder_hidden_dim=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_queries=8,
+    )  # fmt: skip
+    model = transformers.RTDetrForObjectDetection(config)  # sets its frozen batch norms in `_modules`
+    model.save_pretrained(tmp_path / "source")
+    opened = open_with_transformers(Checkpoint.open(tmp_path / "source"))
+    assert (opened.num_tensors, opened.different, opened.missing) == (len(model.state_dict()), (), ())
+
+
+@pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
+def test_numbers_of_64_bits_are_compared_as_fp32(source: Path, layout: str) -> None:
+    wide = {n: torch.randn(x.shape, dtype=torch.float64) for n, x in load_file(source / "model.safetensors").items()}
+    save_file(wide, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "float64"}
+    (source / "config.json").write_text(json.dumps(config))
+    out = source.with_name("out")
+    convert(source, out, ConvertOptions(format="e4m3fn", layout=layout, granularity="row", scale="exact"))
+    kept = transformers.LlamaForCausalLM.from_pretrained(out).get_parameter("model.norm.weight")
+    assert torch.equal(kept.float(), wide["model.norm.weight"].float())
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_head_of_its_own_is_kept_although_the_config_declares_a_tie(tmp_path: Path, resident: bool) -> None:
+    """transformers writes that config for every T5 1.1, such as FLAN-T5."""
+    config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32))
+    model.save_pretrained(tmp_path / "source")
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    assert {"lm_head.weight", "shared.weight"} < stored.keys()
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="e4m3fn", granularity="row"))
+    assert any("`lm_head.weight` to `shared.weight`" in w for w in result.warnings)
+    opened = load(tmp_path / "out", resident=resident, dtype=torch.float32)
+    for name in ("lm_head.weight", "shared.weight"):
+        weight = opened.get_parameter(name)
+        error = (weight.decode() if resident else weight) - stored[name]
+        assert 20 * torch.log10(stored[name].norm() / error.norm()) > 25
+
+
+def test_the_output_runs_without_a_cache_like_the_source(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = transformers.LlamaForCausalLM.forward
+
+    def without_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not self.config.use_cache
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", without_cache)
+    assert in_fp8(source).verify.passed
+
+
+def test_models_that_draw_random_numbers_draw_the_same_ones(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTMAEConfig(**size, image_size=32, patch_size=8)
+    transformers.ViTMAEModel(config).save_pretrained(tmp_path / "source")  # masks random patches
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="fp32"))
+    assert result.verify.logits is not None
+    assert result.verify.logits.bit_equal
+
+
+def test_a_gguf_file_that_only_transformers_cannot_open_is_sound(tmp_path: Path) -> None:
+    """transformers reads no head size from the file, and takes 128; llama.cpp does."""
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(vocab_size=96, num_key_value_heads=1, head_dim=64, **size)
+    transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "out", ConvertOptions(format="bf16", layout="gguf"))
+    fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen3.attention.key_length"].contents() == 64
+    assert result.verify.opened is not None
+    assert "transformers" in result.verify.opened.not_asked[0]
+
+
+def test_rounding_may_shift_weights_that_are_alike(source: Path) -> None:
+    changed(source, lambda state: state[UP].copy_(1 + 0.02 * torch.randn(state[UP].shape)))
+    out = source.with_name("out")
+    convert(source, out, ConvertOptions(format="int4", granularity="group:16", scale="exact"))
+    checked = verify_output(out, VerifyOptions(against=str(source), level="values"), progress=Silent())
+    assert checked.passed, checked.problems

@@ -65,7 +65,7 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
         base = name.removesuffix(part)
         if base != name and (part not in _ALSO_MODELS or base in weights or base.endswith(".weight")):
             return True
-    return dtype.startswith(("F8", "F6", "F4")) or (name.endswith(".weight") and dtype in ("U8", "I8"))
+    return dtype.startswith(("F8_", "F6_", "F4")) or (name.endswith(".weight") and dtype in ("U8", "I8"))
 
 
 def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
