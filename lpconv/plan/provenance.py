@@ -22,6 +22,7 @@ from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.storage.contents import hidden_files
+from lpconv.storage.header import is_lfs_pointer
 from lpconv.storage.place import open_regular
 from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
@@ -87,6 +88,8 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(f"hidden files are not copied: {code_list(hidden)}")
     if ignored := ignored_files(job.checkpoint):
         warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
+    if pointers := [n for n in job.checkpoint.side_files if is_lfs_pointer(job.checkpoint.directory / n)]:
+        warnings.append(f"pointers of Git LFS in place of files: {code_list(pointers)}; run `git lfs pull` first")
     warnings += job.fit.warnings
     if missing := job.fit.missing:
         lacks = f"the source lacks {plural(len(missing), 'weight')} of its model: {code_list(missing)}"

@@ -107,7 +107,7 @@ def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     It must open the output if it opens the source, unless the plan says that it cannot.
     """
     if automatic and job.memory.no_logits is not None:
-        return OpenedCheck(not_asked=(job.memory.no_logits,))
+        return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
     from lpconv.models.witness import open_with_transformers  # imports transformers (seconds)
 
     trust, models, not_asked = job.plan.options.trust_remote_code, list[OpenedModel | None](), list[str]()
