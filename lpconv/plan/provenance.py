@@ -99,7 +99,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(nothing)
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
-        warnings.append(f"{wide} F64 tensors are first rounded to fp32; errors are measured from the rounded values")
+        warnings.append(f"F64 tensors ({wide}) are first rounded to fp32; errors are measured from the rounded values")
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")

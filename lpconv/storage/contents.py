@@ -156,7 +156,7 @@ def _weights(directory: Path, named: object) -> tuple[str, tuple[str, ...], dict
         missing = [f for f in files if not (directory / f).exists()]
         if missing:
             raise InputError(
-                f"`{directory / name}` names {len(missing)} files that do not exist; the first is `{missing[0]}`",
+                f"`{directory / name}` names missing files, {len(missing)} in all; the first is `{missing[0]}`",
                 hint="download the missing files, or delete the index if it is stale",
                 details={"missing": missing},
             )
