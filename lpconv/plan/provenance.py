@@ -164,7 +164,8 @@ def lost_signals(tensors: Sequence[TensorRecord | ComparedTensor]) -> Iterator[s
     for t in tensors:
         if t.sqnr_db is not None and -math.inf < t.sqnr_db <= LOST_DB:
             lost = "all its numbers became 0" if t.sqnr_db == 0 else f"the SQNR is {t.sqnr_db:.1f} dB"
-            yield f"`{t.name}` lost its signal: {lost}; --exclude leaves it unconverted"
+            way_out = "; --exclude leaves it unconverted" if isinstance(t, TensorRecord) else ""
+            yield f"`{t.name}` lost its signal: {lost}{way_out}"
 
 
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:

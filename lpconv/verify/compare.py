@@ -135,7 +135,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
             mismatched=tuple(r.name for r in records if r.problem),
         ),
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
-        warnings=() if is_tuned else tuple(lost_signals(records)),
+        warnings=() if is_tuned else tuple(lost_signals([r for r in records if not r.problem])),
         tensors=tuple(records),
     )
     return with_gates(result, gates)

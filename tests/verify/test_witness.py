@@ -17,11 +17,13 @@ from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, VerificationError
 from lpconv.models.load import load_from_files
 from lpconv.models.witness import open_with_transformers
-from lpconv.plan.options import ConvertOptions
+from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.progress import Silent
 from lpconv.report.verify import doubts, outcome_of, verify_headline
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.outputs import compare_outputs
+from lpconv.verify.run import verify_output
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
@@ -169,6 +171,13 @@ def test_a_bias_of_zeros_that_was_trained_has_no_signal_to_lose(source: Path) ->
     zeros = dataclasses.replace(verify, weights=dataclasses.replace(verify.weights, min_sqnr_db=-math.inf))
     assert all(map(doubts, lost))
     assert not doubts(zeros)
+
+
+def test_weights_of_another_model_are_problems_once_and_not_warnings_too(source: Path, tmp_path: Path) -> None:
+    model(1).save_pretrained(tmp_path / "other")
+    result = verify_output(source, VerifyOptions(against=str(tmp_path / "other")), progress=Silent())
+    assert len([p for p in result.problems if UP in p]) == 1
+    assert not result.warnings
 
 
 def test_an_adapter_beside_full_weights_is_refused(source: Path) -> None:
