@@ -66,7 +66,8 @@ def inspect(
     if not ((wrong or is_unread) and json):  # otherwise the error's details hold the result
         print_result(record, lambda result: inspect_document(result, every=every), json=json)
     if wrong:
-        hint = "download the checkpoint again" + (", or report it to its author" if record.layout else "")
+        mend = "download the checkpoint again" + (", or report it to its author" if record.layout else "")
+        hint = mend if record.problems else "only --strict refuses warnings; docs/layouts.md explains them"
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise VerificationError("; ".join(wrong[:_NAMED]) + more, hint=hint, details=to_json(record))
     if is_unread:

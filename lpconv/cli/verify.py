@@ -56,4 +56,6 @@ def verify(
     if result.passed or not json:  # otherwise the error's details hold the result
         print_result(result, verify_document, json=json)
     if not result.passed:
-        raise VerificationError(result.failure, hint="do not use this output", details=to_json(result))
+        may_differ = result.level != "values" and options.against is not None
+        other = f"; if `{options.against}` is not its source, compare with --level values" if may_differ else ""
+        raise VerificationError(result.failure, hint=f"do not use this output{other}", details=to_json(result))

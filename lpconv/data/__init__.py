@@ -144,7 +144,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
             value, end = decode(text, found.start())
         except json.JSONDecodeError as e:
             raise InputError(
-                f"`{path}` cannot be read as json: {e.msg} in line {e.lineno}",
+                f"`{path}` cannot be read as json: {e.msg.removesuffix(' at')} in line {e.lineno}",
                 hint="check that its suffix matches its contents",
             ) from e
         yield from value if isinstance(value, list) else [value]

@@ -28,6 +28,7 @@ from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import dynamic_axes, random_ids, resize_inputs, tracing_inputs, vocabulary_size
 from lpconv.models.opening import Opened, model_errors, open_to_trace, read_text_config
+from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, architecture, cache_argument, resolve_auto_class, task_of
 from lpconv.storage.checkpoint import Checkpoint
 
@@ -110,7 +111,8 @@ def open_in_memory(checkpoint: Checkpoint) -> Opened:
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """Run a model without gradients. Raises UnsupportedError if it fails."""
-    with torch.inference_mode(), model_errors("the model fails when it runs", hint="this model cannot be exported"):
+    hint = "this model cannot be exported"
+    with quiet_transformers(), torch.inference_mode(), model_errors("the model fails when it runs", hint=hint):
         yield
 
 

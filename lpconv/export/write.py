@@ -205,7 +205,7 @@ def compare_with_torch(path: Path, cases: Sequence[TracedCase], *, tolerance: fl
     import onnxruntime  # needs the onnx extra
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors only; it warns about every initializer that it folds
+    options.log_severity_level = 4  # its errors are raised too, and it warns about every initializer that it folds
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         outputs = [session.run(None, {k: v.numpy() for k, v in inputs.items()}) for inputs, _ in cases]

@@ -15,6 +15,7 @@ from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.contents import is_rival
 from lpconv.storage.gguf import header_of
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.residual import ignored_files
@@ -55,7 +56,9 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> Ins
     not_judged = why_unreadable(headers)
     findings = found if not_judged else found + from_headers(headers, forms)
     ignored = ignored_files(checkpoint)
-    not_read = (f"not read, by transformers neither: {code_list(ignored)}",) if ignored else ()
+    rivals, others = [n for n in ignored if is_rival(n)], [n for n in ignored if not is_rival(n)]
+    not_read = (f"neither lpconv nor transformers reads {code_list(rivals)}",) if rivals else ()
+    of_others = (f"files for other programs: {code_list(others)}",) if others else ()
     scales = {t.name: t.scale for t in records if t.scale is not None}
     return InspectResult(
         path=checkpoint.origin.name,
@@ -84,7 +87,7 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> Ins
         problems=findings.problems,
         warnings=(*findings.warnings, *not_read),
         checked=("headers", *(["index"] if checkpoint.weight_map is not None else [])),
-        not_checked=_unread_parts(headers.quantised_by),
+        not_checked=(*_unread_parts(headers.quantised_by), *of_others),
         not_judged=not_judged,
     )
 

@@ -30,7 +30,7 @@ def read_tokenizer(directory: Path) -> Any:
     except Exception as e:  # damaged files raise any exception, in Python or in Rust
         raise InputError(
             f"the tokenizer in `{directory}` cannot be opened: {first_line(e)}",
-            hint="repair it, or move its files away to use random token ids",
+            hint="repair its files; without them, commands that can use random token ids do",
         ) from e
 
 

@@ -278,7 +278,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
         raise UnsupportedError(
             f"no tensor would be converted: {', '.join(f'{reason} ({n})' for reason, n in reasons) or 'no matrix'}",
-            hint="use --layout lpconv or another --granularity; check that config.json names the model's class",
+            hint="without --scheme, use --layout lpconv or another --granularity; check `architectures` in config.json",
         )
     if options.kv_cache is not None:
         _check_cache(planned)
@@ -291,7 +291,7 @@ def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules
         if why is not None:
             raise UnsupportedError(
                 f"`{name}`: {why}",
-                hint="leave all of them unconverted with --exclude '*.experts.*', or use a --granularity that fits",
+                hint="leave them out with --exclude '*.experts.*', or use a --granularity that fits, without --scheme",
             )
 
 

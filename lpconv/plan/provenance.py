@@ -23,6 +23,7 @@ from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
 from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.storage.contents import hidden_files
+from lpconv.storage.header import is_lfs_pointer
 from lpconv.storage.place import open_regular
 from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
@@ -88,6 +89,8 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(f"hidden files are not copied: {code_list(hidden)}")
     if ignored := ignored_files(job.checkpoint):
         warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
+    if pointers := [n for n in job.checkpoint.side_files if is_lfs_pointer(job.checkpoint.directory / n)]:
+        warnings.append(f"pointers of Git LFS in place of files: {code_list(pointers)}; run `git lfs pull` first")
     warnings += job.fit.warnings
     shapes = {t.name: (t.info.shape, t.info.dtype) for t in plan.tensors}
     warnings += tie_warnings(shapes, job.plain.config, {t.name: t.tied_to for t in plan.tensors if t.tied_to})
@@ -99,7 +102,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append(nothing)
     wide = sum(t.format is not None and t.info.dtype == "F64" for t in plan.tensors)
     if wide:
-        warnings.append(f"{wide} F64 tensors are first rounded to fp32; errors are measured from the rounded values")
+        warnings.append(f"F64 tensors ({wide}) are first rounded to fp32; errors are measured from the rounded values")
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
@@ -164,7 +167,8 @@ def lost_signals(tensors: Sequence[TensorRecord | ComparedTensor]) -> Iterator[s
     for t in tensors:
         if t.sqnr_db is not None and -math.inf < t.sqnr_db <= LOST_DB:
             lost = "all its numbers became 0" if t.sqnr_db == 0 else f"the SQNR is {t.sqnr_db:.1f} dB"
-            yield f"`{t.name}` lost its signal: {lost}; --exclude leaves it unconverted"
+            way_out = "; --exclude leaves it unconverted" if isinstance(t, TensorRecord) else ""
+            yield f"`{t.name}` lost its signal: {lost}{way_out}"
 
 
 def _lost_grids(tensors: Sequence[TensorRecord]) -> Iterator[str]:

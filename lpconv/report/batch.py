@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 from lpconv.errors import VerificationError
 from lpconv.report.document import Bullets, Cell, Document, Outcome, Row, Table, Verdict, section, sections_of
-from lpconv.report.numbers import size_text, sqnr_text
+from lpconv.report.numbers import plural, size_text, sqnr_text
 from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobError, JobResult
 
 _OUTCOMES: dict[str, Outcome] = dict.fromkeys((*DONE.values(), UP_TO_DATE), "passed")
@@ -66,7 +66,7 @@ def _note(job: JobResult) -> str:
 def _count(result: BatchResult) -> str:
     counts = {status: sum(job.status == status for job in result.jobs) for status in _OUTCOMES}
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    return f"{len(result.jobs)} jobs in {result.seconds:.1f} s: {', '.join(parts)}"
+    return f"{plural(len(result.jobs), 'job')} in {result.seconds:.1f} s: {', '.join(parts)}"
 
 
 def junit_xml(result: BatchResult) -> str:

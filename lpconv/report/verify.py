@@ -157,7 +157,7 @@ def outcome_of(v: VerifyResult) -> Outcome:
 def doubts(v: VerifyResult) -> tuple[str, ...]:
     """Reasons why an output that is stored as planned may not be the model any more."""
     found, weights, logits = [], v.weights, v.logits
-    if weights and weights.min_sqnr_db <= _LOST_DB:
+    if weights and -math.inf < weights.min_sqnr_db <= _LOST_DB:  # a tensor of zeros has no signal to lose
         found.append(f"`{weights.worst}` lost its signal (SQNR {sqnr_text(weights.min_sqnr_db, ' dB')})")
     if logits and logits.rel_error is not None and logits.rel_error >= 1:
         found.append(f"outputs differ as much as another model's (relative error {error_text(logits.rel_error)})")

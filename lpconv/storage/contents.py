@@ -27,6 +27,8 @@ _WEIGHT_FILE = re.compile(
     | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
     | .*\.(bin|safetensors)\.index\.json """
 )
+# Those that another reader may take for the model's weights.
+_RIVAL = re.compile(r".*\.(safetensors|gguf)|(.*/)?(pytorch_|adapter_)?model[^/]*\.bin")
 # Files in which some tools store ``quantization_config`` instead of in config.json, and their methods.
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _OURS = {"lpconv.json", "lpconv_loader.py", "journal.jsonl", "report.json", "report.html", "SHA256SUMS"}
@@ -154,7 +156,7 @@ def _weights(directory: Path, named: object) -> tuple[str, tuple[str, ...], dict
         missing = [f for f in files if not (directory / f).exists()]
         if missing:
             raise InputError(
-                f"`{directory / name}` names {len(missing)} files that do not exist; the first is `{missing[0]}`",
+                f"`{directory / name}` names missing files, {len(missing)} in all; the first is `{missing[0]}`",
                 hint="download the missing files, or delete the index if it is stale",
                 details={"missing": missing},
             )
@@ -174,6 +176,11 @@ def find_ignored(directory: Path, read: Collection[str]) -> tuple[str, ...]:
     names = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     is_weights = (n for n in names if _WEIGHT_FILE.fullmatch(n) and not n.endswith(_INDEX_SUFFIX) and n not in read)
     return tuple(sorted(n for n in is_weights if _IGNORED_FOLDERS.isdisjoint(n.split("/")[:-1])))
+
+
+def is_rival(name: str) -> bool:
+    """Whether another reader may take a file of `find_ignored` for the model's weights."""
+    return _RIVAL.fullmatch(name) is not None
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -86,10 +86,15 @@ def read_header(path: Path) -> Header:
 
 def check_not_pointer(path: Path) -> None:
     """Raise InputError for the pointer that Git LFS leaves in place of a file."""
+    if is_lfs_pointer(path):
+        what = f"`{path}` is a pointer of Git LFS, in place of the file that `git lfs pull` fetches"
+        raise InputError(what, hint="run `git lfs pull` in the checkout, or download the file with `hf download`")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the pointer that Git LFS leaves in its place."""
     with path.open("rb") as f:
-        if f.read(23) == b"version https://git-lfs":
-            what = f"`{path}` is a pointer of Git LFS, in place of the file that `git lfs pull` fetches"
-            raise InputError(what, hint="run `git lfs pull` in the checkout, or download the file with `hf download`")
+        return f.read(23) == b"version https://git-lfs"
 
 
 def _parse_header(raw: bytes | bytearray, *, file_size: int, path: Path) -> Header:

@@ -135,11 +135,12 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 def check_guess(options: FinetuneOptions, architecture: str, label: str | None, labels: Sequence[Any] = ()) -> None:
     """Raise UsageError if a language model could learn to classify, or to write, what a guessed column holds."""
     texts = [x for x in labels if isinstance(x, str)]
+    own = "mlm" if architecture.endswith("ForMaskedLM") else "clm"
     is_text = label in _TARGETS or len(set(texts)) > max(2, len(texts) / 2)
     if is_text and options.task == "auto" and not options.label_column and architecture.endswith(_LANGUAGE_MODELS):
         raise UsageError(
             f"column `{label}` of `{options.data}` may hold classes or texts, and `{architecture}` could learn either",
-            hint="pass --task classification, or --task clm --text-column NAME; to learn both, join them in one column",
+            hint=f"pass --task classification, or --task {own} --text-column NAME; to learn both, join the columns",
         )
 
 

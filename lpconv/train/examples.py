@@ -55,10 +55,13 @@ def pack_examples(
         train, held_out = (
             _windows(rows, part, tokenizer, prefix, suffix, seq_len, vocab_size) for part in (rows.train, rows.held_out)
         )
+    texts = [x for part in (rows.train, rows.held_out) for x in (part[rows.text] if part is not None else ())]
+    empty = sum(not x for x in texts)
     return Examples(
         train=[{"input_ids": w} for w in train],
         held_out=[{"input_ids": w} for w in held_out],
         words=f"{rows.words}: {len(train):,} windows of {seq_len} tokens, {len(held_out):,} held out",
+        notes=(f"{empty} of {len(texts)} rows have no text in column `{rows.text}` and were left out",) * (empty > 0),
     )
 
 
@@ -80,7 +83,7 @@ def classification(rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int,
         ids = _ids(tokenizer, texts, seq_len, vocab_size, words=rows.words)
         full = [text for text, x in zip(texts, ids, strict=True) if len(x) == seq_len]
         cut += sum(len(x) > seq_len for x in _ids(tokenizer, full, None, vocab_size, words=rows.words))
-        labels = [_label(x, numbers, i, rows) for i, x in enumerate(part[rows.label])]
+        labels = [_label(x, numbers, text, rows) for text, x in zip(texts, part[rows.label], strict=True)]
         return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
 
     train, held_out = examples(rows.train), examples(rows.held_out)
@@ -238,7 +241,7 @@ def _too_short(words: str, seq_len: int) -> InputError:
 
 def _classes(rows: Rows, trained: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
     """The names of the classes by number, and the number of each label."""
-    feature, found = rows.train.features[rows.label], {x for x in rows.train[rows.label] if x is not None}
+    feature, found = rows.train.features[rows.label], {_scalar(x) for x in rows.train[rows.label] if x is not None}
     names: dict[Any, str]  # by label
     if hasattr(feature, "names"):
         names = dict(enumerate(feature.names))
@@ -267,11 +270,19 @@ def _classes(rows: Rows, trained: Sequence[str]) -> tuple[tuple[str, ...], dict[
     return classes, {str(label): classes.index(name) for label, name in names.items()}
 
 
-def _label(value: Any, numbers: Mapping[str, int], row: int, rows: Rows) -> int:
-    number = numbers.get(str(int(value) if isinstance(value, bool) else value))
+def _scalar(value: Any) -> Any:
+    """The class name or number of a label, else None. An empty cell of a CSV file turns whole numbers into floats."""
+    if isinstance(value, bool | float) and float(value).is_integer():
+        return int(value)
+    return value if isinstance(value, str | int | float) else None
+
+
+def _label(value: Any, numbers: Mapping[str, int], text: str, rows: Rows) -> int:
+    number = numbers.get(str(_scalar(value)))
     if value is None or number is None:
+        is_new = f"label {value!r:.40}, which is not one of the {len(numbers)} training classes"
         raise InputError(
-            f"row {row} of {rows.words}: label {value!r:.40} is not one of the {len(numbers)} training classes",
-            hint="every class must occur in the training data",
+            f"the row of {rows.words} with the text {text!r:.60} has {'no label' if value is None else is_new}",
+            hint="label every row; every class must occur in the training data",
         )
     return number

@@ -108,7 +108,7 @@ def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     and transformers ignores some of its keys, such as the head size of a Qwen3.
     """
     if automatic and job.memory.no_logits is not None:
-        return OpenedCheck(not_asked=(job.memory.no_logits,))
+        return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
     from lpconv.models.witness import open_with_transformers  # imports transformers (seconds)
 
     trust, models, not_asked = job.plan.options.trust_remote_code, list[OpenedModel | None](), list[str]()
@@ -180,7 +180,7 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
     if logits.problem:
         return (logits.problem,)
     is_exact = all(t.max_rel_error == 0 for t in tensors if t.action == "convert")
-    if is_exact and logits.rel_error is not None and logits.rel_error > _OTHER_ORDER:
+    if logits.bit_equal is False and is_exact and logits.rel_error is not None and logits.rel_error > _OTHER_ORDER:
         return (f"the weights are exact, but outputs differ by {logits.max_abs_diff:g}",)
     return ()
 

@@ -226,6 +226,15 @@ class TestTheCommand:
         assert lpconv("verify", output, "--against", tmp_path / "nope").exit_code == 3
         assert lpconv("verify", output, "--against", "nope").exit_code == 3
 
+    def test_the_first_of_three_is_not_the_source_and_the_hint_compares_with_it(self, tmp_path: Path) -> None:
+        first, second, third = tiny("llama", tmp_path / "first"), tmp_path / "second", tmp_path / "third"
+        convert(str(first), second, ConvertOptions(format="e4m3fn", verify="none", workers=1))
+        convert(str(second), third, ConvertOptions(format="e5m2", verify="none", workers=1))
+        done = lpconv("verify", third, "--against", first)
+        assert done.exit_code == 5
+        assert "--level values" in done.stderr
+        assert lpconv("verify", third, "--against", first, "--level", "values").exit_code == 0
+
     @pytest.mark.parametrize("command", ["verify", "restore"])
     def test_a_plain_checkpoint(self, source: Path, tmp_path: Path, command: str) -> None:
         more = ["-o", tmp_path / "back"] if command == "restore" else []

@@ -17,8 +17,11 @@ from transformers import AutoTokenizer
 import lpconv.hf
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
+from lpconv.errors import VerificationError
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
+from lpconv.export.trace import running
+from lpconv.export.write import compare_with_torch
 from lpconv.plan.options import ConvertOptions
 from lpconv.results.checkpoint import ExportResult
 
@@ -166,3 +169,19 @@ def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: 
     convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", ConvertOptions(**how, verify="none"))
     (warning,) = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions()).warnings
     assert "in fp32, because" in warning
+
+
+def test_nothing_but_the_error_is_printed_if_the_runtime_fails(tmp_path: Path, capfd: Any) -> None:
+    x, y = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n"]) for n in "xy")
+    index = onnx.helper.make_tensor("i", onnx.TensorProto.INT64, [1], [9])
+    gather = onnx.helper.make_node("Gather", ["x", "i"], ["y"])
+    graph = onnx.helper.make_graph([gather], "g", [x], [y], [index])
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8), tmp_path / "g"
+    )
+    with running():
+        transformers.utils.logging.get_logger("transformers.models").warning("falls back")
+        inputs = {"x": torch.zeros(3)}
+    with pytest.raises(VerificationError, match="bounds"):
+        compare_with_torch(tmp_path / "g", [(inputs, (torch.zeros(1),))], tolerance=0.0)
+    assert capfd.readouterr() == ("", "")

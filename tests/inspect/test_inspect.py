@@ -105,3 +105,19 @@ def test_values_that_are_not_numbers_are_a_problem_once_they_are_read(tmp_path: 
     assert stats.exit_code == 5
     assert "`a.weight`: contains NaN" in stats.stdout
     assert "(--stats)" not in stats.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code"),
+    [("training_args.bin", 0), ("optimizer.pt", 0), ("scheduler.bin", 0), ("onnx/model.onnx", 0), ("tf_model.h5", 0),
+     ("pytorch_model.bin", 5), ("mtp.safetensors", 5), ("onnx/model.gguf", 5)],
+)  # fmt: skip
+def test_strict_refuses_other_weights_but_not_what_a_trainer_leaves(tmp_path: Path, name: str, exit_code: int) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(demo_checkpoint(), path)
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_bytes(b"x")
+    done = run(path, "--strict")
+    assert done.exit_code == exit_code, done.output
+    assert name in done.stdout
+    assert "download" not in done.stderr  # nothing is damaged

@@ -1,6 +1,7 @@
 """Checkpoints that somebody can mend: errors name what was done to them, and hints what to do."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def test_pointers_of_git_lfs_are_named(name: str, folder: Path) -> None:
     for said in refusals(model)[name.endswith("bin") :]:  # `inspect` does not open pickles
         assert "LFS" in said
         assert "`git lfs pull`" in said
+
+
+def test_side_files_that_are_pointers_of_git_lfs_are_named(folder: Path) -> None:
+    shutil.copytree(demo_checkpoint(), folder, dirs_exist_ok=True)
+    (folder / "tokenizer.json").write_bytes(POINTER)
+    done = CliRunner().invoke(app, ["convert", "model", "--dry-run", "--json"])
+    assert [w for w in json.loads(done.stdout)["warnings"] if "LFS" in w and "`tokenizer.json`" in w]
+
+
+def test_the_hint_if_a_scheme_converts_nothing_works(folder: Path) -> None:
+    """GPT-2 has no Linear modules; `--layout lpconv` next to the scheme changes nothing."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    done = CliRunner().invoke(app, ["convert", "model", "--scheme", "FP8_DYNAMIC", "--dry-run"])
+    assert done.exit_code == 4
+    assert "without --scheme, use --layout lpconv" in done.stderr
+    other = CliRunner().invoke(app, ["convert", "model", "--layout", "lpconv", "-f", "e4m3fn", "--dry-run"])
+    assert other.exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])

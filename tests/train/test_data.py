@@ -152,13 +152,14 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, tokenizer: Any)
         ([0, 1, 2, 7], 3, " 3 classes"),
         ([0.5, 1.5, 0.5, 1.5], 0, "names .*numbers"),
         (["a", "a", "a", "a"], 0, "class"),
-        ([0, None, 1, 1], 0, "None"),
+        ([0, None, 1, 1], 0, "'x 1'"),
+        ([[0], [1], [0], [1]], 0, "names .*numbers"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(
     labels: list[Any], num_trained: int, message: str, tmp_path: Path, tokenizer: Any
 ) -> None:
-    train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": y} for y in labels])
+    train = write_jsonl(tmp_path / "train.jsonl", [{"text": f"x {i}", "label": y} for i, y in enumerate(labels)])
     held = write_jsonl(tmp_path / "held.jsonl", [{"text": "x", "label": labels[0]}] * 2)
     rows = read_rows(options(train, eval_data=str(held)))
     with pytest.raises(LpconvError, match=message):
@@ -169,6 +170,22 @@ def test_labels_may_be_booleans(tmp_path: Path, tokenizer: Any) -> None:
     train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": i % 2 == 1} for i in range(20)])
     found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6)
     assert {x["labels"] for x in found.train} == {0, 1}
+
+
+def test_one_empty_cell_does_not_turn_numbers_of_a_csv_into_something_else(tmp_path: Path, tokenizer: Any) -> None:
+    rows = "".join(f"text {i},{i % 2}\n" for i in range(20))
+    train, held = tmp_path / "train.csv", tmp_path / "held.csv"
+    train.write_text("text,label\n" + rows)
+    held.write_text("text,label\n" + rows + "text 20,\n")
+    with pytest.raises(InputError, match="'text 20'"):
+        classification(read_rows(options(train, eval_data=str(held))), tokenizer, seq_len=16, vocab_size=10**6)
+
+
+def test_rows_without_text_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    lines = [*TEXTS, {"text": None, "label": "odd"}, {"text": "", "label": "odd"}, {"label": "odd"}]
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", lines)))
+    (note,) = pack_examples(rows, tokenizer, seq_len=16, vocab_size=272, prefix=[], suffix=[]).notes
+    assert "3 of 43 rows" in note
 
 
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -86,6 +87,14 @@ def test_a_default_that_one_config_leaves_out_is_equal(tmp_path: Path) -> None:
     assert compare_files(tmp_path / "out", demo_checkpoint()).different == ()
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     assert compare_files(tmp_path / "out", demo_checkpoint()).different
+
+
+@pytest.mark.parametrize(("eps", "passed"), [(float(np.float32(1e-6)), True), (1.001e-6, False)])
+def test_a_number_that_gguf_stored_in_fp32_is_equal(eps: float, passed: bool, tmp_path: Path) -> None:
+    assert json.loads((demo_checkpoint() / "config.json").read_text())["rms_norm_eps"] == 1e-6
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    _changed(tmp_path / "out/config.json", rms_norm_eps=eps)
+    assert verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent()).passed == passed
 
 
 def test_a_setting_that_opening_drops_is_reported(tmp_path: Path) -> None:

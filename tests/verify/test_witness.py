@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,24 @@ def test_outputs_as_far_apart_as_two_models_are_not_green(source: Path) -> None:
     verify = dataclasses.replace(result.verify, logits=far)
     assert doubts(verify)
     assert outcome_of(verify) == "not run"
+
+
+def test_a_bias_of_zeros_that_was_trained_has_no_signal_to_lose(source: Path) -> None:
+    verify = in_fp8(source).verify
+    assert verify.weights is not None
+    lost = [
+        dataclasses.replace(verify, weights=dataclasses.replace(verify.weights, min_sqnr_db=x)) for x in (-9.0, 0.0)
+    ]
+    zeros = dataclasses.replace(verify, weights=dataclasses.replace(verify.weights, min_sqnr_db=-math.inf))
+    assert all(map(doubts, lost))
+    assert not doubts(zeros)
+
+
+def test_weights_of_another_model_are_problems_once_and_not_warnings_too(source: Path, tmp_path: Path) -> None:
+    model(1).save_pretrained(tmp_path / "other")
+    result = verify_output(source, VerifyOptions(against=str(tmp_path / "other")), progress=Silent())
+    assert len([p for p in result.problems if UP in p]) == 1
+    assert not result.warnings
 
 
 def test_an_adapter_beside_full_weights_is_refused(source: Path) -> None:
