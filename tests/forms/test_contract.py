@@ -297,7 +297,7 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
     assert same_numbers(got.view(-1), stored.decoded())
     if method == "multipoint":
         return
-    saved = quantizer._encode(got, *quantizer.scales[NAME])
+    saved = quantizer._encode(NAME, got, *quantizer.scales[NAME], {})
     assert saved.shape == data.shape
     assert bits_of(saved) == bits_of(data)
 
