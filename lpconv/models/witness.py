@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
+from lpconv.machine import out_of_memory
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_files, missing_parameters
 from lpconv.models.opening import error_line, model_errors
@@ -73,7 +74,7 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
         except ImportError as e:
             raise UnsupportedError(f"transformers needs another package: {error_line(e)}", hint="install it") from e
         except Exception as e:  # transformers raises any exception for folders that it cannot open
-            raise VerificationError(f"transformers cannot open it: {error_line(e)}") from e
+            raise out_of_memory(e) or VerificationError(f"transformers cannot open it: {error_line(e)}") from e
         lacking, random = missing_parameters(cls, report), set(report["missing_keys"])
         theirs = model.state_dict()
         for name in values.keys() & theirs.keys() - random if is_whole else ():

@@ -280,7 +280,7 @@ def test_a_gguf_file_that_only_transformers_cannot_open_is_sound(tmp_path: Path)
     fields = GGUFReader(tmp_path / "out" / "model.gguf").fields
     assert fields["qwen3.attention.key_length"].contents() == 64
     assert result.verify.opened is not None
-    assert "transformers" in result.verify.opened.not_asked[0]
+    assert result.verify.opened.result or "transformers" in result.verify.opened.not_asked[0]  # 5.17 reads it
 
 
 def test_rounding_may_shift_weights_that_are_alike(source: Path) -> None:
