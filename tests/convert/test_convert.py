@@ -188,8 +188,9 @@ def test_a_tied_weight_written_twice_is_stored_once(tmp_path: Path) -> None:
 
     state["lm_head.weight"][0, 0] += 1
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"`lm_head\.weight`.*`model\.embed_tokens\.weight`"):
-        run(source, tmp_path / "other", method="unit")
+    kept = run(source, tmp_path / "other", method="unit", format="fp32")  # as transformers keeps it
+    assert not [t for t in kept.tensors if t.action == "tie"]
+    assert any("`lm_head.weight`" in w and "`model.embed_tokens.weight`" in w for w in kept.warnings)
 
 
 def test_modules_that_sentence_transformers_runs_after_the_model_keep_their_weights(tmp_path: Path) -> None:
