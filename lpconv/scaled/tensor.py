@@ -170,7 +170,8 @@ class ScaledTensor(torch.Tensor):
 
     def _reshape(self, op: OpOverload, step: _View) -> "ScaledTensor":
         """Turn the tensor itself into a view of what it was, as `squeeze_` does."""
-        if self._memory is not None and not self._views and self.requires_grad:
+        may_have_views = self._memory is not None or self._keeps_scale()  # the views of the latter are not recorded
+        if may_have_views and not (self._views or self._is_view()) and self.requires_grad:
             raise UnsupportedError(
                 f"in-place `{op}` of a tensor whose views torch would differentiate in the new shape (reached in "
                 f"{_current_module()})",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import AdamW, ScaledTensor, scaled, scaled_tensor
-from lpconv.scaled.pair import Numerics
+from lpconv.scaled.pair import Numerics, Role
 
 SCALES = [4.0, torch.tensor(4.0)]
 X = torch.tensor([[1.5, -2.0, 0.25, 3.0], [0.5, 1.0, -1.0, 2.0], [4.0, -0.5, 1.25, -3.0]])
@@ -99,6 +99,10 @@ def test_writes_whose_gradients_torch_cannot_follow_are_refused() -> None:
     _ = base[0]
     with pytest.raises(UnsupportedError, match=r"unsqueeze_.*views.*"):
         base.unsqueeze_(0)
+    of_weight = scaled_tensor(X, 1.0, role=Role.WEIGHT).requires_grad_().relu()
+    _ = of_weight[0]
+    with pytest.raises(UnsupportedError, match=r"unsqueeze_.*views.*"):
+        of_weight.unsqueeze_(0)
     view = base.t()[:2].squeeze_(0)
     with pytest.raises(UnsupportedError, match="reshaped"):
         view.fill_(1.0)
