@@ -42,7 +42,7 @@ class UpdateQuality:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
-    """Bytes at the memory peak of a training step, by kind.
+    """Bytes at the memory peak of a training step, by kind; of a run of two steps, only `measured_bytes`.
 
     `measured_bytes` is the peak according to another measurement, named in `instrument`.
     """

@@ -6,6 +6,7 @@ peak are not the maxima of each part: gradients grow while activations are freed
 left out, because its compiled step does not run under a tracker.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -92,7 +93,7 @@ def _by_part(needed: dict[str, int]) -> str:
 
 
 class StepMemory:
-    """Measures the passes of a run's second and third step; `record` is None until both are finished.
+    """Measures the passes of a run's second and third step: the second gives the peak, the third its parts.
 
     Call `begin` and `end` around the passes, and `stop` before anything else runs, or when training ends.
     """
@@ -100,7 +101,6 @@ class StepMemory:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.record: PeakMemory | None = None
-        self._peak_bytes = 0
         self._stack: ExitStack | None = None
         self._profile: Any = None
         self._tracker: Any = None
@@ -116,7 +116,7 @@ class StepMemory:
                 state = (x for values in optimizer.state.values() for x in values.values())
                 self._kept_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers(), *state])
                 self._profile = self._stack.enter_context(profiled_memory())
-        elif step == _FIRST + 1 and self._peak_bytes:
+        elif step == _FIRST + 1 and self.record is not None:
             self._tracker = MemTracker()
             self._tracker.track_external(self.model, optimizer)
             self._stack = ExitStack()
@@ -136,21 +136,19 @@ class StepMemory:
             return
         self._stack.close()
         self._stack = None
-        if self._tracker is not None:
+        if self._tracker is not None and self.record is not None:
             parts = _parts(self._tracker)
             if torch.cuda.is_available():  # cuBLAS takes 32 MiB on Hopper for each thread that multiplies
-                parts["workspaces and other"] = max(0, self._peak_bytes - sum(parts.values()))
-            self.record = PeakMemory(parts=parts, measured_bytes=self._peak_bytes, instrument=_instrument())
+                parts["workspaces and other"] = max(0, self.record.measured_bytes - sum(parts.values()))
+            self.record = dataclasses.replace(self.record, parts=parts)
             self._tracker = None
         elif torch.cuda.is_available():
-            self._peak_bytes = torch.cuda.max_memory_allocated()
+            peak, instrument = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated"
+            self.record = PeakMemory(parts={}, measured_bytes=peak, instrument=instrument)
         else:
-            self._peak_bytes = self._kept_bytes + largest_sum(self._profile)
+            peak = self._kept_bytes + largest_sum(self._profile)
+            self.record = PeakMemory(parts={}, measured_bytes=peak, instrument="torch.profiler")
             self._profile = None
-
-
-def _instrument() -> str:
-    return "torch.cuda.max_memory_allocated" if torch.cuda.is_available() else "torch.profiler"
 
 
 @contextmanager

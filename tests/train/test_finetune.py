@@ -322,6 +322,13 @@ def test_the_parts_of_memory_make_up_the_measured_peak(
     assert memory.parts["activations"] > 0
 
 
+def test_two_steps_are_enough_to_measure_the_peak(tmp_path: Path) -> None:
+    two, three = (finetune("demo", tmp_path / str(n), options("fp32", steps=n)).runs[0].memory for n in (2, 3))
+    assert two is not None
+    assert three is not None
+    assert two.measured_bytes == pytest.approx(three.measured_bytes, rel=0.01)
+
+
 def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ["finetune", "demo", "--recipe", "fp32", "--steps", "1", "--batch-size", "2", "--seq-len", "32",
