@@ -17,7 +17,7 @@ from typing import Any
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.report.printable import printable
 from lpconv.storage.partfile import read_error
-from lpconv.storage.place import open_file
+from lpconv.storage.place import open_file, open_regular
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
@@ -93,7 +93,7 @@ def check_not_pointer(path: Path) -> None:
 
 def is_lfs_pointer(path: Path) -> bool:
     """Whether a file is the pointer that Git LFS leaves in its place."""
-    with path.open("rb") as f:
+    with open(path, "rb", opener=open_regular) as f:
         return f.read(23) == b"version https://git-lfs"
 
 
