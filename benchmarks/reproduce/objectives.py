@@ -205,6 +205,8 @@ def difference(*folders: Path) -> dict[str, float] | str:
     two, two_fp32, one, one_fp32 = map(figures, folders)
     if two is None or one is None or two_fp32 is None or one_fp32 is None:
         return "refused"
+    if len(two["loss"]) != len(one["loss"]):  # a rank's gradients are those of a mean over fewer rows, so larger
+        return f"takes {len(two['loss'])} steps and skips the others, where one process takes {len(one['loss'])}"
     found = {what: max(abs(a - b) / abs(b) for a, b in zip(two[what], one[what], strict=True)) for what in two}
     pairs = ((two, two_fp32), (one, one_fp32))
     gaps = ([a - b for a, b in zip(x["held_out"], y["held_out"], strict=True)] for x, y in pairs)
