@@ -10,7 +10,7 @@ from lpconv.bench.nvml import find_monitor
 from lpconv.bench.options import BENCH_FORMATS, CODES, PLAIN, SCALED, BenchOptions, Case, check_seq
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
-from lpconv.data import num_positions
+from lpconv.data.texts import num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import may_have_gpu

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.data import SEQ_LEN, num_positions
+from lpconv.data.texts import SEQ_LEN, num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 

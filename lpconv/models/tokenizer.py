@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from lpconv.data import text_of
+from lpconv.data.texts import text_of
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.quiet import quiet_transformers
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import SELF, check_text, text_at
+from lpconv.data import SELF, text_at
+from lpconv.data.texts import check_text
 from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.extras import working_folder
 from lpconv.forms import Headers

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.data import check_text
+from lpconv.data.texts import check_text
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions

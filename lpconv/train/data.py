@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.data import (
+from lpconv.data import demo_text
+from lpconv.data.texts import (
     FILE_KINDS,
     QUICK_BYTES,
     TEXT_COLUMNS,
     columns_of,
     datasets_library,
-    demo_text,
     file_kind,
     read_file,
     read_text,

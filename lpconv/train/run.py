@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lpconv.data import check_text
+from lpconv.data.texts import check_text
 from lpconv.errors import UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.machine import is_first_process

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lpconv.data import check_text
+from lpconv.data.texts import check_text
 from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
