@@ -8,7 +8,7 @@ import typer
 from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
 from lpconv.cli.progress import progress_for
 from lpconv.errors import VerificationError
-from lpconv.plan.options import VerifyOptions
+from lpconv.verify.options import VerifyOptions
 
 
 @with_options

@@ -39,9 +39,9 @@ from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task
-from lpconv.plan.options import VerifyOptions
 from lpconv.progress import Progress
 from lpconv.train.recoverable import Recoverable
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 _SCALE_STEP = 1 / 15  # step of the logarithm of a scale at a learning rate of 1

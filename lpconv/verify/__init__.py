@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from lpconv.lazy import lazily
 
 if TYPE_CHECKING:
+    from lpconv.verify.options import VerifyOptions as VerifyOptions
     from lpconv.verify.reader import OutputReader as OutputReader
     from lpconv.verify.run import verify_output as verify_output
 

@@ -14,7 +14,6 @@ from lpconv.errors import InputError, UsageError
 from lpconv.forms.reader import open_readable
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.plan.files import summed_files
-from lpconv.plan.options import VerifyOptions, check_verify
 from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, TensorRecord, VerifyResult, from_json
@@ -22,6 +21,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain
 from lpconv.storage.partfile import read_small, sha256_of
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
+from lpconv.verify.options import VerifyOptions, check_verify
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 

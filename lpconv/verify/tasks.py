@@ -16,11 +16,11 @@ from typing import Any
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.gates import VERIFY_GATES, is_of_task
 from lpconv.lookup import find, nearest
-from lpconv.plan.options import VerifyOptions
 from lpconv.progress import Progress
 from lpconv.results import TaskCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.student import estimate_mean, estimate_share
+from lpconv.verify.options import VerifyOptions
 
 _HINT = "leave --tasks out to compare weights only"
 

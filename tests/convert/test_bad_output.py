@@ -14,9 +14,10 @@ from lpconv.convert.run import convert
 from lpconv.errors import (
     InputError,
 )
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 

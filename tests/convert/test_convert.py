@@ -15,8 +15,9 @@ from lpconv.convert.run import convert, plan
 from lpconv.errors import InputError, ResourceError, UnsupportedError, VerificationError
 from lpconv.forms.form import Side, Stored
 from lpconv.mcf.split import RESIDUALS
-from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import verify_output
 

@@ -26,7 +26,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.job import open_model, prepare
-from lpconv.plan.options import ConvertOptions, VerifyOptions, parse_rule
+from lpconv.plan.options import ConvertOptions, parse_rule
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
 from lpconv.report.convert import convert_document
@@ -34,6 +34,7 @@ from lpconv.report.markdown import markdown
 from lpconv.report.numbers import share_text
 from lpconv.results import ConvertResult, FeedbackCheck, VerifyResult
 from lpconv.verify.calibrate import job_windows
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 FILE = "model.safetensors"

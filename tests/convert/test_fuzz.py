@@ -22,8 +22,9 @@ from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 

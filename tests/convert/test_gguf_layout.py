@@ -30,10 +30,11 @@ from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError,
 from lpconv.extras import gguf_model
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 TYPES = {

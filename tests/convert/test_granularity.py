@@ -24,11 +24,12 @@ from lpconv.errors import InputError, UsageError
 from lpconv.export.rewrite import stored_weights
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
-from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 FORMATS = ["fp32", "fp16", "bf16", "e4m3fn", "e5m2"]

@@ -15,9 +15,10 @@ from lpconv.data import demo_checkpoint, text_at
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.models.load import load
 from lpconv.models.tasks import cache_argument
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify import verify_output
+from lpconv.verify.options import VerifyOptions
 
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 

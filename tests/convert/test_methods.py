@@ -16,8 +16,9 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, find_grain
 from lpconv.forms.reader import StoredTensors
 from lpconv.methods import METHODS
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 

@@ -22,10 +22,11 @@ from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.formats.spec import FORMATS
 from lpconv.inspect.headers import inspect
 from lpconv.mcf.multipoint import Points, decode
-from lpconv.plan.options import ConvertOptions, FormatRule, VerifyOptions
+from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.plan.settings import fill_options
 from lpconv.progress import Silent
 from lpconv.results import ConvertResult
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 ELEMENTS = ["int4", "int8", "e4m3fn", "e2m1"]

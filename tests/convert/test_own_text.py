@@ -12,8 +12,9 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
 from lpconv.errors import OutputExistsError, UnsupportedError
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 OPTIONS = ConvertOptions(

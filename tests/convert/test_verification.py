@@ -23,11 +23,12 @@ from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
 from lpconv.forms import Kept
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import PlannedTensor
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.storage.header import TensorInfo
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.outputs import compare_outputs
 from lpconv.verify.run import verify_output
 from lpconv.verify.weights import whole_tensors

@@ -19,9 +19,10 @@ from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measurement
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.report.convert import summary
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 ROWS, COLS, CUT = 140, 160, 77  # tails of blocks, and blocks that end within a tile

@@ -31,13 +31,14 @@ from lpconv.extras import WINDOW_BYTES, remote, remote_view
 from lpconv.inspect.headers import inspect
 from lpconv.models.load import load
 from lpconv.plan.memory import _CLIENT_BYTES
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import check_writable, sha256_of
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.source import open_source, read_tensor
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 

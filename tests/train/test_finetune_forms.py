@@ -19,7 +19,7 @@ from lpconv.errors import UsageError
 from lpconv.models.opening import open_to_train
 from lpconv.models.tasks import find_task
 from lpconv.optim import fp32_state_dict
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.residual import RESIDUAL_INDEX
@@ -27,6 +27,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 SOURCES: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
 from lpconv.models.coded import CodedTensor
 from lpconv.options import make
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
@@ -31,6 +31,7 @@ from lpconv.train.lora import add_adapters, bytes_by_part, layers_without_adapte
 from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune, plan
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.forms.tiles import Tiles
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
@@ -32,6 +32,7 @@ from lpconv.train.recipes import arithmetic
 from lpconv.train.recover import Distillation, Grid, TrainedScales
 from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune, plan
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 COMPRESSED: dict[str, Any] = {"layout": "compressed-tensors"}

@@ -19,9 +19,10 @@ from checkpoints import rehash
 
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.header import TensorInfo, read_header
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.outputs import check_logits
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import check_hashes, verify_output

@@ -13,10 +13,11 @@ import transformers
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.plan.files import write_sums
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.verify.compare import compare_files
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import check_hashes, verify_output
 
 GATE = "model.layers.0.mlp.gate_proj.weight"

@@ -15,9 +15,10 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UnsupportedError
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.report.verify import task_text
 from lpconv.results import GapEstimate, TaskCheck
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.tasks import check_tasks, compare_answers
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None

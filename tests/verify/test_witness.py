@@ -18,11 +18,12 @@ from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, VerificationError
 from lpconv.models.load import load, load_from_files
 from lpconv.models.witness import open_with_transformers
-from lpconv.plan.options import ConvertOptions, VerifyOptions
+from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.report.verify import doubts, outcome_of, verify_headline
 from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.outputs import compare_outputs
 from lpconv.verify.run import verify_output
 
