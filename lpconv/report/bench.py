@@ -1,7 +1,7 @@
 """The document of a bench: measurements of each row, the comparison with its baseline, and conclusions."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from lpconv.report.charts import Bar, Chart, bar_chart
@@ -34,6 +34,8 @@ from lpconv.report.numbers import (
 from lpconv.results import BenchResult, BenchRow, GateRecord, PeakRecord, RatioRecord, VerdictRecord
 
 _Named: TypeAlias = Sequence[tuple[str, BenchRow]]  # (label, row) pairs
+_ENOUGH_ROUNDS = 8
+_STEADY = 1.1  # largest ratio between the baseline's step times in different rows that goes unmentioned
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -65,6 +67,67 @@ def bench_document(result: BenchResult) -> Document:
         command=result.command,
         versions=result.versions,
     )
+
+
+def verdict_sentences(base: BenchRow, rows: Sequence[BenchRow], *, emulates_fp8: bool) -> Iterator[str]:
+    """Conclusions from measured rows that share the baseline `base`, and reasons to doubt them."""
+    if emulates_fp8 and any(r.format == "fp8" for r in rows):
+        yield (
+            "This device emulates fp8: it has no fp8 arithmetic, so codes are decoded to bf16 and multiplied "
+            "in bf16. The rows show numerics, memory and the cost of casts, but not the speed on a GPU "
+            "with fp8 tensor cores (compute capability 8.9 or higher)."
+        )
+    yield from (_row_sentence(r) for r in rows if not r.is_baseline)
+    yield from _few_rounds(rows)
+    yield from _load_changes(base, rows)
+    yield from _disturbances(rows)
+
+
+def _row_sentence(row: BenchRow) -> str:
+    assert row.ratio is not None
+    interval = ratio_text(row.ratio)
+    if row.ratio.low > 1:
+        outcome = f"{row.name} is faster than {row.baseline}: {interval} times its speed"
+    elif row.ratio.high < 1:
+        outcome = f"{row.name} is slower than {row.baseline}: {interval} times its speed"
+    else:
+        outcome = f"{row.name} and {row.baseline} do not differ measurably in speed: {interval}"
+    if row.numerics is None:
+        return outcome + "."
+    errors = f"outputs differ from fp32 by {share_text(row.numerics.output_error, 1)}"
+    if row.numerics.gradient_error is not None:
+        errors += f", gradients by {share_text(row.numerics.gradient_error, 1)}"
+    return f"{outcome}; {errors}."
+
+
+def _few_rounds(rows: Sequence[BenchRow]) -> Iterator[str]:
+    timings = [r.timing for r in rows if r.timing and not r.is_baseline and r.timing.num_launches == 1]
+    fewest = min((t.num_rounds for t in timings), default=_ENOUGH_ROUNDS)
+    if fewest < _ENOUGH_ROUNDS:
+        yield f"The intervals come from {plural(fewest, 'round')}; do not trust them with fewer than {_ENOUGH_ROUNDS}."
+
+
+def _load_changes(base: BenchRow, rows: Sequence[BenchRow]) -> Iterator[str]:
+    """Rows measured while the machine was slower or faster than for the baseline's own row."""
+    assert base.timing is not None
+    for r in rows:
+        change = (r.baseline_median_s or base.timing.median_s) / base.timing.median_s
+        if not 1 / _STEADY < change < _STEADY:
+            yield (
+                f"While {r.name} was measured, {base.name} took {change:.2f} times as long as in its own row: the "
+                "machine's load changed. The speed-up accounts for that, but step times and tokens/s do not."
+            )
+
+
+def _disturbances(rows: Sequence[BenchRow]) -> Iterator[str]:
+    """NVML observations that make times doubtful."""
+    states = [r.gpu for r in rows if r.gpu is not None]
+    strangers = sorted({pid for s in states for pid in s.foreign_processes})
+    reasons = sorted({reason for s in states for reason in s.throttle_reasons})
+    if strangers:
+        yield f"Other processes used the GPU meanwhile ({', '.join(map(str, strangers))}): do not trust the times."
+    if reasons:
+        yield f"The GPU was throttled ({', '.join(reasons)}), so the times are too long."
 
 
 def _best_speed(named: _Named) -> tuple[str, str, RatioRecord] | None:

@@ -51,16 +51,13 @@ def test_the_head_stays_in_16_bits() -> None:
     assert with_head - without == pytest.approx(gemm_seconds(HEAD, 8192, GPU_PEAKS, method=None, train=True))
 
 
-def test_on_a_gpu_the_verdict_names_winners_losers_and_amdahl() -> None:
+def test_on_a_gpu_the_verdict_names_winners_and_losers() -> None:
     found = roofline_verdict([row("plain"), row("static"), row("row", ratio=(0.9, 0.8, 0.95))], GEMMS, GPU_PEAKS)
 
     assert found is not None
     text = " ".join(found.sentences)
     assert re.search(r"fp8 static \w+ faster \w+ bf16", text)
     assert re.search(r"fp8 row \w+ slower \w+ bf16", text)
-    assert "14336 x 4096" in text
-    assert " 1 Linear" in text
-    assert "Amdahl); measured 1.30" in text
     assert "emulated" not in text
 
 
@@ -78,15 +75,6 @@ def test_intervals_that_contain_one_decide_nothing() -> None:
 
     assert found is not None
     assert "measurably" in " ".join(found.sentences)
-
-
-def test_odd_sizes_are_named() -> None:
-    odd = (dataclasses.replace(LARGE, n=1001), NARROW)
-
-    found = roofline_verdict([row("plain", batch=1, seq=100), row("static", batch=1, seq=100)], odd, GPU_PEAKS)
-
-    assert found is not None
-    assert any("1001 x 4096" in s and "100 tokens" in s for s in found.sentences)
 
 
 def test_a_gpu_that_others_used_or_that_was_throttled_is_told() -> None:
@@ -122,25 +110,6 @@ def test_a_baseline_that_did_not_keep_its_pace_is_told(seconds: float, told: boo
     assert found is not None
     ratio = f"{seconds / 0.1:.2f}"
     assert any("fp8 static" in s and ratio in s for s in found.sentences) == told
-
-
-def test_a_baseline_in_fp32_is_predicted_from_the_peak_of_fp32() -> None:
-    slow = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9, fp32_flops=3e15, bytes_per_s=1e13)  # emulates bf16
-
-    found = roofline_verdict([row("plain", format="fp32"), row("static")], GEMMS, slow)
-
-    assert found is not None
-    assert any("Amdahl" in s for s in found.sentences)
-
-
-def test_a_peak_below_what_the_step_needed_splits_nothing() -> None:
-    busy = dataclasses.replace(CPU_PEAKS, bf16_flops=1e9)
-
-    found = roofline_verdict([row("plain"), row("static")], GEMMS, busy)
-
-    assert found is not None
-    assert any("busy" in s for s in found.sentences)
-    assert not any("Amdahl" in s for s in found.sentences)
 
 
 def test_without_a_baseline_there_is_no_verdict() -> None:
