@@ -39,11 +39,11 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.coded import Codes
-from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, WatchOfNext, collected, matrices_of, sampled_rows
+from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors
 from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job
-from lpconv.plan.memory import MOMENTS_BYTES
+from lpconv.plan.memory import MOMENTS_BYTES, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import SingleThreadedTorch, Workers
@@ -58,7 +58,6 @@ from lpconv.storage.partfile import write_small
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
 from lpconv.verify.calibrate import job_windows
-from lpconv.verify.outputs import windows_together
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"
@@ -306,7 +305,7 @@ class _Rounding:
         left = {m for m in matrices_of(self._walk.layers[index]) if m.name in self._planned}
         while left:
             room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # shifts are as large
-            moments = collected(self._walk, index, WatchOfNext(left, room), self._source)
+            moments = collected(self._walk, index, left, room, self._source)
             if not moments:
                 break  # no input reaches the remaining weights
             left -= moments.keys()

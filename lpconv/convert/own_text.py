@@ -17,11 +17,11 @@ from lpconv.models.inputs import sequence_length
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors, read_text_config
 from lpconv.models.tasks import architecture
+from lpconv.models.tokenizer import tokenizer_of
 from lpconv.plan.job import Job
 from lpconv.plan.options import CALIBRATION_TOKENS
 from lpconv.progress import Progress
 from lpconv.storage.partfile import write_small
-from lpconv.verify.outputs import tokenizer_of
 
 _HINT = "pass a text with --calibrate FILE, or --calibrate demo for the sample text"
 _SPARE = 1.1  # tokens to sample for each one to read: a text may have fewer tokens than were sampled

@@ -188,8 +188,12 @@ class _EnoughSeen(Exception):
     """Stops a layer whose remainder depends on weights that have yet to be rounded."""
 
 
-class Watch:
-    """Collects the moments of the weights `wanted`, by matrix, in at most `room` bytes but at least one."""
+class _Watch:
+    """Collects the moments of the weights among `wanted` that a layer uses first, by matrix.
+
+    These are the first weight that it multiplies by, others with the same input, and for experts all weights of that
+    kind. The layer is stopped at another weight. The moments take at most `room` bytes, but there is at least one.
+    """
 
     def __init__(self, wanted: Set[Matrix], room: int) -> None:
         self.moments: dict[Matrix, Moment] = {}
@@ -228,18 +232,7 @@ class Watch:
         return Moment(hessian_CC=torch.zeros(columns, columns), is_transposed=is_transposed)
 
     def _is_next(self, matrices: list[Matrix]) -> bool:
-        """Whether this pass collects the moment of these weights, which are used for the first time."""
-        return True
-
-
-class WatchOfNext(Watch):
-    """Collects the moments of the wanted weights that a layer uses first.
-
-    These are the first weight that it multiplies by, others with the same input, and for experts all weights of that
-    kind. The layer is stopped at another weight.
-    """
-
-    def _is_next(self, matrices: list[Matrix]) -> bool:
+        """Whether this pass collects the moment of these weights. Stops the layer if that has to wait."""
         kinds = {m.kind for m in self.moments}
         if not kinds or not kinds.isdisjoint(m.kind for m in matrices):
             return True
@@ -248,12 +241,16 @@ class WatchOfNext(Watch):
         raise _EnoughSeen
 
 
-def collected(walk: LayerWalk, index: int, watch: Watch, source: LayerWalk | None = None) -> dict[Matrix, Moment]:
-    """The moments that `watch` collects while layer `index`, the next one of the walk, runs on all batches.
+def collected(
+    walk: LayerWalk, index: int, wanted: Set[Matrix], room: int, source: LayerWalk | None = None
+) -> dict[Matrix, Moment]:
+    """The moments of the first weights among `wanted` that the walk's next layer, `index`, uses on all batches.
 
-    With `source`, a walk through the source on the same text, moments get its shift too, except those of experts, whose
-    tokens may be others there.
+    They take at most `room` bytes, but there is at least one unless no input reaches these weights. With `source`, a
+    walk through the source on the same text, moments get its shift too, except those of experts, whose tokens may be
+    others there.
     """
+    watch = _Watch(wanted, room)
     for number, batch in enumerate(walk.batches):
         watch.begin()
         _run_watched(walk, index, batch, watch)
@@ -265,7 +262,7 @@ def collected(walk: LayerWalk, index: int, watch: Watch, source: LayerWalk | Non
 class _Shifts:
     """Adds the differences between the inputs of a batch and those in the source to the moments of the batch."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: _Watch) -> None:
         self._moments, self._left = watch.moments, watch.inputs
 
     def __call__(self, x: Tensor, weight: CodedTensor, is_transposed: bool) -> None:

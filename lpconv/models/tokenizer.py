@@ -1,6 +1,8 @@
 """The tokenizer of a checkpoint, and windows of a text's tokens."""
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ from torch import Tensor
 
 from lpconv.data.texts import text_of
 from lpconv.errors import InputError, UsageError, first_line
+from lpconv.models.inputs import sequence_length, vocabulary_size
+from lpconv.models.opening import read_text_config
 from lpconv.models.quiet import quiet_transformers
+from lpconv.storage.checkpoint import Checkpoint
 
 _FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
@@ -139,3 +144,41 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
         mask_id=mask_id,
         unknown=ids.count(unknown_id) / len(ids) if unknown_id is not None else 0.0,
     )
+
+
+def windows_of(
+    where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
+) -> tuple[Tokens, int]:
+    """A text cut into windows, and their length. Raises InputError if no checkpoint has a tokenizer."""
+    length, tokenizer = sequence_length(config, seq_len), tokenizer_of(where)
+    with quiet_transformers():
+        tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
+    windows = tokens.windows[: max(max_tokens // length, 1)]
+    return replace(tokens, windows=windows), length
+
+
+def tokenizer_of(where: Sequence[Checkpoint]) -> Any:
+    """The tokenizer of the first checkpoint that has one. Raises InputError if none does."""
+    tokenizers = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
+    tokenizer = next(tokenizers, None)
+    if tokenizer is None:
+        who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
+        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
+    return tokenizer
+
+
+def calibration_windows(
+    model: Checkpoint, text: Path, num_tokens: int, seed: int | None, *, hint: str
+) -> tuple[Any, Tokens, int]:
+    """(config of the model, windows of the text, their length): the first windows, or with `seed` a random choice.
+
+    Raises UnsupportedError with `hint` for a model that does not read text.
+    """
+    config = read_text_config(model, hint=hint)
+    if seed is None:
+        return config, *windows_of((model,), config, text, None, num_tokens)
+    tokens, length = windows_of((model,), config, text, None, sys.maxsize)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(tokens.windows), generator=generator)
+    chosen = order[: max(num_tokens // length, 1)].sort().values
+    return config, replace(tokens, windows=tokens.windows[chosen]), length

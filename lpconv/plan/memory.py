@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -48,7 +49,8 @@ _COPIES_OF_SIDES = 2  # the computed scales, and those read back for comparison
 _ROWS_BYTES = 80 * _MIB  # rows of weights in use, their activations, and memory for products
 _ARRANGED_COPIES = 4  # two tensors held in another order of elements, and one being arranged
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
-CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
+_CALIBRATING_BYTES = 256 * _MIB  # activations of the windows in one calibration pass, at least one window
+AT_ONCE = 1024  # most tokens per forward pass of a body
 MOMENTS_BYTES = 2048 * _MIB  # second moments of inputs collected per pass, at least one
 # 2 x 32 tokens: logits of both models in fp32, their difference and four tables of probabilities in fp64.
 _LOGITS_BYTES_PER_WORD = 2 * 32 * (2 * 4 + 6 * 8)
@@ -95,7 +97,7 @@ def plan_memory(
         if needed > budget:
             raise _memory_error("rounding with error feedback", needed, budget, options)
     if options.has_input_scales or options.measures_cache:
-        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + CALIBRATING_BYTES)
+        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _CALIBRATING_BYTES)
         if needed > budget:
             raise _memory_error("running the model to measure its inputs", needed, budget, options)
     running = now + _models_bytes(plan, checkpoint)
@@ -162,7 +164,7 @@ def _rounding(plan: Plan) -> int:
     matrix = 24 * max((math.prod(i.shape[-2:]) for i in weights), default=0)
     # A layer's experts, in two copies.
     codes = 3 * max((i.num_elements for i in weights if len(i.shape) == 3), default=0)
-    return CALIBRATING_BYTES + 2 * walks * states + factors + experts + matrix + codes
+    return _CALIBRATING_BYTES + 2 * walks * states + factors + experts + matrix + codes
 
 
 def _models_bytes(plan: Plan, checkpoint: Checkpoint) -> int:
@@ -202,3 +204,21 @@ def _memory_error(what: str, needed: int, budget: int, options: ConvertOptions) 
         + (", or use --verify weights" if "models" in what else ""),
         details={"needed_bytes": needed, "budget_bytes": budget},
     )
+
+
+def window_bytes(config: Any, length: int) -> int:
+    """Bytes of a body's activations for a window of `length` tokens, from the config that transformers reads."""
+    text = config.get_text_config()
+    hidden: int = text.hidden_size
+    inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
+    # In fp32: the residual, its norm, queries, keys, values, a sum or two; three tensors of the inner size.
+    return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
+
+
+def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
+    """Number of windows per calibration pass, from the model alone, so that results do not depend on free memory.
+
+    `num_outputs` is the number of outputs per token if the head runs as well.
+    """
+    size = window_bytes(config, length) + 4 * length * num_outputs
+    return max(min(AT_ONCE // length, _CALIBRATING_BYTES // size), 1)

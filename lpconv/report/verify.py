@@ -270,9 +270,7 @@ def _weights_words(check: WeightsCheck) -> str:
 
 
 def _feedback_words(check: FeedbackCheck) -> str:
-    errors = f"{plural(check.num_tensors, 'output error')} of the first {plural(check.num_layers, 'layer')}"
-    compared = [*([errors] * bool(check.num_tensors)), *([plural(check.num_scales, "scale")] * bool(check.num_scales))]
-    words = f"{' and '.join(compared)}: as recorded, on the calibration text" if compared else ""
+    words = f"{plural(check.num_scales, 'scale')}: as recorded, on the calibration text" if check.num_scales else ""
     if check.wrong:
         words = f"{plural(len(check.wrong), 'figure')} differ{'s' * (len(check.wrong) == 1)} from the record"
     return "; ".join(filter(None, (words, check.skipped)))

@@ -47,14 +47,12 @@ class WeightsCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackCheck:
-    """Comparison of recorded figures with new ones from the calibration text.
+    """Comparison of `num_scales` recorded scales of inputs, keys and values with those of a second calibration.
 
-    These are output errors of `num_tensors` in the first `num_layers` layers, and the largest values for `num_scales`
-    scales of inputs, keys and values. `wrong` describes those that differ. `skipped` says which were not compared.
+    `wrong` describes those that differ. `skipped` says which records were not checked, including codes that were chosen
+    by error feedback or training.
     """
 
-    num_layers: int = 0
-    num_tensors: int = 0
     num_scales: int = 0
     wrong: tuple[str, ...] = ()
     skipped: str | None = None

@@ -1,14 +1,16 @@
-"""Calibrate input scales that are stored in the output: from the largest input of each layer on a text.
+"""Calibrate input scales that are stored in the output, from the largest input of each layer on a text; and check them.
 
 The source runs once, in fp32, with its matrices read from its files during multiplication (`models/load.py`,
 `open_in_files`), so memory holds only activations. The number of windows per pass depends only on the model, so a
 machine finds the same scales however much memory is free.
 """
 
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +23,20 @@ from lpconv.models.inputs import vocabulary_size
 from lpconv.models.load import open_in_files
 from lpconv.models.opening import model_errors
 from lpconv.models.tasks import cache_argument
-from lpconv.models.tokenizer import Tokens
+from lpconv.models.tokenizer import Tokens, calibration_windows
 from lpconv.plan.job import Job
+from lpconv.plan.memory import windows_together
+from lpconv.plan.options import CALIBRATION_TOKENS, NEAREST
 from lpconv.progress import Progress
-from lpconv.report.numbers import code_list
-from lpconv.results import CalibrationRecord
+from lpconv.report.numbers import code_list, plural
+from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
-from lpconv.verify.outputs import calibration_windows, windows_together
+from lpconv.verify.reader import OutputReader
 
 _LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale
 _HINT = "leave --calibrate out to keep inputs unquantized"
+_TOLERANCE = 0.02  # relative: other processors sum in another order
 
 
 def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
@@ -60,7 +65,40 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
 
 def job_windows(job: Job) -> tuple[Any, Tokens, int]:
     """`calibration_windows` of a conversion."""
-    return calibration_windows(job.plain, job.plan.options, text_at(str(job.plan.options.calibrate)))
+    o = job.plan.options
+    hint = _HINT if o.rounding == NEAREST else "use --rounding nearest"
+    num_tokens = o.calibration_tokens or CALIBRATION_TOKENS
+    return calibration_windows(job.plain, text_at(str(o.calibrate)), num_tokens, o.calibration_seed, hint=hint)
+
+
+def check_calibration(
+    job: Job, directory: Path, output: OutputReader, provenance: Mapping[str, Any], progress: Progress
+) -> FeedbackCheck | None:
+    """Compare recorded scales with those of a second calibration. None if nothing came from a calibration or training.
+
+    The text is looked for by its recorded name in the current folder and next to the output.
+    """
+    num_chosen = sum(r.rounding is not None for r in output.records.values())
+    num_scales = job.plan.num_calibrated
+    skipped = [f"the codes of {plural(num_chosen, 'tensor')}, which were trained or chosen by error feedback, are only "
+               "bounded"] * bool(num_chosen)  # fmt: skip
+    if not num_scales:
+        return FeedbackCheck(skipped=skipped[0]) if skipped else None
+    recorded = from_json(CalibrationRecord, provenance.get("calibration"))
+    asked = str(job.plan.options.calibrate)
+    text = next((p for p in (text_at(asked), directory.parent / asked) if p.is_file()), None)
+    if text is None or sha256_of(text) != recorded.sha256:
+        why = "is not here" if text is None else "is another file"
+        skipped.append(f"scales of inputs: not checked, because the calibration text `{recorded.text}` {why}")
+        return FeedbackCheck(skipped="; ".join(skipped))
+    options = dataclasses.replace(job.plan.options, calibrate=str(text))
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, options=options))
+    wrong = tuple(
+        f"`{n}`: the largest value is {x:.3g}, not {recorded.absmax[n]:.3g} as recorded"
+        for n, x in calibrate(job, progress).absmax.items()
+        if not math.isclose(x, recorded.absmax[n], rel_tol=_TOLERANCE, abs_tol=1e-9)
+    )
+    return FeedbackCheck(num_scales=num_scales, wrong=wrong, skipped="; ".join(skipped) or None)
 
 
 def _largest_inputs(

@@ -16,10 +16,9 @@ Letters in shapes: N windows, L tokens per window, T tokens at a time, H hidden 
 
 import math
 import operator
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,13 @@ from lpconv.data import demo_text
 from lpconv.errors import InputError, ResourceError, UnsupportedError, UsageError, VerificationError
 from lpconv.machine import available_memory
 from lpconv.models.empty import check_memory, num_parameters
-from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, sequence_length, vocabulary_size
+from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, vocabulary_size
 from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_text_config, transformers_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
-from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
-from lpconv.plan.memory import CALIBRATING_BYTES
-from lpconv.plan.options import CALIBRATION_TOKENS, NEAREST, ConvertOptions
+from lpconv.models.tokenizer import read_tokenizer, tokenize, windows_of
+from lpconv.plan.memory import AT_ONCE, window_bytes
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
@@ -49,7 +47,6 @@ _OUTPUTS = ("logits", "last_hidden_state", "logits_per_image")
 _UNLIKE, _REPORT = "the source can be opened but the output cannot", "please report this, or use another --layout"
 _COPIES_IN_MEMORY = 2  # the model, and the tensors being loaded into it
 _HINT = "leave --data out to compare weights only"
-AT_ONCE = 1024  # most tokens per forward pass of a body
 _HEAD_BYTES, _EXACT = 2**26, 16  # memory for the logits of a head; tokens whose logits are compared in fp64 at a time
 _FIXED_BYTES = 150_000_000  # rows of weights, and memory that libraries take at run time
 
@@ -279,53 +276,6 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def windows_of(
-    where: Sequence[Checkpoint], config: Any, data: Path, seq_len: int | None, max_tokens: int
-) -> tuple[Tokens, int]:
-    """A text cut into windows, and their length. Raises InputError if no checkpoint has a tokenizer."""
-    length, tokenizer = sequence_length(config, seq_len), tokenizer_of(where)
-    with quiet_transformers():
-        tokens = tokenize(data, tokenizer, seq_len=length, vocab_size=vocabulary_size(config))
-    windows = tokens.windows[: max(max_tokens // length, 1)]
-    return replace(tokens, windows=windows), length
-
-
-def tokenizer_of(where: Sequence[Checkpoint]) -> Any:
-    """The tokenizer of the first checkpoint that has one. Raises InputError if none does."""
-    tokenizers = (t for c in where if (t := read_tokenizer(c.directory)) is not None)
-    tokenizer = next(tokenizers, None)
-    if tokenizer is None:
-        who = "neither checkpoint has a" if len(where) > 1 else f"`{where[0].directory.name}` has no"
-        raise InputError(f"{who} tokenizer to read the text with", hint="copy its files next to the weights")
-    return tokenizer
-
-
-def calibration_windows(model: Checkpoint, options: ConvertOptions, text: Path) -> tuple[Any, Tokens, int]:
-    """(config of the model, windows of the text, their length) for a calibration with these options.
-
-    The windows are the first ones, or with `calibration_seed` a random choice.
-    """
-    is_for_inputs = options.rounding == NEAREST
-    hint = "leave --calibrate out to keep inputs unquantized" if is_for_inputs else "use --rounding nearest"
-    config = read_text_config(model, hint=hint)
-    if options.calibration_seed is None:
-        return config, *windows_of((model,), config, text, None, options.calibration_tokens or CALIBRATION_TOKENS)
-    tokens, length = windows_of((model,), config, text, None, sys.maxsize)
-    count = max((options.calibration_tokens or 0) // length, 1)
-    generator = torch.Generator().manual_seed(options.calibration_seed)
-    chosen = torch.randperm(len(tokens.windows), generator=generator)[:count].sort().values
-    return config, replace(tokens, windows=tokens.windows[chosen]), length
-
-
-def windows_together(config: Any, length: int, *, num_outputs: int = 0) -> int:
-    """Number of windows per pass, from the model alone, so that results do not depend on free memory.
-
-    `num_outputs` is the number of outputs per token if the head runs as well.
-    """
-    size = window_bytes(config, length) + 4 * length * num_outputs
-    return max(min(AT_ONCE // length, CALIBRATING_BYTES // size), 1)
-
-
 @contextmanager
 def _open_model(checkpoint: Checkpoint) -> Iterator[Any]:
     with open_in_files(checkpoint) as (model, missing):
@@ -333,15 +283,6 @@ def _open_model(checkpoint: Checkpoint) -> Iterator[Any]:
             what = f"the checkpoint lacks `{missing[0]}`" if missing else f"`{type(model).__name__}` has no head"
             raise UnsupportedError(f"{what}, so there are no per-token outputs to compare", hint=_HINT)
         yield model
-
-
-def window_bytes(config: Any, length: int) -> int:
-    """Bytes of a body's activations for a window of `length` tokens."""
-    text = config.get_text_config()
-    hidden: int = text.hidden_size
-    inner: int | list[int] = getattr(text, "intermediate_size", None) or 4 * hidden
-    # In fp32: the residual, its norm, queries, keys, values, a sum or two; three tensors of the inner size.
-    return 4 * length * (8 * hidden + 3 * (max(inner) if isinstance(inner, list) else inner))
 
 
 def _windows_per_pass(config: Any, length: int) -> int:

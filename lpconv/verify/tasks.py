@@ -74,7 +74,7 @@ def compare_on_tasks(
     """
     from lpconv.extras import answer_tasks
     from lpconv.models.opening import model_errors
-    from lpconv.verify.outputs import tokenizer_of
+    from lpconv.models.tokenizer import tokenizer_of
 
     checkpoints = Checkpoint.open(reference), Checkpoint.open(model)
     tokenizer = tokenizer_of(checkpoints)

@@ -303,7 +303,7 @@ def _check_weights(
     progress: Progress,
 ) -> VerifyResult:
     """Add the comparison of weights, config and index to `result`."""
-    from lpconv.verify.feedback import check_calibration  # imports transformers (seconds)
+    from lpconv.verify.calibrate import check_calibration  # imports transformers (seconds)
 
     plan = decided = _with_recorded_decisions(job.plan, records)
     if plan.num_calibrated:

@@ -23,7 +23,6 @@ from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.reader import StoredTensors
-from lpconv.forms.rounded import digest_of
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions, parse_rule
@@ -32,7 +31,7 @@ from lpconv.progress import Silent
 from lpconv.report.convert import convert_document
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import share_text
-from lpconv.results import ConvertResult, FeedbackCheck, VerifyResult
+from lpconv.results import ConvertResult, VerifyResult
 from lpconv.verify.calibrate import job_windows
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
@@ -291,63 +290,12 @@ def test_codes_further_from_the_source_than_recorded_are_found(plain: Path, tmp_
     assert "`model.layers.0.mlp.up_proj.weight`" in verified(tmp_path / "output", other).failure
 
 
-def forged(output: Path, name: str) -> None:
-    """Exchange two codes of a tensor, and let all hashes and figures in the output agree with that."""
-    tensors = load_file(output / FILE)
-    swap_codes(tensors, name)
-    save_file(tensors, output / FILE, metadata={"format": "pt"})
-    document = json.loads((output / "lpconv.json").read_text())
-    (record,) = (t for t in document["tensors"] if t["name"] == name)
-    with StoredTensors.open(output) as stored:
-        record["rounding"]["sha256"] = digest_of(stored.read_components(name))
-    record["rounding"]["max_steps"] = 100.0
-    (output / "lpconv.json").write_text(json.dumps(document))
-    rehash(output)
-
-
-def test_a_false_output_error_is_found(plain: Path, tmp_path: Path) -> None:
-    """Even if hashes, codes and lpconv.json were all changed to agree."""
+def test_the_limits_of_checking_chosen_codes_are_listed(plain: Path, tmp_path: Path) -> None:
     rounded(plain, tmp_path / "output", **INT4)
-    good = verified(tmp_path / "output", plain)
-    assert good.passed
-    assert good.feedback == FeedbackCheck(num_layers=1, num_tensors=7)
-    deep = verify_output(tmp_path / "output", VerifyOptions(against=str(plain), level="logits"), progress=Silent())
-    assert deep.feedback == FeedbackCheck(num_layers=2, num_tensors=14)
-    document = json.loads((tmp_path / "output" / "lpconv.json").read_text())
-    (record,) = (t for t in document["tensors"] if t["name"] == "model.layers.0.mlp.down_proj.weight")
-    record["rounding"]["output_error"] *= 0.9
-    (tmp_path / "output" / "lpconv.json").write_text(json.dumps(document))
-    rehash(tmp_path / "output")
-    check = verified(tmp_path / "output", plain)
-    assert not check.passed
-    assert check.feedback is not None
-    assert check.problems == check.feedback.wrong
-    assert "`model.layers.0.mlp.down_proj.weight`: " in check.failure
-
-
-def test_changed_codes_with_a_changed_record_are_found(plain: Path, tmp_path: Path) -> None:
-    rounded(plain, tmp_path / "output", **INT4)
-    forged(tmp_path / "output", "model.layers.0.mlp.up_proj.weight")
-    check = verified(tmp_path / "output", plain)
-    assert check.feedback is not None
-    assert any("up_proj" in w for w in check.feedback.wrong)
-
-
-@pytest.mark.parametrize("change", ["gone", "is another file"])
-def test_without_the_calibration_text_output_errors_are_not_checked(plain: Path, tmp_path: Path, change: str) -> None:
-    text = tmp_path / "mine.txt"
-    text.write_text(demo_text("heldout").read_text()[:20_000])
-    rounded(plain, tmp_path / "output", **INT4, calibrate=str(text))
-    assert verified(tmp_path / "output", plain).feedback == FeedbackCheck(num_layers=1, num_tensors=7)
-    if change == "gone":
-        text.unlink()
-    else:
-        text.write_text("another text")
     check = verified(tmp_path / "output", plain)
     assert check.passed
-    assert check.feedback is not None
-    assert check.feedback.skipped is not None
-    assert "`mine.txt`" in check.feedback.skipped
+    (warning,) = check.warnings
+    assert "14 tensors" in warning
 
 
 def test_zeros_that_become_numbers_are_no_overflow(plain: Path, tmp_path: Path) -> None:

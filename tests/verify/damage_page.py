@@ -61,9 +61,8 @@ text is missing or has changed, a warning lists what was not checked.
 
 **After error feedback** (`--rounding gptq`) or training (`finetune --recover`), codes do not follow from the source
 alone. They are compared with a hash, must be within the recorded distance of the source, which is limited, and keep
-its signal (more than 3 dB) if rounding to nearest does. Recorded output errors are
-[recomputed](methods/gptq.md#what-is-recorded) on the calibration text; `nearest_error` is not. A record of such codes
-only counts if the options of the conversion, or a training, explain it.
+its signal (more than 3 dB) if rounding to nearest does. A warning says so; recorded output errors are not computed
+again. A record of such codes only counts if the options of the conversion, or a training, explain it.
 
 **A tensor that lost its signal** (an SQNR of 3 dB or less, such as zeros) is named in a warning by `convert` and
 `verify`. It does not fail them; a gate such as `--gate 'sqnr>=10'` does.
