@@ -10,12 +10,11 @@ from lpconv.forms.reader import open_readable, stored_shapes
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
-from lpconv.results import SourceRecord, TensorRecord, from_json
+from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.gguf import GGUF
 from lpconv.storage.staging import MARKER, is_output, is_trained, read_marker
-from lpconv.storage.urls import is_url
-from lpconv.verify.reader import read_provenance
+from lpconv.verify.reader import open_recorded_source, read_provenance
 
 _HINT = "convert it with `lpconv convert`, for example with --format int4 --granularity group:32"
 
@@ -84,7 +83,11 @@ def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:
 
 def _open_source(output: Checkpoint, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
     """The source of an output, by default the recorded one. Raises InputError if it is missing or has other tensors."""
-    found = _find_source(output.origin.name, source, provenance)
+    found = (
+        open_recorded_source(output.directory, provenance, option="--source")
+        if source is None
+        else open_readable(source)
+    )
     ours, theirs = stored_shapes(output), stored_shapes(found)
     wrong = next((n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)), None)
     if wrong is not None:
@@ -93,19 +96,3 @@ def _open_source(output: Checkpoint, source: str | None, provenance: Mapping[str
             hint="pass the source that was converted to --source",
         )
     return found
-
-
-def _find_source(name: str, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
-    try:
-        if source is not None:
-            return open_readable(source)
-        recorded = from_json(SourceRecord, provenance["source"])
-        if is_url(recorded.name):
-            raise InputError(
-                f"{MARKER} names `{recorded.name}`, which is not read without your consent",
-                hint="if you trust it, pass it to --source",
-            )
-        return open_readable(recorded.name, revision=recorded.revision)
-    except InputError as e:
-        hint = e.hint if source else "pass the source to --source"
-        raise InputError(f"the source of `{name}` is not here: {e.message}", hint=hint) from e

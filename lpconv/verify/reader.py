@@ -1,22 +1,23 @@
 """Read a converted checkpoint back: records from `lpconv.json`, values decoded block by block."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
-from lpconv.forms.reader import FETCH_AGAIN, StoredTensors
+from lpconv.forms.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.plan.options import NEAREST
-from lpconv.results import TensorRecord, from_json
+from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, TUNED, check_is_output
+from lpconv.storage.urls import is_url
 
 _FORMAT_VERSION = 1
 _MOST_STEPS = 3  # times a format's largest number: the farthest that a code can be from a number within its scale
@@ -46,6 +47,21 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     if wrong:
         raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="download the output again")
     return document
+
+
+def open_recorded_source(directory: Path, provenance: Mapping[str, Any], *, option: str) -> Checkpoint:
+    """The source in the record of an output. Raises InputError, whose hint names `option`, if it is not here."""
+    recorded = from_json(SourceRecord, provenance["source"])
+    if is_url(recorded.name):
+        raise InputError(
+            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
+            hint=f"if you trust it, pass it to {option}",
+        )
+    try:
+        return open_readable(recorded.name, revision=recorded.revision)
+    except InputError as e:
+        why = f"the source of `{directory}` is not here: {e.message}"
+        raise InputError(why, hint=f"pass the source to {option}") from e
 
 
 class OutputReader(StoredTensors):

@@ -31,7 +31,6 @@ from lpconv.results import (
     LogitsCheck,
     OpenedCheck,
     OpenedModel,
-    SourceRecord,
     TensorRecord,
     VerifyResult,
     WeightsCheck,
@@ -42,8 +41,7 @@ from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
 from lpconv.storage.contents import read_json
 from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
-from lpconv.storage.urls import is_url
-from lpconv.verify.reader import OutputReader
+from lpconv.verify.reader import OutputReader, open_recorded_source
 from lpconv.verify.weights import check_weights, whole_tensors
 
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
@@ -229,19 +227,13 @@ def prepare_verification(
 
     The records determine which tensors it converts. Raises InputError if the source is not found.
     """
-    recorded = from_json(SourceRecord, provenance["source"])
-    if against is None and is_url(recorded.name):
-        raise InputError(
-            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
-            hint="if you trust it, pass it to --against",
-        )
     options = dataclasses.replace(
         from_json(ConvertOptions, provenance["options"]),
         include=(),
         exclude=(),
         rules=(),
         max_shard_size=None,
-        revision=None if against else recorded.revision,
+        revision=None,
         verify=verify,
         allow_missing=True,  # the output is published already
         trust_remote_code=trust_remote_code,
@@ -250,13 +242,9 @@ def prepare_verification(
         options = fill_options(options)
     except UsageError as e:
         raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
-    try:
-        source = open_readable(against or recorded.name, revision=options.revision)
-    except InputError as e:
-        if against is not None:
-            raise
-        hint = "pass the source to --against"
-        raise InputError(f"the source of `{directory}` is not here: {e.message}", hint=hint) from e
+    source = (
+        open_recorded_source(directory, provenance, option="--against") if against is None else open_readable(against)
+    )
     return prepare(source, directory, options)
 
 
