@@ -1,4 +1,4 @@
-"""Memory that this process may still take, and recognising failed allocations.
+"""This process on this machine: memory that it may still take, failed allocations, and a stdout of its own.
 
 The tightest of these limits counts: the machine's free memory, the container (its cgroup, version 1 or 2, and all
 parent cgroups), and the limits of the process (``ulimit -v`` and ``ulimit -d``). All are read from files below
@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import TextIO
 
 from lpconv.errors import ResourceError, first_line
 
@@ -154,3 +155,18 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
+
+
+def own_stdout() -> TextIO:
+    """A text stream to the current stdout; from now on, direct writes to file descriptor 1 go to stderr.
+
+    The tokenizers library, for example, reports an unexpected field of tokenizer.json on stdout, in the middle of a
+    JSON document. If the shell closed stdout or stderr (``>&-``), writes to it are discarded.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    sys.stdout.flush()
+    descriptor = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return os.fdopen(descriptor, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1)

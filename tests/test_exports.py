@@ -11,7 +11,7 @@ import pytest
 import lpconv
 
 ROOT = Path(lpconv.__file__).parent
-WITH_NAMES = {"hf.py", "models/plugin.py"}  # names of other modules, and a module that travels with outputs
+WITH_NAMES = {"hf.py", "loss_scale.py", "models/plugin.py"}  # public modules, and one that travels with outputs
 
 
 def test_modules_leave_it_to_their_package_what_is_public() -> None:
@@ -23,7 +23,7 @@ def test_modules_leave_it_to_their_package_what_is_public() -> None:
 
 PACKAGES = sorted(".".join(("lpconv", *p.parent.relative_to(ROOT).parts)) for p in ROOT.rglob("__init__.py"))
 # Asked by the names of their modules.
-WITHOUT_NAMES = {"lpconv.cli", "lpconv.models", "lpconv.report", "lpconv.scaled.rules"}
+WITHOUT_NAMES = {"lpconv.cli", "lpconv.kernels", "lpconv.models", "lpconv.report", "lpconv.scaled.rules"}
 
 
 def test_a_package_gives_its_public_names() -> None:
@@ -43,16 +43,14 @@ def test_a_package_gives_its_public_names() -> None:
 
 def test_a_public_name_wins_over_the_module_it_comes_from_in_any_order() -> None:
     order = "import lpconv.formats.cast; from lpconv.formats import cast; from lpconv.formats.cast import check_cast; "
-    other = "from lpconv.storage import resolve, Checkpoint; from lpconv.storage.resolve import DEMO; "
-    code = order + other + "print(cast.__name__, resolve.__name__, check_cast.__name__, DEMO)"
+    other = "from lpconv.probe import track, Tracker; from lpconv.probe.track import model_loss; "
+    code = order + other + "print(cast.__name__, track.__name__, check_cast.__name__, model_loss.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cast", "resolve", "check_cast", "demo"]
+    assert done.stdout.split() == ["cast", "track", "check_cast", "model_loss"]
 
 
 def test_packages_and_their_options_come_without_torch() -> None:
-    lazy = [
-        name for name in PACKAGES if name not in ("lpconv.hf", "lpconv.loss_scale", "lpconv.optim", "lpconv.scaled")
-    ]
+    lazy = [name for name in PACKAGES if name not in ("lpconv.hf", "lpconv.optim", "lpconv.scaled")]
     imports = ", ".join(name for name in lazy if not name.startswith("lpconv.scaled."))
     names = "from lpconv.convert import ConvertOptions; from lpconv.formats import FORMATS"
     code = f"import {imports}, sys; {names}; print({{'torch', 'transformers', 'numpy'}} & set(sys.modules))"

@@ -14,7 +14,7 @@ ROOT = Path(lpconv.__file__).parent
 
 # Row of each top-level module or package of lpconv; the same table as docs/design/README.md.
 ROWS = {
-    "version": 0, "errors": 0, "options": 0, "results": 0, "gates": 0, "lazy": 0, "stdout": 0,
+    "version": 0, "errors": 0, "options": 0, "results": 0, "gates": 0, "lazy": 0,
     "formats": 0, "lookup": 0, "summed": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
     "layers": 1, "report": 1, "shards": 1,
     "mcf": 2, "kernels": 2, "storage": 2,

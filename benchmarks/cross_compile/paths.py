@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.cross_compile.inductor import Graph, captured
 from lpconv.formats.spec import get_format
-from lpconv.kernels import FP8_RECIPES, quantise
+from lpconv.kernels import quantise
+from lpconv.kernels.linear import FP8_RECIPES
 from lpconv.kernels.operands import OperandCast, encode_operand
 from lpconv.mcf.expansion import EXACT_OPTIONS
 from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast

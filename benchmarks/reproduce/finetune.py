@@ -34,7 +34,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.reproduce import planted_outliers as planted
-from lpconv.report.finetune_words import figure_text, noise_text
+from lpconv.report.finetune import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.held_out import IN_FP32, rename_to_fp32
 from lpconv.train.options import FinetuneOptions

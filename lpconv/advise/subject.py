@@ -25,8 +25,7 @@ from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens, read_tokenizer
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
-from lpconv.probe.batches import Batches
-from lpconv.probe.checkpoint import RANDOM_IDS, ProbeSetup, prepare_run
+from lpconv.probe.checkpoint import RANDOM_IDS, Batches, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
 from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import code_list

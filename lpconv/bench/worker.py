@@ -25,10 +25,9 @@ from lpconv.bench.options import Case, parse_device
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, first_line, peer_lost, typed_line
 from lpconv.kernels.matmul import matmul
-from lpconv.machine import peak_rss_bytes
+from lpconv.machine import own_stdout, peak_rss_bytes
 from lpconv.report.numbers import plural
 from lpconv.results import PeakRecord
-from lpconv.stdout import own_stdout
 from lpconv.version import __version__
 
 _GPU_SIZE, _CPU_SIZE = 8192, 1024

@@ -12,7 +12,7 @@ import typer
 
 from lpconv.cli.handling import Commands, handle_failures
 from lpconv.cli.progress import VERBOSE
-from lpconv.stdout import own_stdout
+from lpconv.machine import own_stdout
 from lpconv.version import __version__
 
 # Each is a module in this package with a function or group of the same name.

@@ -303,7 +303,7 @@ def with_error_feedback(
 ) -> Iterator[Job]:
     """The job with given `codes` or those of error feedback, whose files are then deleted; else the job itself."""
     if codes is not None:
-        from lpconv.convert.given import with_codes  # imports torch (seconds)
+        from lpconv.convert.feedback import with_codes  # imports torch (seconds)
 
         yield with_codes(job, codes)
         return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lpconv.data import demo_text
@@ -15,14 +16,13 @@ from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
-from lpconv.models.objective import find_objective
+from lpconv.models.objective import find_objective, next_tokens
 from lpconv.models.opening import Opened, open_to_run, read_text_config
 from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
-from lpconv.probe.batches import MASK_RATE, Batches
 from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
@@ -33,11 +33,49 @@ from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.version import __version__
 
+MASK_RATE = 0.15  # share of the tokens that the mask token replaces, as in BERT (arXiv 1810.04805 §3.1)
 RANDOM_IDS = "random token ids, because the checkpoint has no tokenizer"
 
 _OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 _COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
 _COPIES_FOR_NOISE = 2  # exact gradients, and those of a first rounded pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Endless batches of arguments for a model; windows repeat. `shifted`: the labels of clm are the next tokens."""
+
+    tokens: Tokens
+    task: Task
+    batch_size: int
+    vocab_size: int
+    seed: int
+    shifted: bool = False
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(self.seed)
+        windows = itertools.cycle(self.tokens.windows)
+        while True:
+            ids_BL = torch.stack(list(itertools.islice(windows, self.batch_size)))
+            yield self._batch(ids_BL, generator)
+
+    def _batch(self, ids_BL: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        if self.task is CLM:
+            return {"input_ids": ids_BL, "labels": next_tokens(ids_BL) if self.shifted else ids_BL}
+        if self.task is MLM:
+            return self._masked(ids_BL, generator)
+        return {"input_ids": ids_BL}
+
+    def _masked(self, ids_BL: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+        chosen_BL = torch.rand(ids_BL.shape, generator=generator) < MASK_RATE
+        chosen_BL[:, self.tokens.num_prefix] = True  # without any label a batch has no loss
+        chosen_BL[:, : self.tokens.num_prefix] = False
+        chosen_BL[:, ids_BL.shape[1] - self.tokens.num_suffix :] = False
+        if self.tokens.mask_id is None:
+            covered_BL = torch.randint(self.vocab_size, ids_BL.shape, generator=generator)
+        else:
+            covered_BL = torch.full_like(ids_BL, self.tokens.mask_id)
+        return {"input_ids": torch.where(chosen_BL, covered_BL, ids_BL), "labels": torch.where(chosen_BL, ids_BL, -100)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from lpconv.report.convert import RUN_FIGURES, auto_class, figures, method_name, opening_lines, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
-from lpconv.report.finetune_words import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
+from lpconv.report.finetune import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
 from lpconv.report.tensors import action_groups, action_row, converted_tensors, worst_table
 from lpconv.report.verify import verification_section

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lpconv.errors import InputError, UsageError
 from lpconv.models.objective import IGNORED
 from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
-from lpconv.probe.batches import MASK_RATE
+from lpconv.probe.checkpoint import MASK_RATE
 from lpconv.train.data import HELD_OUT, Rows
 
 Example = Mapping[str, Any]

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lpconv.convert.given import stored_parts
+from lpconv.convert.feedback import stored_parts
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
 from lpconv.formats.codes import nearest_code_

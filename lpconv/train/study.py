@@ -12,8 +12,7 @@ from lpconv.models.objective import Objective
 from lpconv.plan.provenance import inherited_facts, versions
 from lpconv.progress import Progress
 from lpconv.report.cards import finetune_card
-from lpconv.report.finetune import finetune_document
-from lpconv.report.finetune_words import nothing_learned
+from lpconv.report.finetune import finetune_document, nothing_learned
 from lpconv.report.html import html
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import plural

@@ -84,7 +84,7 @@ def compiled(module: nn.Module) -> tuple[Callable[..., Any], list[int]]:
 
 def product_of_codes() -> None:
     """Every granularity of scales, odd shapes, and results of each width."""
-    from lpconv.kernels import matmul
+    from lpconv.kernels.matmul import matmul
 
     for m, k, n in SHAPES:
         row = (on_gpu(m, 1, dtype=torch.float32), on_gpu(n, 1, dtype=torch.float32).t())
@@ -98,7 +98,7 @@ def product_of_codes() -> None:
 
 def product_without_tensor_cores() -> None:
     """What fp8 tensor cores do not support is decoded: two e5m2 matrices, fnuz codes, older GPUs, empty tensors."""
-    from lpconv.kernels import matmul
+    from lpconv.kernels.matmul import matmul
 
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz):
         with products(0):
@@ -134,7 +134,7 @@ def functional_linear() -> None:
 
 
 def fp8_layer(recipe: str, n: int, k: int) -> nn.Module:
-    from lpconv.kernels import FP8_RECIPES, use_recipe
+    from lpconv.kernels.linear import FP8_RECIPES, use_recipe
 
     layer = nn.Linear(k, n)
     layer.weight, layer.bias = nn.Parameter(on_gpu(n, k)), nn.Parameter(on_gpu(n))
@@ -147,7 +147,7 @@ def fp8_layer(recipe: str, n: int, k: int) -> nn.Module:
 
 def fp8_linear() -> None:
     """Forward and backward of every recipe: three scaled products, or none with scales per block."""
-    from lpconv.kernels import FP8_RECIPES
+    from lpconv.kernels.linear import FP8_RECIPES
 
     for recipe in FP8_RECIPES:
         for m, k, n in ODD:
@@ -177,9 +177,9 @@ def fp8_linear_compiled() -> None:
 
 def codecs() -> None:
     """Casts and decoding; checks of values are skipped, because a GPU would have to wait for them."""
-    from lpconv.kernels import encode, fake_quantise
     from lpconv.kernels.decode import decode
     from lpconv.kernels.matmul import HalfProducts
+    from lpconv.kernels.quantise import encode, fake_quantise
 
     for name in ("e4m3fn", "e5m2"):
         found = encode(on_gpu(5, 7), name)

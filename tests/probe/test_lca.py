@@ -12,8 +12,7 @@ from transformers import LlamaForCausalLM
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW
-from lpconv.probe.intended import intended_updates, weight_value
-from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, summarise
+from lpconv.probe.lca import LossChange, LossChangeStep, by_layer, intended_updates, summarise, weight_value
 from lpconv.scaled import AdamW, scaled
 
 

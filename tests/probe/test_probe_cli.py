@@ -19,8 +19,7 @@ from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
 from lpconv.models.tasks import CLM, MLM
 from lpconv.models.tokenizer import Tokens
-from lpconv.probe.batches import MASK_RATE, Batches
-from lpconv.probe.checkpoint import probe_checkpoint
+from lpconv.probe.checkpoint import MASK_RATE, Batches, probe_checkpoint
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.storage.staging import Staging

@@ -13,8 +13,15 @@ from lpconv.errors import InputError
 from lpconv.report.cards import finetune_card
 from lpconv.report.charts import HeatMap
 from lpconv.report.document import Code, Prose, Table, texts_of
-from lpconv.report.finetune import compare_finetunes, finetune_document
-from lpconv.report.finetune_words import gap_table, held_out_words, nothing_learned, verdict, worst_tracked
+from lpconv.report.finetune import (
+    compare_finetunes,
+    finetune_document,
+    gap_table,
+    held_out_words,
+    nothing_learned,
+    verdict,
+    worst_tracked,
+)
 from lpconv.report.markdown import markdown
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.results import (

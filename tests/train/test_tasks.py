@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
 from lpconv.progress import Silent
-from lpconv.report.finetune_words import verdict
+from lpconv.report.finetune import verdict
 from lpconv.results import FinetuneResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import read_rows

@@ -1,4 +1,4 @@
-"""Loss scales by name, their base class, the schedule of a smallest scale, and the division of gradients by a scale."""
+"""Global loss scales: one factor on the loss that keeps small gradients from underflowing in a 16-bit format."""
 
 import inspect
 import math
@@ -15,6 +15,8 @@ from torch import Tensor
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.lookup import find
 from lpconv.shards import local
+
+__all__ = ["LOSS_SCALES", "Floor", "LossScale", "largest_gradient", "make_loss_scale", "unscale_"]
 
 _HISTORY_LENGTH = 10_000  # latest changes kept, for rules that change at every step
 _SMALLEST = 2.0**-126  # the smallest normal fp32 number; below it a scale loses digits, then becomes 0 for good
