@@ -147,33 +147,34 @@ def options_of(record: type[Any]) -> dict[str, Declared]:
 
 
 def _declared_options(record: type[Any]) -> Iterator[Declared]:
-    for field, group, option in _annotated_fields(record):
-        if group is not None:
-            yield from _declared_options(group.record)
-        elif option is not None:
-            kind = typing.get_args(field.type)[0]
-            parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-            one = next(p for p in parts if p is not types.NoneType)
-            many = typing.get_origin(one) is tuple
-            yield Declared(
-                field=field.name,
-                option=option,
-                type=typing.get_args(one)[0] if many else one,
-                nullable=len(parts) > 1,
-                is_many=many,
-                bounds=tuple(n for n in typing.get_args(field.type)[1:] if isinstance(n, Bound)),
-                default=field.default,
-            )
+    for _, one in _fields(record):
+        yield from _declared_options(one.record) if isinstance(one, Group) else (one,)
 
 
-def _annotated_fields(record: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Group | None, Option | None]]:
+def _fields(record: type[Any]) -> Iterator[tuple[str, Declared | Group]]:
+    """The fields of a record that users set, each with its option, or with the group of options behind it."""
     for field in dataclasses.fields(record):
-        notes = getattr(field.type, "__metadata__", ())
-        yield (
-            field,
-            next((n for n in notes if isinstance(n, Group)), None),
-            next((n for n in notes if isinstance(n, Option)), None),
-        )
+        for note in getattr(field.type, "__metadata__", ()):
+            if isinstance(note, Group):
+                yield field.name, note
+            elif isinstance(note, Option):
+                yield field.name, _declared(field, note)
+
+
+def _declared(field: dataclasses.Field[Any], option: Option) -> Declared:
+    kind, *notes = typing.get_args(field.type)
+    parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    one = next(p for p in parts if p is not types.NoneType)
+    many = typing.get_origin(one) is tuple
+    return Declared(
+        field=field.name,
+        option=option,
+        type=typing.get_args(one)[0] if many else one,
+        nullable=len(parts) > 1,
+        is_many=many,
+        bounds=tuple(n for n in notes if isinstance(n, Bound)),
+        default=field.default,
+    )
 
 
 def fields_of_run(record: type[Any]) -> frozenset[str]:
@@ -203,11 +204,11 @@ def command_words(record: type[Any], values: Mapping[str, Any]) -> Iterator[str]
 def make(record: type[T], values: Mapping[str, Any]) -> T:
     """Make a record from `values` by option name; all other fields keep their defaults."""
     fields: dict[str, Any] = {}
-    for field, group, option in _annotated_fields(record):
-        if group is not None:
-            fields[field.name] = group.make(make(group.record, values))
-        elif option is not None and (option.name or field.name) in values:
-            fields[field.name] = values[option.name or field.name]
+    for name, one in _fields(record):
+        if isinstance(one, Group):
+            fields[name] = one.make(make(one.record, values))
+        elif one.name in values:
+            fields[name] = values[one.name]
     return record(**fields)
 
 
@@ -220,16 +221,13 @@ def check(options: Any) -> None:
         raise UsageError(
             "--resume and --force cannot be combined", hint="--resume continues a run, --force starts over"
         )
-    known = options_of(type(options))
-    for field, group, option in _annotated_fields(type(options)):
-        value = getattr(options, field.name)
-        if group is not None and isinstance(value, group.record):
+    for name, one in _fields(type(options)):
+        value = getattr(options, name)
+        if isinstance(one, Declared) and value is not None:
+            for single in value if one.is_many else (value,):
+                check_value(one, single)
+        elif isinstance(one, Group) and isinstance(value, one.record):
             check(value)
-        if option is None or value is None:
-            continue
-        declared = known[option.name or field.name]
-        for one in value if declared.is_many else (value,):
-            check_value(declared, one)
 
 
 def check_value(declared: Declared, value: Any) -> Any:
