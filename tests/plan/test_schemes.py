@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.errors import UsageError
 from lpconv.formats.grains import get_grain
-from lpconv.models.known import known_linears
 from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
 from lpconv.plan.schemes import SCHEMES
@@ -29,8 +28,7 @@ def options_of_scheme(name: str) -> ConvertOptions:
 def test_bits_are_those_of_the_plan(name: str) -> None:
     options = fill_options(options_of_scheme(name))
     info = TensorInfo(name=WEIGHT, dtype="F32", shape=(ROWS, COLUMNS), begin=0, end=ROWS * COLUMNS * 4)
-    linears = known_linears({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, {WEIGHT: info.shape})
-    plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=linears)
+    plan = make_plan({WEIGHT: (info, "model.safetensors")}, options, ties={}, linears=None)
     (tensor,) = plan.tensors
     assert tensor.form.num_bytes * 8 / (ROWS * COLUMNS) == pytest.approx(SCHEMES[name].bits, abs=0.006)
 
