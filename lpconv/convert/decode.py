@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import Kept
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.forms.reader import DecodedSource, StoredTensors
@@ -152,7 +151,7 @@ def decode_checkpoint(
 
         tensors = {
             new: [
-                (n, e.info.dtype if isinstance(stored.forms[n], Kept) else target.safetensors or "", e.info.shape)
+                (n, e.info.dtype if stored.forms[n].is_kept else target.safetensors or "", e.info.shape)
                 for n, e in source.entries.items()
                 if e.file == old
             ]

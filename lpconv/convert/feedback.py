@@ -38,7 +38,6 @@ from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
-from lpconv.forms.scaled import ScaledCodes
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors
@@ -188,7 +187,7 @@ class TensorRounding:
     """
 
     def __init__(self, t: PlannedTensor, workers: Workers, measured: Measurement, count: int) -> None:
-        assert isinstance(t.form, ScaledCodes)
+        assert t.form.takes_codes, t.form
         (data,) = t.form.data
         self.form, self._workers, self._measured = t.form, workers, measured
         self._codes = torch.empty(data.num_bytes, dtype=torch.uint8)
@@ -344,7 +343,7 @@ def with_codes(job: Job, codes: Mapping[str, Side]) -> Job:
     return dataclasses.replace(job, plan=job.plan.with_forms(lambda t: forms.get(t.name, t.form)))
 
 
-def stored_parts(form: ScaledCodes, values: Tensor, side: Side, work: Workspace) -> dict[str, Tensor]:
+def stored_parts(form: Form, values: Tensor, side: Side, work: Workspace) -> dict[str, Tensor]:
     """The components to store, by name, for numbers on the form's grid (fp32, 1-D) with the scales in `side`."""
     (component,) = form.data
     raw = bytes_on_grid(form, values, 0, Measurement(stats=block_stats(values, work), side=side), work)
@@ -354,7 +353,7 @@ def stored_parts(form: ScaledCodes, values: Tensor, side: Side, work: Workspace)
 
 def _given(source: Source, t: PlannedTensor, parts: Side) -> Form:
     form, codes = t.form, Codes.from_form(t.form, parts)
-    if not isinstance(form, ScaledCodes) or parts.keys() != {c.name for c in form.components}:
+    if not form.takes_codes or parts.keys() != {c.name for c in form.components}:
         raise InputError(
             f"the codes of `{t.name}` are not stored as {form.words}", hint="convert the source again with this lpconv"
         )

@@ -11,7 +11,6 @@ from annotated_types import Ge
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.forms import Headers, Stored, grid_of, recognise
 from lpconv.forms.foreign.grid import Grid
-from lpconv.forms.tiles import Tiles
 from lpconv.options import AllowMissing, Force, Option, Revision
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source
@@ -78,7 +77,7 @@ def integer_grid(form: Stored) -> Grid | None:
 
     None for every other form: DequantizeLinear does not decode it.
     """
-    grid = form.grid if isinstance(form, Tiles) else grid_of(form)
+    grid = grid_of(form)
     if grid is None or not grid.format.twos_complement or len(form.shape) != 2 or grid.is_transposed:
         return None
     rows, cols = grid.block

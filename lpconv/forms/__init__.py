@@ -4,11 +4,12 @@ Third-party layouts are read by `lpconv.forms.foreign`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import Component, FormSettings, Headers
 from lpconv.forms.fine_grained import FineGrained
-from lpconv.forms.foreign import ACTIVATIONS, READ, find
+from lpconv.forms.foreign import ACTIVATIONS, MLX, READ, find
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Form, Kept, Stored
 from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
@@ -18,7 +19,8 @@ from lpconv.forms.points import PointRows
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.tiles import Tiles
 
-__all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Stored", "grid_of", "recognise"]
+__all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Stored", "grid_of", "judged_grids",
+           "recognise"]  # fmt: skip
 
 # In the order in which `recognise` tries them; a tensor that no other form recognises is `Kept`.
 FORMS: dict[str, type[Form]] = {
@@ -52,10 +54,20 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
 
 
 def grid_of(form: Stored) -> Grid | None:
-    """The `Grid` of a weight whose layout third-party tools write too; None for any other form."""
-    if isinstance(form, (Compressed, CompressedTiles, FineGrained)):
+    """The codes and scales of a weight as a `Grid`; None for any other form."""
+    if isinstance(form, (Compressed, Tiles)):
         return form.grid
     return form if isinstance(form, Grid) else None
+
+
+def judged_grids(forms: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Grid]:
+    """The grids by name whose scales are judged: of layouts that third-party tools write too.
+
+    `settings` is the `quantization_config`.
+    """
+    if settings.get("quant_method") not in READ - {MLX}:
+        return {}
+    return {n: grid for n, form in forms.items() if (grid := grid_of(form)) is not None}
 
 
 def _recognise_one(name: str, headers: Headers) -> Stored:

@@ -30,6 +30,9 @@ from lpconv.storage.compressed import (
     INPUT_GLOBAL_SCALE,
     INPUT_SCALE,
     cache_scale_name,
+    codes_of,
+    groups_for,
+    input_scale_name,
     preset_of,
     quantization_config,
 )
@@ -41,10 +44,11 @@ if TYPE_CHECKING:
 
 
 _E4M3FN = FORMATS["e4m3fn"]
-_SCALE_DTYPES = {"F32", "F16", "BF16"}
+_SCALE_DTYPES = ("F32", "F16", "BF16")
 # Scales of groups of 16 normal numbers are a third of the RMS, and the smallest is 2^-9: NVFP4 keeps 17 of 20 dB.
 _LEAST_RMS = 0.005
 _WEIGHT, _PACKED_SUFFIX, _SIZE_SUFFIX = ".weight", "_packed", "_shape"
+_ONLY_READ = ("_zero_point", "_g_idx")  # parts of weights that lpconv reads as a `Grid`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +130,11 @@ class _Layout(ScaledCodes):
 
     def _as_stored(self, headers: Headers) -> Self:
         """The form, with scales of inputs and of the cache if the config and the file have them."""
-        presets = headers.presets
-        is_calibrated = presets is not None and presets.preset_for(self.name.removesuffix(_WEIGHT)).is_calibrated
-        has_cache_scale = "kv_cache_scheme" in headers.quantization and cache_scale_name(self.name) in headers.root
-        has_input_scale = is_calibrated and headers.holds(self.input_scale)
-        return replace(self, has_input_scale=has_input_scale, has_cache_scale=has_cache_scale)
+        groups = groups_for(headers.quantization, self.name.removesuffix(_WEIGHT))
+        inputs = [input_scale_name(g.get("input_activations")) for g in groups[:1]]
+        has_input_scale = inputs == [self.input_name] and headers.holds(self.input_scale)
+        cached = Component(name=cache_scale_name(self.name) or "", dtype="F32", shape=(1,))
+        return replace(self, has_input_scale=has_input_scale, has_cache_scale=headers.holds(cached))
 
     def with_inputs(self, absmax: float) -> Self:
         return replace(self, input_absmax=absmax)
@@ -243,10 +247,9 @@ class Compressed(_Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedTiles(_Layout, Tiles):
-    """Codes with a scale per tile, in the layout of a `Preset`. The scales of integers are bf16 (`scale_dtype`).
+    """Codes with a scale per tile, in the layout of a `Preset`. The scales of integers are bf16.
 
-    compressed-tensors itself saves those in the dtype of the model, and earlier versions of lpconv wrote fp32.
-
+    compressed-tensors itself saves scales in the dtype of the model, and earlier versions of lpconv wrote fp32.
 
     Plain transformers stacks experts, and ignores NVFP4's tensor scale for all of them
     (huggingface/transformers#48371). So with power-of-two scales, which every reader uses unchanged, the tensor scale
@@ -258,9 +261,9 @@ class CompressedTiles(_Layout, Tiles):
     whole: ClassVar[type[ScaledCodes]] = Compressed
     has_short_scales: ClassVar[bool] = True
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
+    scale_dtypes: ClassVar[tuple[str, ...]] = _SCALE_DTYPES
 
     is_expert: bool = False
-    scale_dtype: str = ""  # that of the granularity
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
@@ -288,28 +291,19 @@ class CompressedTiles(_Layout, Tiles):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        presets = headers.presets
-        if presets is None:
+        weight = name.removesuffix(_PACKED_SUFFIX)
+        has_more = any(weight + part in headers.root for part in _ONLY_READ)
+        if headers.quantised_by != cls.quantised_by or has_more:
             return None
-        preset = presets.preset_for(name.removesuffix(_PACKED_SUFFIX).removesuffix(_WEIGHT))
-        suffix = _suffix(FORMATS[preset.number])
-        if preset.grain is None or not name.endswith(suffix):
-            return None
-        weight, scale_dtype = name.removesuffix(suffix), ""
-        if FORMATS[preset.number].twos_complement:
-            scales = headers.root.get(weight + SCALE_SUFFIX)
-            scale_dtype = scales.dtype if scales is not None and scales.dtype in _SCALE_DTYPES else ""
-        form = cls._of_codes(weight, name, preset.grain, preset.number, headers, scale_dtype=scale_dtype)
-        return form._as_stored(headers) if form and form.format.name == preset.number else None
+        for meant in map(codes_of, groups_for(headers.quantization, weight.removesuffix(_WEIGHT))):
+            form = cls._of_codes(weight, name, meant[1], meant[0], headers) if meant else None
+            if form is not None and meant is not None and form.format.name == meant[0] and form.codes.name == name:
+                return form._as_stored(headers)
+        return None
 
     @property
     def codes(self) -> Component:
         return replace(super().codes, name=self.name + _suffix(self.format))
-
-    @property
-    def scales(self) -> Component:
-        scales = super().scales
-        return replace(scales, dtype=self.scale_dtype or scales.dtype)
 
     @property
     def size(self) -> Component | None:

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.forms import Headers, Kept, Stored, grid_of
+from lpconv.forms import Headers, Stored, judged_grids
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
 from lpconv.report.numbers import code_list
-from lpconv.storage.compressed import COMPRESSED_TENSORS, input_scale_name
+from lpconv.storage.compressed import COMPRESSED_TENSORS, groups_for, input_scale_name
 from lpconv.storage.gguf import GGUF
 from lpconv.summed import Summed
 
@@ -53,8 +53,8 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
         return Findings(problems=(f"{code_list(codes)}: quantised, but config.json has no quantization_config",))
     if method not in READ:
         return Findings()
-    grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
-    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms))
+    grids = judged_grids(forms, headers.quantization)
+    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms, grids))
     return Findings(problems=problems, warnings=(*_block_warnings(grids), *_mixed_fused_weights(forms)))
 
 
@@ -73,15 +73,15 @@ def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
     known = {c.name for form in forms.values() for c in form.components}
     lone = [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
-    lone += [n for n, form in forms.items() if isinstance(form, Kept) and is_part(n, form.dtype, forms)]
+    lone += [n for n, form in forms.items() if form.is_kept and is_part(n, form.data[0].dtype, forms)]
     if lone:
         yield f"{code_list(lone)}: incomplete weight: a part is missing, or has the wrong dtype or size"
-    if forms and all(isinstance(form, Kept) for form in forms.values()) and not lone and headers.quantised_by != GGUF:
+    if forms and all(form.is_kept for form in forms.values()) and not lone and headers.quantised_by != GGUF:
         method = headers.quantised_by
         yield f"config.json says `{method}`, but no weight is quantised: if all are plain, remove quantization_config"
 
 
-def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterator[str]:
+def _config_mismatches(headers: Headers, forms: Mapping[str, Stored], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Formats, group sizes and module lists of the config that do not match the files."""
     config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
     top = config.get("format"), config.get("quant_algo")
@@ -89,7 +89,7 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterato
         other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
         if other:
             yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
-    yield from _mismatched_sizes(config, coded)
+    yield from _mismatched_sizes(config, grids)
     yield from _missing_input_scales(headers, coded)
     try:
         ignored = _ignored_modules(config, [n.removesuffix(".weight") for n in forms])
@@ -108,14 +108,14 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored]) -> Iterato
             yield f"{code_list(unnamed)}: not quantised, but config.json does not exclude it"
 
 
-def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) -> Iterator[str]:
+def _mismatched_sizes(config: Mapping[str, Any], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Group sizes and zero points that do not match the config's only scheme."""
     groups = config.get("config_groups")
     schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
     schemes = [s for s in schemes if isinstance(s, dict)]
     if len(schemes) != 1:
         return
-    (scheme,), grids = schemes, {n: grid for n, form in coded.items() if (grid := grid_of(form))}
+    (scheme,) = schemes
     block = scheme.get("weight_block_size", scheme.get("block_structure"))
     if isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
         blocks = {n: tuple(min(b, size) for b, size in zip(block, g.matrix, strict=True)) for n, g in grids.items()}
@@ -137,13 +137,11 @@ def _mismatched_sizes(config: Mapping[str, Any], coded: Mapping[str, Stored]) ->
 
 
 def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
-    """Input scales that are missing although a scheme of the config, or one of lpconv's, requires them."""
-    groups = headers.quantization.get("config_groups")
-    schemes = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    modules, missing = [n.removesuffix(".weight") for n in coded], []
-    for module in modules if len(schemes) == 1 or headers.presets is not None else ():
-        inputs = headers.presets.preset_for(module).inputs if headers.presets else schemes[0].get("input_activations")
-        leaf = input_scale_name(inputs) if inputs is None or isinstance(inputs, Mapping) else None
+    """Input scales that are missing although the scheme of the config requires them."""
+    missing = []
+    for module in (n.removesuffix(".weight") for n in coded):
+        groups = groups_for(headers.quantization, module)
+        leaf = input_scale_name(groups[0].get("input_activations")) if len(groups) == 1 else None
         if leaf is not None and f"{module}.{leaf}" not in headers.root:
             missing.append(f"{module}.{leaf}")
     if missing:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations  # tensors are named below and not imported
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.formats.grains import Grain
-from lpconv.storage.compressed import CompressedPresets, presets_in, quantization_method
+from lpconv.storage.compressed import quantization_method
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 from lpconv.summed import Summed, joined
 
@@ -111,11 +110,6 @@ class Headers:
             exceptions={n: str(f) for n, f in exceptions.items()} if isinstance(exceptions, dict) else {},
             quantization=settings,
         )
-
-    @functools.cached_property
-    def presets(self) -> CompressedPresets | None:
-        """The compressed-tensors presets of a config that lpconv wrote, otherwise None."""
-        return presets_in(self.quantization)
 
     def component(self, name: str) -> Component | None:
         """The root component called `name`, or None."""

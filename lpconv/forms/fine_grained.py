@@ -34,6 +34,7 @@ class FineGrained(Tiles):
     quantised_by: ClassVar[str | None] = "fp8"
     of_linears: ClassVar[bool] = True
     axis: ClassVar[tuple[int, ...]] = ()
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("F32", "F16", "BF16")
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -51,8 +52,10 @@ class FineGrained(Tiles):
 
     @classmethod
     def recognise(cls, name: str, headers: Headers) -> Self | None:
-        grain = _grain_in(headers.quantization)
-        return None if grain is None else cls._of_codes(name, name, grain, "", headers)
+        block = headers.quantization.get("weight_block_size")
+        grain = next((GRAINS[n] for n in _WRITTEN if block == list(GRAINS[n].tile)), None)
+        is_named = headers.quantised_by in {w["quant_method"] for w in _WRITTEN.values()}
+        return cls._of_codes(name, name, grain, "", headers) if is_named and grain else None
 
     @classmethod
     def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
@@ -81,11 +84,3 @@ def _quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]
         "weight_block_size": list(grain.tile),
         "modules_to_not_convert": list(ignored),
     }
-
-
-def _grain_in(config: Mapping[str, Any]) -> Grain | None:
-    """The granularity of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
-    ignored = config.get("modules_to_not_convert")
-    if not isinstance(ignored, list):
-        return None
-    return next((g for n in _WRITTEN if config == _quantization_config(g := GRAINS[n], ignored)), None)

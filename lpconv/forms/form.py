@@ -104,6 +104,26 @@ class Stored(ABC):
         return math.prod(self.shape)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the tensor keeps its own bits."""
+        return self.format is None
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the stored numbers need packing and scales to be interpreted."""
+        return not self.is_kept
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether its codes can be chosen for given scales, as error feedback and training do; see `code_scale`."""
+        return False
+
+    @property
+    def fine_scales(self) -> Component | None:
+        """The component with scales of 16 bits or more, one per tile, which can follow a gradient; None without."""
+        return None
+
+    @property
     def cols(self) -> int:
         """Blocks are multiples of this number of elements."""
         return 1
@@ -137,6 +157,25 @@ class Stored(ABC):
     def is_valid_side(self, side: Side) -> bool:
         """Whether side tensors are valid: scales are positive numbers, counts add up."""
         return True
+
+    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
+        """The factor of the codes of a block, viewed as rows of `cols`. Only for a form that `takes_codes`."""
+        raise NotImplementedError(self.words)
+
+    def scale_of_each(self, side: Side, start: int, stop: int) -> Tensor:
+        """The scale of each number `start` to `stop`, fp32, 1-D. Only for a form that `takes_codes`."""
+        import torch
+
+        factor = self.code_scale(side, start, stop)
+        ones = torch.ones(stop - start)
+        if isinstance(factor, float):
+            return ones.mul_(factor)
+        ones.view(*factor.shape[:-1], -1).mul_(factor)
+        return ones
+
+    def with_scales(self, side: Side, scales: Tensor) -> Side:
+        """The side tensors with other `fine_scales`."""
+        raise NotImplementedError(self.words)
 
     def scale(self, side: Side) -> float | None:
         """The common factor of all codes, None if there is none or more than one."""
@@ -234,6 +273,11 @@ class Form(Stored):
     def cache_scale(self) -> str | None:
         """Name of the scale of keys or values that is stored next to the weight, or None."""
         return None
+
+    @property
+    def nearest(self) -> Form:
+        """The form with codes that follow from the source alone."""
+        return self
 
     @property
     def rounding(self) -> RoundingRecord | None:

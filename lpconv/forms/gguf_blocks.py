@@ -202,7 +202,7 @@ class GgufBlocks(Tiles):
         from lpconv.forms.foreign.plane import stored_numbers
 
         size, num_bytes = BLOCKS[self.type]
-        factors = self.factor(self.side_in(data), 0, stop - start).reshape(-1, 1)
+        factors = self.code_scale(self.side_in(data), 0, stop - start).reshape(-1, 1)
         raw = data[0].view(-1, num_bytes)[:, num_bytes - size * self.format.storage_bits // 8 :]
         if self.format.storage_bits == 8:
             return raw.contiguous().view(torch.int8).float().mul_(factors).view(-1)

@@ -64,6 +64,10 @@ class Pair(Form):
         return form if all(map(headers.holds, form.components)) else None
 
     @property
+    def is_coded(self) -> bool:
+        return False  # any tool reads the root
+
+    @property
     def words(self) -> str:
         return f"{self.format.name} and {self.residual} residual"
 

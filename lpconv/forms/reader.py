@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.forms import Component, Headers, Kept, Stored, recognise
+from lpconv.forms import Component, Headers, Stored, judged_grids, recognise
 from lpconv.forms.defects import Findings, from_headers
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.form import Side, Summand
@@ -63,7 +63,8 @@ def _refuse(found: Findings | None, headers: Headers) -> None:
 class StoredTensors:
     """The tensors of a checkpoint under their own names, with the form of each in `forms`.
 
-    `residuals` come from `read_residual`, or from `find_residual` if they have just been written.
+    `residuals` come from `read_residual`, or from `find_residual` if they have just been written. `is_ours`: lpconv
+    wrote the checkpoint, or at least its layout is lpconv's.
     """
 
     def __init__(self, checkpoint: Checkpoint, residuals: Residuals | None) -> None:
@@ -84,7 +85,11 @@ class StoredTensors:
             )
             check_readable(self._headers)
             self.forms = recognise(self._headers)
-            self._sides: dict[str, Side] = {n: self.read_side(form) for n, form in self.forms.items() if form.side}
+            self.is_ours = self._headers.quantised_by not in READ or (checkpoint.directory / MARKER).exists()
+            # Third-party scales are judged in bands (`from_scales`) and read again if needed, since they may be many.
+            in_bands = {} if self.is_ours else judged_grids(self.forms, self._headers.quantization)
+            self._sides = {n: self.read_side(f) for n, f in self.forms.items() if f.side and n not in in_bands}
+            self._side_again = lru_cache(maxsize=_BANDS)(lambda name: self._side_of(self.forms[name]))
             self._opened = opened.pop_all()
 
     @classmethod
@@ -95,12 +100,12 @@ class StoredTensors:
         `inspect` finds in headers and scales; UnsupportedError for layouts that lpconv does not read.
         """
         checkpoint = open_readable(model)
-        stored, is_ours = cls(checkpoint, read_residual(checkpoint.directory)), (checkpoint.directory / MARKER).exists()
+        stored = cls(checkpoint, read_residual(checkpoint.directory))
         try:
-            wrong = stored._disagreement(is_ours=is_ours)
+            wrong = stored._disagreement()
             if wrong is not None:
                 raise InputError(wrong, hint=FETCH_AGAIN)
-            if quantization_method(checkpoint.config) in READ and not is_ours:
+            if not stored.is_ours:
                 from lpconv.forms.scale_defects import from_scales  # imports torch (seconds)
 
                 headers = stored._headers
@@ -110,7 +115,7 @@ class StoredTensors:
             raise
         return stored
 
-    def _disagreement(self, *, is_ours: bool) -> str | None:
+    def _disagreement(self) -> str | None:
         """A contradiction between files and config, as a sentence, or None.
 
         An output of ours may be an unquantised copy.
@@ -118,7 +123,7 @@ class StoredTensors:
         stray, method = self._stray(), self._headers.quantised_by
         if stray is not None:
             return f"`{stray}` is stored in an unknown form"
-        if method in READ and method != GGUF and not is_ours and all(isinstance(f, Kept) for f in self.forms.values()):
+        if not self.is_ours and method != GGUF and all(f.is_kept for f in self.forms.values()):
             return f"config.json says that the weights are quantised by `{method}`, but none are"
         return None
 
@@ -131,8 +136,7 @@ class StoredTensors:
             lone += [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
             lone += [n for n in self.forms if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self.forms]
         if headers.quantised_by in READ:
-            kept = {n: form.dtype for n, form in self.forms.items() if isinstance(form, Kept)}
-            lone += [n for n, dtype in kept.items() if is_part(n, dtype, self.forms)]
+            lone += [n for n, f in self.forms.items() if f.is_kept and is_part(n, f.data[0].dtype, self.forms)]
         return next(iter(lone), None)
 
     @property
@@ -151,7 +155,7 @@ class StoredTensors:
 
     def side(self, name: str) -> Side:
         """The side tensors of a tensor; empty if its form has none."""
-        return self._sides.get(name, {})
+        return self._sides[name] if name in self._sides else self._side_again(name)
 
     def holds(self, form: Stored) -> bool:
         """Whether a tensor is stored exactly as `form`, without other components."""
@@ -160,10 +164,13 @@ class StoredTensors:
 
     def read_side(self, form: Stored) -> Side:
         """Read the side tensors of a form. Raises InputError if they are invalid."""
-        side = {c.name: read_tensor(self._root, c.name) for c in form.side}
+        side = self._side_of(form)
         if not form.is_valid_side(side):
             raise InputError(f"the scales of `{form.name}` do not fit its {form.words}", hint=FETCH_AGAIN)
         return side
+
+    def _side_of(self, form: Stored) -> Side:
+        return {c.name: read_tensor(self._root, c.name) for c in form.side}
 
     def read_data(self, name: str, start: int, stop: int) -> tuple[Tensor, ...]:
         """The data of elements `start` to `stop` as stored in the files."""
@@ -234,7 +241,7 @@ class DecodedSource:
         self._entries: dict[str, TensorEntry] = {}
         self._band = lru_cache(maxsize=_BANDS)(stored.values)  # decoded elements of whole rows
         forms = stored.forms.values()
-        for info in lay_out((f.name, f.dtype if isinstance(f, Kept) else "F32", f.shape) for f in forms):
+        for info in lay_out((f.name, f.data[0].dtype if f.is_kept else "F32", f.shape) for f in forms):
             where = stored.entries[stored.forms[info.name].data[0].name]
             self._entries[info.name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
 
@@ -243,7 +250,7 @@ class DecodedSource:
         return self._entries
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
-        if isinstance(self._stored.forms[name], Kept):
+        if self._stored.forms[name].is_kept:
             self._stored.read_bytes(name, start, out)
             return
         first, last = start // 4, (start + len(out)) // 4

@@ -23,7 +23,6 @@ from lpconv.forms.facts import (
     block_ranges,
 )
 from lpconv.forms.form import Fetch, Form, Over, Side
-from lpconv.forms.scaled import ScaledCodes
 from lpconv.results import RoundingRecord
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Rounded(Form):
 
     kind: ClassVar[str] = "rounded"
 
-    inner: ScaledCodes
+    inner: Form
     fetch: Fetch
     held: Side
     record: RoundingRecord
@@ -48,7 +47,7 @@ class Rounded(Form):
     @classmethod
     def around(cls, inner: Form, fetch: Fetch, held: Side, record: RoundingRecord) -> Self:
         """Wrap the form `inner` that the tensor would have without feedback."""
-        assert isinstance(inner, ScaledCodes)
+        assert inner.takes_codes, inner
         return cls(
             name=inner.name,
             shape=inner.shape,
@@ -86,6 +85,10 @@ class Rounded(Form):
     @property
     def cols(self) -> int:
         return self.inner.cols
+
+    @property
+    def nearest(self) -> Form:
+        return self.inner
 
     @property
     def rounding(self) -> RoundingRecord:
@@ -134,7 +137,7 @@ class Rounded(Form):
         return distance <= self.record.max_steps + _SLACK and self.inner.is_right(got, got, start, side)
 
 
-def bytes_on_grid(form: ScaledCodes, values: Tensor, start: int, measured: Measurement, work: Workspace) -> Tensor:
+def bytes_on_grid(form: Form, values: Tensor, start: int, measured: Measurement, work: Workspace) -> Tensor:
     """The stored bytes of numbers on the form's grid (fp32, 1-D), from element `start` on."""
     import torch
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import Component, Stored, grid_of
+from lpconv.forms import Component, Stored, judged_grids
 from lpconv.forms.defects import Findings, fused_groups
 from lpconv.forms.foreign.grid import Grid, is_positive
 from lpconv.forms.foreign.plane import Span
@@ -64,7 +64,7 @@ def from_scales(
     `settings` is its `quantization_config`; `is_ours` says that lpconv wrote it. Raises InputError if files cannot be
     read.
     """
-    grids = {n: grid for n, form in forms.items() if (grid := grid_of(form))}
+    grids = judged_grids(forms, settings)
     if not grids:
         return None
     stats = {n: _scale_statistics(grid, source) for n, grid in grids.items()}

@@ -56,6 +56,10 @@ class ScaledCodes(Form):
     def words(self) -> str:
         return f"{self.format.name} codes with one scale"
 
+    @property
+    def takes_codes(self) -> bool:
+        return True
+
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         dtype = self.format.safetensors
@@ -68,20 +72,8 @@ class ScaledCodes(Form):
     def scale(self, side: Side) -> float | None:
         return float(side[self.name + SCALE_SUFFIX])
 
-    def factor(self, side: Side, start: int, stop: int) -> float | Tensor:
-        """The factor of the codes of a block, viewed as rows of `cols`."""
+    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
         return float(side[self.name + SCALE_SUFFIX])
-
-    def scale_of_each(self, side: Side, start: int, stop: int) -> Tensor:
-        """The scale of each number `start` to `stop`, fp32, 1-D."""
-        import torch
-
-        factor = self.factor(side, start, stop)
-        ones = torch.ones(stop - start)
-        if isinstance(factor, float):
-            return ones.mul_(factor)
-        ones.view(*factor.shape[:-1], -1).mul_(factor)
-        return ones
 
     def codes_in(self, data: Sequence[Tensor]) -> Tensor:
         """The codes in stored data, in the dtype of the format."""
@@ -139,30 +131,32 @@ class ScaledCodes(Form):
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         from lpconv.forms.codes import encode
 
-        scale = self.factor(measured.side, start, start + x.numel())
+        scale = self.code_scale(measured.side, start, start + x.numel())
         codes, error = encode(x, scale, self.format, work, measured.stats)
         return EncodedBlock(data=(codes,), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode
 
-        return decode(self.codes_in(data), self.factor(side, start, stop))
+        return decode(self.codes_in(data), self.code_scale(side, start, stop))
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode_to
 
-        return decode_to(out, self.codes_in(data), self.factor(side, start, stop))
+        return decode_to(out, self.codes_in(data), self.code_scale(side, start, stop))
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers
         from lpconv.forms.codes import reference_values
 
-        return same_numbers(got, reference_values(value, self.factor(side, start, start + value.numel()), self.format))
+        return same_numbers(
+            got, reference_values(value, self.code_scale(side, start, start + value.numel()), self.format)
+        )
 
     def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
         from lpconv.forms.codes import are_reference_codes
 
-        scale = self.factor(side, start, start + x.numel())
+        scale = self.code_scale(side, start, start + x.numel())
         if are_reference_codes(x, self.codes_in(data), scale, self.format, work):
             return True
         return super().confirms(x, data, start, side, work)
@@ -170,7 +164,7 @@ class ScaledCodes(Form):
     def rows_of_scales(self, side: Side) -> Tensor | None:
         import torch
 
-        scales = self.factor(side, 0, self.num_elements)
+        scales = self.code_scale(side, 0, self.num_elements)
         return torch.tensor([[scales]], dtype=torch.float32) if isinstance(scales, float) else scales
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:

@@ -65,10 +65,13 @@ class Tiles(ScaledCodes):
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
 
     scale_suffix: ClassVar[str] = SCALE_SUFFIX
+    # Dtypes in which a checkpoint may have scales that are numbers.
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("F32",)
     # Whether readers keep the scales of integers in bf16.
     has_short_scales: ClassVar[bool] = False
 
     grain: Grain
+    scale_dtype: str = ""  # if it is not that of the granularity
     searches: bool = False
     importance: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -118,6 +121,9 @@ class Tiles(ScaledCodes):
             return None
         cols = shape[-1] * DTYPE_BITS[codes.dtype] // fmt.storage_bits
         form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain, **more)
+        scales = headers.root.get(form.scales.name)
+        if grain.scale_dtype == "F32" and scales is not None and scales.dtype in cls.scale_dtypes:
+            form = replace(form, scale_dtype=scales.dtype)
         return form if all(map(headers.holds, form.components)) else None
 
     @property
@@ -142,7 +148,8 @@ class Tiles(ScaledCodes):
     def scales(self) -> Component:
         """The component with a scale per tile."""
         shape = self.grain.grid(*self.matrix)
-        return Component(name=self.name + self.scale_suffix, dtype=self.grain.scale_dtype, shape=shape)
+        dtype = self.scale_dtype or self.grain.scale_dtype
+        return Component(name=self.name + self.scale_suffix, dtype=dtype, shape=shape)
 
     @property
     def whole_scale(self) -> Component | None:
@@ -228,8 +235,12 @@ class Tiles(ScaledCodes):
     def scale(self, side: Side) -> None:
         return None
 
+    @property
+    def fine_scales(self) -> Component | None:
+        is_fine = self.whole_scale is None and self.scales.dtype in ("F32", "F16", "BF16")
+        return self.scales if is_fine else None
+
     def with_scales(self, side: Side, scales: Tensor) -> Side:
-        """The side tensors with other scales."""
         return {**side, self.scales.name: scales}
 
     def is_valid_side(self, side: Side) -> bool:
@@ -238,7 +249,7 @@ class Tiles(ScaledCodes):
         scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
         return grid.is_valid_side(side) and is_positive(scales)
 
-    def factor(self, side: Side, start: int, stop: int) -> Tensor:
+    def code_scale(self, side: Side, start: int, stop: int) -> Tensor:
         """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""
         cols, grid = self.cols, self.grid
         height, width = self.grain.sizes(*self.matrix)
@@ -269,7 +280,7 @@ class Tiles(ScaledCodes):
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         if self.format.name in _PACKED or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
             return Stored.summands(self, data, side)
-        return ((data[0], self.factor(side, 0, self.num_elements).view(-1)),)
+        return ((data[0], self.code_scale(side, 0, self.num_elements).view(-1)),)
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         encoded = super().encode(x, start, measured, work)
@@ -369,7 +380,7 @@ class Tiles(ScaledCodes):
             height=self.grain.sizes(*self.matrix)[0],
             num_rows=self.matrix[0],
             cols=self.cols,
-            factor_of=lambda scales, start, stop: self.factor({**common, self.scales.name: scales}, start, stop),
+            factor_of=lambda scales, start, stop: self.code_scale({**common, self.scales.name: scales}, start, stop),
             sum_tiles=self._rule().sum_tiles,
             importance=self.importance,
         )

@@ -10,12 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from lpconv.forms import Headers, Stored, recognise
+from lpconv.forms import Headers, Stored, grid_of, recognise
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.defects import Findings
 from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.forms.foreign import READ
-from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.forms.scale_defects import FACTOR, from_scales
 from lpconv.inspect.headers import VALUES, describe, inspect
@@ -123,12 +122,12 @@ def _measure_tensor(source: Source, t: StoredTensor, work: Workspace, progress: 
 
 def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
     """The record of a weight with the share of its codes at the smallest or largest number of the format."""
-    form = stored.forms[t.name]
-    if not isinstance(form, Grid):
+    grid = None if stored.is_ours else grid_of(stored.forms[t.name])
+    if grid is None:
         return t
     at_end = 0
-    low, high = form.codes.ends
-    for start, stop in block_ranges(form.num_elements, form.cols):
-        codes = form.codes_of(stored.read_data(t.name, start, stop), start, stop)
+    low, high = grid.codes.ends
+    for start, stop in block_ranges(grid.num_elements, grid.cols):
+        codes = grid.codes_of(stored.read(grid, start, stop, {}), start, stop)
         at_end += int(((codes <= low) | (codes >= high)).sum())
-    return replace(t, saturated_share=at_end / form.num_elements)
+    return replace(t, saturated_share=at_end / grid.num_elements)

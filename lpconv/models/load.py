@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import InputError
-from lpconv.forms import Kept
 from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors, open_readable, stored_shapes
 from lpconv.models.coded import CodedTensor, save_as_codes
@@ -171,7 +170,7 @@ def missing_parameters(model_class: Any, report: Mapping[str, Any]) -> tuple[str
 def _coded_in_files(stored: StoredTensors, name: str) -> Tensor:
     """A coded tensor that stays in its files; vectors and tensors that are not numbers are loaded."""
     form = stored.forms[name]
-    if len(form.shape) < 2 or (isinstance(form, Kept) and form.dtype not in ("F64", "F32", "F16", "BF16")):
+    if len(form.shape) < 2 or (form.is_kept and form.data[0].dtype not in ("F64", "F32", "F16", "BF16")):
         return stored.tensor(name)
     return CodedTensor.from_files(stored, name)
 
@@ -179,7 +178,7 @@ def _coded_in_files(stored: StoredTensors, name: str) -> Tensor:
 def _coded_in_memory(stored: StoredTensors, name: str) -> Tensor:
     """A coded tensor in memory for a matrix of codes; anything else is loaded."""
     form = stored.forms[name]
-    if isinstance(form, Kept) or len(form.shape) < 2:
+    if form.is_kept or len(form.shape) < 2:
         return stored.tensor(name)
     return CodedTensor.from_form(form, stored.read_components(name))
 

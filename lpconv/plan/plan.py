@@ -15,7 +15,6 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.defects import fused_groups
-from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
@@ -69,7 +68,8 @@ class PlannedTensor:
         """Whether it gets codes of at most 8 bits and may be the weight of a linear layer, as error feedback needs."""
         return (
             self.action == "convert"
-            and isinstance(self.form, ScaledCodes)
+            and self.form.takes_codes
+            and self.form.format is not None
             and self.form.format.storage_bits <= FEEDBACK_BITS
             and len(self.info.shape) in (2, 3)  # or one matrix for each expert
             and self.form.shape == self.info.shape  # not transposed, as in GGUF

@@ -19,6 +19,7 @@ INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_s
 # The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
 KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _CACHED = re.compile(r"(.+\.)([kv])_proj\.weight")
+_BROAD = re.compile("re:|[A-Z]")  # targets that are patterns or classes, not names of modules
 MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones
 
 
@@ -112,9 +113,9 @@ _PRESETS = tuple(
 )  # fmt: skip
 
 
-def input_scale_name(inputs: Mapping[str, Any] | None) -> str | None:
+def input_scale_name(inputs: object) -> str | None:
     """Name of the input-scale tensor that this activation config requires, or None."""
-    if inputs is None or inputs.get("dynamic") is True:
+    if not isinstance(inputs, Mapping) or inputs.get("dynamic") is True:
         return None
     return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
 
@@ -187,46 +188,34 @@ def _group(preset: CompressedPreset, targets: list[str]) -> dict[str, Any]:
             "output_activations": None}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompressedPresets:
-    """The presets of a checkpoint: `usual`, and `others` by module name."""
-
-    usual: CompressedPreset
-    others: Mapping[str, CompressedPreset]
-
-    def preset_for(self, module: str) -> CompressedPreset:
-        """The preset of a quantised module."""
-        return self.others.get(module, self.usual)
+_FORMATS = {"float8": "e4m3fn", "float4": "e2m1", "int8": "int8", "int4": "int4"}
 
 
-def presets_in(config: Mapping[str, Any]) -> CompressedPresets | None:
-    """The presets of a config that lpconv wrote; None if any setting differs, as in configs of other tools."""
-    ignored, groups = config.get("ignore"), config.get("config_groups")
-    if not isinstance(ignored, list) or not isinstance(groups, dict) or not groups:
+def groups_for(config: Mapping[str, Any], module: str) -> tuple[Mapping[str, Any], ...]:
+    """The config's groups that a module may belong to: the one that names it, or all that name classes or patterns."""
+    groups = config.get("config_groups")
+    known = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    targets = [[str(t) for t in g["targets"]] if isinstance(g.get("targets"), list) else [] for g in known]
+    for group, names in zip(known, targets, strict=True):
+        if module in names:
+            return (group,)
+    return tuple(g for g, names in zip(known, targets, strict=True) if any(map(_BROAD.match, names)))
+
+
+def codes_of(group: Mapping[str, Any]) -> tuple[str, Grain] | None:
+    """The format and granularity of the codes that a group asks for; None for one scale, and if lpconv writes none."""
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
         return None
-    presets = [_preset_in(group) for group in groups.values()]
-    usual = presets[0]
-    if usual is None or None in presets:
+    kind, size = weights.get("type", "int"), weights.get("group_size")
+    number = _FORMATS.get(f"{kind}{weights.get('num_bits')}")
+    named = {"channel": "row", "tensor_group": "nvfp4", "group": "mx" if kind == "float" else f"group:{size}"}
+    name = "128x128" if weights.get("strategy") == "block" else named.get(str(weights.get("strategy")), "")
+    grain = find_grain(name)
+    if number is None or grain is None or preset_of(number, grain) is None:
         return None
-    others = {
-        name: preset
-        for preset, group in zip(presets[1:], list(groups.values())[1:], strict=True)
-        for name in group["targets"]
-        if preset is not None
-    }
-    written = quantization_config(ignored, usual, others, kv_cache="kv_cache_scheme" in config)
-    return CompressedPresets(usual=usual, others=others) if config == written else None
-
-
-def _preset_in(group: Any) -> CompressedPreset | None:
-    """The preset of one group of the config, or None."""
-    names = ("weights", "input_activations", "targets")
-    weights, inputs, targets = map(group.get, names) if isinstance(group, dict) else (None, None, None)
-    if not isinstance(weights, dict) or not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        return None
-    grain = find_grain(f"group:{weights.get('group_size')}")
-    known = [*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None)]
-    return next((p for p in known if (p.weights, p.inputs) == (weights, inputs)), None)
+    is_meant = {"128x128": weights.get("block_structure") == [128, 128], "row": True}
+    return (number, grain) if is_meant.get(name, size == grain.tile[1]) else None
 
 
 def quantization_method(config: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,7 @@ from lpconv.errors import InputError
 from lpconv.formats.codes import nearest_code_
 from lpconv.formats.spec import Format
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.form import Side
-from lpconv.forms.scaled import ScaledCodes
-from lpconv.forms.tiles import Tiles
+from lpconv.forms.form import Form, Side, Stored
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
@@ -45,7 +43,6 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 
 _SCALE_STEP = 1 / 15  # step of the logarithm of a scale at a learning rate of 1
-_FINE = ("F32", "F16", "BF16")
 _LATENTS = "latents"
 _ROWS = 256  # tokens whose probabilities are in memory at once
 _NOT_FOR_MODELS = ("labels", "num_items_in_batch")  # a loss of their own would only cost time
@@ -128,10 +125,10 @@ class Grid:
         """Views of a parameter's numbers, with a factor that broadcasts to each, and the format of their codes."""
         flat, position = x.view(-1), 0
         for piece in self.pieces:
-            form = _codes_of(piece)
-            factor = form.factor(piece.parts, piece.start, piece.stop)
+            factor, element = piece.form.code_scale(piece.parts, piece.start, piece.stop), piece.form.format
+            assert element is not None, piece.form
             numbers = flat[position : position + len(piece)]
-            yield numbers if isinstance(factor, float) else numbers.view(*factor.shape[:-1], -1), factor, form.format
+            yield numbers if isinstance(factor, float) else numbers.view(*factor.shape[:-1], -1), factor, element
             position += len(piece)
 
     def round_(self, latents: Tensor) -> Tensor:
@@ -180,22 +177,18 @@ class Grid:
             numbers.clamp_(-element.max - element.twos_complement, element.max)
 
 
-def _codes_of(piece: Codes) -> ScaledCodes:
-    assert isinstance(piece.form, ScaledCodes)
-    return piece.form
-
-
 class TrainedScales:
-    """The scales of a stored tensor: `log` is trained, `stored` are the scales in their dtype, which grids share."""
+    """The `fine_scales` of a stored tensor: `log` is trained, `stored` are they in their dtype, which grids share."""
 
-    def __init__(self, form: Tiles, start: Tensor) -> None:
-        self._form, self._start = form, start.float()
+    def __init__(self, form: Stored, start: Tensor) -> None:
+        assert form.fine_scales is not None, form
+        self._form, self._name, self._start = form, form.fine_scales.name, start.float()
         self.log = nn.Parameter(torch.zeros_like(self._start))
         self.stored = start.clone()
 
     def use(self, piece: Codes) -> Codes:
         """A piece of the tensor with these scales."""
-        return replace(piece, parts={**piece.parts, self._form.scales.name: self.stored})
+        return replace(piece, parts={**piece.parts, self._name: self.stored})
 
     def update_(self) -> None:
         self.stored.copy_(self._start * self.log.detach().exp())
@@ -204,14 +197,15 @@ class TrainedScales:
         """Add gradients of factors, in the shape of the form's; a scale may be that of several of them."""
         ones = torch.ones_like(self._start, requires_grad=True)
         with torch.enable_grad():
-            factor = self._form.factor({**piece.parts, self._form.scales.name: ones}, piece.start, piece.stop)
+            factor = self._form.code_scale({**piece.parts, self._name: ones}, piece.start, piece.stop)
+        assert isinstance(factor, Tensor)
         (grad,) = torch.autograd.grad(factor, ones, sums)
         self.log.grad = grad if self.log.grad is None else self.log.grad + grad
 
 
-def _fine_scales(parameters: Iterable[CodedTensor]) -> dict[str, tuple[Tiles, Tensor]]:
+def _fine_scales(parameters: Iterable[CodedTensor]) -> dict[str, tuple[Stored, Tensor]]:
     """Form and scales of the tensors whose scales are trained, by name; none if a parameter joins both kinds."""
-    found: dict[str, tuple[Tiles, Tensor]] = {}
+    found: dict[str, tuple[Stored, Tensor]] = {}
     for p in parameters:
         fine = [x for x in map(_scales_to_train, p.pieces) if x is not None]
         if fine and len(fine) < len(p.pieces):
@@ -220,13 +214,12 @@ def _fine_scales(parameters: Iterable[CodedTensor]) -> dict[str, tuple[Tiles, Te
     return found
 
 
-def _scales_to_train(piece: Codes) -> tuple[Tiles, Tensor] | None:
+def _scales_to_train(piece: Codes) -> tuple[Stored, Tensor] | None:
     """Form and scales of a tensor if they can follow a gradient: 16 bits or more, no powers of two, more than one."""
-    form = piece.form
-    if not isinstance(form, Tiles) or form.whole_scale is not None or form.scales.dtype not in _FINE:
+    if piece.form.fine_scales is None:
         return None
-    scales = piece.parts[form.scales.name]
-    return None if bool((scales.float().frexp().mantissa == 0.5).all()) else (form, scales)
+    scales = piece.parts[piece.form.fine_scales.name]
+    return None if bool((scales.float().frexp().mantissa == 0.5).all()) else (piece.form, scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -237,7 +230,7 @@ class Recovery:
     distillation: Distillation
     grids: Mapping[str, Grid]
     codes: Mapping[str, Side]
-    scales: Mapping[str, tuple[Tiles, Tensor]]
+    scales: Mapping[str, tuple[Stored, Tensor]]
 
     @classmethod
     def open(cls, start: Recoverable, task: Task, progress: Progress) -> Self:
@@ -277,13 +270,13 @@ class Recovery:
             n: form.with_scales(self.codes[n], optimizer.scales[n].stored.cpu()) for n, (form, _) in self.scales.items()
         }
         numbers: dict[str, Tensor] = {}
-        forms: dict[str, ScaledCodes] = {}
+        forms: dict[str, Form] = {}
         for name, grid in self.grids.items():
             for piece, (part, _, _) in zip(grid.pieces, grid.parts(values[name].contiguous()), strict=True):
-                if (form := _codes_of(piece)).name not in new:
+                if (form := piece.form).name not in new:
                     whole = numbers.setdefault(form.name, torch.empty(form.num_elements))
                     whole[piece.start : piece.stop] = part.reshape(-1)
-                    forms[form.name] = form
+                    forms[form.name] = cast(Form, form)  # it takes codes
         work = Workspace()
         for name, form in forms.items():
             side = {c.name: self.codes[name][c.name] for c in form.side}

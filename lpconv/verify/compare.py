@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.forms import Kept, Stored
+from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
-from lpconv.forms.foreign.gguf import Blocks
-from lpconv.forms.pair import Pair
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
 from lpconv.models.ties import tie_candidates, tied_by_model
@@ -199,18 +197,11 @@ def _bits_of(form: Stored) -> int:
     return form.format.storage_bits if form.format else DTYPE_BITS[form.data[0].dtype]
 
 
-def _has_codes(form: Stored) -> bool:
-    """Whether the stored numbers need packing and scales to be interpreted."""
-    if isinstance(form, Blocks):
-        return form.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 equal those of safetensors
-    return not isinstance(form, (Kept, Pair))
-
-
 def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     if sums.lost:
         return f"{sums.lost} elements are NaN or Inf, unlike the reference"
     bits, noise = min(_bits_of(ours), _bits_of(theirs)), sqnr_db(sums.signal, sums.noise)
-    has_codes = _has_codes(ours) or _has_codes(theirs)
+    has_codes = ours.is_coded or theirs.is_coded
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]
     problems = []
     if noise < least:

@@ -8,7 +8,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.forms.rounded import Rounded, digest_of
-from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
+from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.plan.options import NEAREST
 from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ class OutputReader(StoredTensors):
         A record of chosen codes counts only if options or a training explain it, with distances that codes can have.
         """
         record = self.records[form.name].rounding if form.name in self.records else None
-        if record is None or not isinstance(form, ScaledCodes) or not self.holds(form):
+        if record is None or form.format is None or not form.takes_codes or not self.holds(form):
             return form
         is_explained = self.is_trained or (self.rounding != NEAREST and record.output_error is not None)
         is_near = record.max_steps <= _MOST_STEPS * form.format.max

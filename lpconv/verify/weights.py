@@ -28,7 +28,6 @@ from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
-from lpconv.forms.rounded import Rounded
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.provenance import LOST_DB, planned_record, sqnr_db, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
@@ -191,8 +190,8 @@ def _compare_whole(
     right = total.right and (measured == record or _is_close(measured, record))
     if right and not same_side:
         right = tensor_record(t, t.form.scale(implied.side), stats, total.implied, implied) != record
-    if right and isinstance(t.form, Rounded) and measured.sqnr_db is not None and measured.sqnr_db <= LOST_DB:
-        right = _is_lost(replace(t, form=t.form.inner), workers)
+    if right and t.form.rounding is not None and measured.sqnr_db is not None and measured.sqnr_db <= LOST_DB:
+        right = _is_lost(replace(t, form=t.form.nearest), workers)
     return measured, right, total.left
 
 

@@ -253,7 +253,7 @@ def test_scales_that_are_none_are_refused(form: Form, tmp_path: Path, monkeypatc
         scales = torch.full_like(scales, bad)
         side = {**stored.found.side, name: scales}
         folder = _write(tmp_path / str(bad), Stored(form, Measurement(side=side), stored.data))
-        with pytest.raises(InputError, match="fit"):
+        with pytest.raises(InputError, match=r"fit|scale"):
             _open(folder, monkeypatch)
 
 

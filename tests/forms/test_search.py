@@ -60,7 +60,7 @@ def errors(form: Tiles, side: Side, x: Tensor = WEIGHT, importance: Tensor | Non
     from lpconv.forms.codes import _reference
 
     flat = x.reshape(-1)
-    got = _reference(flat, form.factor(side, 0, flat.numel()), form.format)
+    got = _reference(flat, form.code_scale(side, 0, flat.numel()), form.format)
     squares = (got - flat).double().square().view(x.shape)
     squares = squares if importance is None else squares * importance
     height, width = form.grain.sizes(ROWS, COLS)

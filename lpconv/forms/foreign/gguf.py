@@ -20,6 +20,7 @@ from lpconv.forms.facts import Component, Headers
 from lpconv.forms.form import Side, Stored
 from lpconv.storage.arranged import TRANSPOSED, arranged
 from lpconv.storage.gguf import BLOCKS, is_entry
+from lpconv.storage.header import DTYPE_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,10 @@ class Blocks(Stored):
     @property
     def words(self) -> str:
         return f"{self.kind} of GGUF"
+
+    @property
+    def is_coded(self) -> bool:
+        return self.kind not in DTYPE_BITS  # GGUF's F32, F16 and BF16 equal those of safetensors
 
     @property
     def components(self) -> tuple[Component, ...]:
