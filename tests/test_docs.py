@@ -20,12 +20,12 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md", "docs/cli.md", "docs/convert.md", "docs/probe.md", "docs/bench.md", "docs/export.md",
     "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/multipoint.md",
-    "docs/methods/native.md", "docs/layouts.md", "docs/layouts-reference.md", "docs/first-ten-minutes.md",
+    "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md", "docs/first-ten-minutes.md",
     "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
     "docs/methods/four-bits.md",
 ]  # fmt: skip
 PROGRAMS = [
-    "docs/api.md", "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md",
+    "docs/reference/api.md", "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md",
     "docs/methods/lca.md", "docs/methods/loss-scaling.md", "docs/methods/multipoint.md", "docs/methods/native.md",
     "docs/methods/scalify.md", "docs/methods/unit.md", "docs/methods/four-bits.md",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Files, Python names and options that README and docs mention exist."""
 
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from lpconv.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [*DOCS, ROOT / "benchmarks/README.md", *sorted((ROOT / "benchmarks").glob("*/README.md"))]
+PAGES = [*DOCS, *sorted((ROOT / "benchmarks").rglob("README.md")), ROOT / ".github/CONTRIBUTING.md"]
 INVENTED = {"--patience"}  # the option that docs/adding.md adds
 OTHERS = ("pip ", "pipx ", "pytest", "python ", "torchrun", "uvx ")  # commands that are not ours
 
@@ -35,9 +36,23 @@ def unknown_options(text: str) -> set[str]:
 def missing_files(page: Path) -> set[str]:
     text = page.read_text(encoding="utf-8")
     named = re.findall(r"`((?:lpconv|tests|benchmarks|docs)/[\w./*-]+)`", text)
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
-    absent = {link for link in links if not (page.parent / link).exists()}
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text)
+    absent = {f"{link}#{anchor}" for link, anchor in links if not _leads_somewhere(page, link, anchor)}
     return absent | {path for path in named if not list(ROOT.glob(path.rstrip("/")))}
+
+
+def _leads_somewhere(page: Path, link: str, anchor: str) -> bool:
+    """Whether the linked file exists and has the heading that the anchor names, if there is an anchor."""
+    target = page.parent / link if link else page
+    return target.exists() and (not anchor or anchor in _anchors(target))
+
+
+@functools.cache
+def _anchors(page: Path) -> set[str]:
+    """Anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h.strip()).lower() for h in headings]
+    return {re.sub(r"[^\w\- ]", "", w).replace(" ", "-") for w in words}
 
 
 def missing_modules(text: str) -> set[str]:

@@ -51,12 +51,12 @@ def code_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 def page_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
     """(kind, name, text) of the sentences of a page outside code, tables and headings, or of help texts."""
-    for section in source.split("\n## ")[1:] if path == "docs/options.md" else ():
+    for section in source.split("\n## ")[1:] if path.endswith("/options.md") else ():
         command, _, body = section.partition("\n")
         options = re.findall(r"^\| (`-.*?) \| .*? ?\| (.*?) \| .*?\|$", body, re.MULTILINE)
         for option, text in (("", body.strip().split("\n")[0]), *options):
             yield "help", f"page:{command} {option}".strip(), text
-    is_prose = path not in ("docs/options.md", "docs/api.md")  # these consist of help texts and docstrings
+    is_prose = not path.endswith(("/options.md", "/api.md"))  # these consist of help texts and docstrings
     prose = re.sub(r"(?ms)^```.*?^```|<!--.*?-->|^[|#].*?$", "", source) if is_prose else ""
     for block in re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", prose):
         for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z`\[*])", " ".join(block.split())):

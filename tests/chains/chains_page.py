@@ -1,4 +1,4 @@
-"""Writes docs/chains.md: python tests/chains/chains_page.py > docs/chains.md"""
+"""Writes docs/reference/chains.md: python tests/chains/chains_page.py > docs/reference/chains.md"""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from chain_cells import COMMANDS, SOURCES, make, set_up, verdict, write_page
 
 
 def page() -> str:
-    """The whole of docs/chains.md."""
+    """The whole of docs/reference/chains.md."""
     verdicts = {}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         set_up(patch, Path(folder))

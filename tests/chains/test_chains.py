@@ -1,4 +1,4 @@
-"""No command fails after another one: cells of docs/chains.md, done again."""
+"""No command fails after another one: cells of docs/reference/chains.md, done again."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import transformers
 from chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
 
-PAGE = read_page((Path(__file__).parents[2] / "docs" / "chains.md").read_text(encoding="utf-8"))
+PAGE = read_page((Path(__file__).parents[2] / "docs" / "reference" / "chains.md").read_text(encoding="utf-8"))
 # Checkpoints that are stored alike. One of each goes through every command; they take turns.
 FORMS = {
     "kept": ("plain", "restored", "saved again", "fresh", "tuned plain"),

@@ -1,4 +1,4 @@
-"""What can be rehearsed of CUDA passes, and docs/cuda.md names every place that asks for it."""
+"""What can be rehearsed of CUDA passes, and docs/reference/cuda.md names every place that asks for it."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,8 @@ def test_every_rehearsal_passes_and_the_page_on_cuda_is_current(tmp_path: Path) 
     assert {name: error for name, error in errors.items() if error is not None} == {}
     text = cuda_page.page(reached)
     assert "NO REASON GIVEN" not in text, "say in cuda_page.UNTRIED why no rehearsal reaches it, or write one"
-    assert (cuda_page.ROOT / "docs" / "cuda.md").read_text(encoding="utf-8") == text, "run the command on its top"
+    page = cuda_page.ROOT / "docs" / "reference" / "cuda.md"
+    assert page.read_text(encoding="utf-8") == text, "run the command on its top"
 
 
 def test_a_new_branch_would_be_found() -> None:

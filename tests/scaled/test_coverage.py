@@ -6,5 +6,5 @@ import coverage_page
 
 
 def test_the_coverage_page_is_current() -> None:
-    page = Path(__file__).parents[2] / "docs" / "coverage.md"
-    assert page.read_text(encoding="utf-8") == coverage_page.page(), "run the command on top of docs/coverage.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
+    assert page.read_text(encoding="utf-8") == coverage_page.page(), "run the command on its top"

@@ -1,7 +1,7 @@
 """Third-party layouts of low-precision weights, for reading, with the arithmetic in `grid.py`.
 
 A layout is a function in `layouts.py` that makes a `Grid` from the headers of one weight, and a line in `_FINDERS` for
-each `quant_method` of its configs. `docs/layouts-reference.md` lists what lpconv reads, and what was tested.
+each `quant_method` of its configs. `docs/reference/layouts.md` lists what lpconv reads, and what was tested.
 """
 
 import re
