@@ -310,7 +310,6 @@ def drivers_answers() -> None:
         assert worker._seconds(lambda: None, "cuda") >= 0
         assert models.free_device_bytes("cuda:0") == memory.available_bytes(None) == 2**34
         assert _memory_bytes() == 2**20
-        assert memory._instrument().startswith("torch.cuda")
         with patch.dict(os.environ, WORLD_SIZE="2"):
             assert processes.backend() is None
         fields = {f.name: None for f in dataclasses.fields(Case)} | {"device": "cuda:0"}
