@@ -411,7 +411,6 @@ _DIFFERENCES: dict[str, dict[str, Callable[[Path], None]]] = {
         ),
         "codes trained": _forged({}, {}, tuned=True),
         "largest distance": _rounding(max_steps=1e9),
-        "output error": _rounding(output_error=1e-6),
         "no output error": _rounding(output_error=None),
         "hash of the codes": _rounding(sha256="0" * 64),
         "ratio": _record(sqnr_db=99.0),
