@@ -1,5 +1,7 @@
 """Progress reports of long work. The command line draws bars from them; the library is silent by default."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -24,3 +26,20 @@ class Silent:
     def advance(self, amount: int, figures: str = "") -> None: ...
 
     def message(self, text: str) -> None: ...
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Disable transformers' progress bars and loading reports inside the context, then restore the settings."""
+    import transformers
+
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -18,13 +18,12 @@ from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recip
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eager_mode
-from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.provenance import versions
 from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.advise import findings_of, noise_findings, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, RecipeNoise, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint

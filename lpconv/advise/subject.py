@@ -20,14 +20,13 @@ from lpconv.convert.preview import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
 from lpconv.models.load import load_from_state
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import NONE
 from lpconv.models.tokenizer import Tokens, read_tokenizer
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
 from lpconv.probe.checkpoint import RANDOM_IDS, Batches, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
-from lpconv.progress import Progress, Silent
+from lpconv.progress import Progress, Silent, quiet_transformers
 from lpconv.report.numbers import code_list
 from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint

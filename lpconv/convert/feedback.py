@@ -41,13 +41,12 @@ from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors
-from lpconv.models.quiet import quiet_transformers
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.workers import SingleThreadedTorch, Workers
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.tensors import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
 from lpconv.storage.arranged import arranged

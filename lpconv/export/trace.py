@@ -28,8 +28,8 @@ from lpconv.machine import out_of_memory
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import dynamic_axes, random_ids, resize_inputs, tracing_inputs, vocabulary_size
 from lpconv.models.opening import Opened, model_errors, open_to_trace, read_text_config
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, architecture, cache_argument, resolve_auto_class, task_of
+from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint
 
 # The model, ONNX Runtime's copy of it, and the fp32 values into which it folds 16-bit weights.

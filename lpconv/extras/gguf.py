@@ -65,7 +65,7 @@ def make_view(file: Path, view: Path) -> None:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, modeling_gguf_pytorch_utils as theirs
 
-    from lpconv.models.quiet import quiet_transformers
+    from lpconv.progress import quiet_transformers
 
     with quiet_transformers(), _as_error(f"transformers cannot open `{file.name}`"):
         parsed = {"num_key_value_heads": keys[_HEADS]} | theirs.load_gguf_checkpoint(str(file))["config"] | more

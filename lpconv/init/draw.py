@@ -19,11 +19,10 @@ from lpconv.models.empty import check_memory
 from lpconv.models.inputs import example_inputs, vocabulary_size
 from lpconv.models.opening import Blueprint, config_of, model_errors
 from lpconv.models.presets import PRESETS
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.markdown import code_span
 from lpconv.report.printable import printable
 from lpconv.results import InitResult

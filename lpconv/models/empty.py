@@ -14,8 +14,8 @@ from lpconv.layers import embeddings, linears
 from lpconv.machine import available_memory
 from lpconv.models.load import load_from_state, missing_parameters
 from lpconv.models.opening import error_line, model_errors, transformers_config
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
+from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.compressed import LinearModules
 

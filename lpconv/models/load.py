@@ -16,8 +16,8 @@ from lpconv.forms.foreign import READ
 from lpconv.forms.reader import StoredTensors, open_readable, stored_shapes
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture, resolve_auto_class
+from lpconv.progress import quiet_transformers
 from lpconv.report.numbers import code_list, plural
 from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import Checkpoint, Openable

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from lpconv.errors import UnsupportedError
 from lpconv.models.opening import FIT_HINT, model_errors
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, NONE, SEQ2SEQ, Task
+from lpconv.progress import quiet_transformers
 
 IGNORED = -100  # label that losses ignore
 _ROUNDING = 1e-5  # relative; that of fp32 is below 1e-6

@@ -18,8 +18,8 @@ from lpconv.machine import out_of_memory
 from lpconv.models.load import load_resident, load_rows, load_with_missing
 from lpconv.models.plugin import LpconvQuantizer
 from lpconv.models.presets import PRESETS
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task, architecture, main_input, resolve_auto_class, task_of
+from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint, Openable
 
 _DOES_NOT_OPEN = "the model cannot be opened"

@@ -14,7 +14,7 @@ from lpconv.data.texts import text_of
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.opening import read_text_config
-from lpconv.models.quiet import quiet_transformers
+from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint
 
 _FILES = (

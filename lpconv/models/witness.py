@@ -27,8 +27,8 @@ from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_files, missing_parameters
 from lpconv.models.opening import error_line, model_errors
 from lpconv.models.plugin import METHOD, register
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import architecture
+from lpconv.progress import quiet_transformers
 from lpconv.results import OpenedModel
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method

@@ -18,7 +18,6 @@ from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
 from lpconv.models.objective import find_objective, next_tokens
 from lpconv.models.opening import Opened, open_to_run, read_text_config
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, NONE, Task
 from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
@@ -27,7 +26,7 @@ from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
-from lpconv.progress import Progress, Silent
+from lpconv.progress import Progress, Silent, quiet_transformers
 from lpconv.report.numbers import name_list
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.storage.checkpoint import Checkpoint, Openable

@@ -16,10 +16,10 @@ from lpconv.forms.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.objective import Objective, find_objective
 from lpconv.models.opening import Opened, open_to_train, transformers_config
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM, Task, find_task, main_input, task_of
 from lpconv.models.tokenizer import read_tokenizer, special_id, special_tokens
 from lpconv.models.whole import check_complete
+from lpconv.progress import quiet_transformers
 from lpconv.report.numbers import name_list
 from lpconv.scaled.critical import InputRisk, critical_modules, input_risks
 from lpconv.storage.checkpoint import Checkpoint

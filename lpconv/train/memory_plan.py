@@ -39,8 +39,8 @@ from lpconv.layers import blocks_of
 from lpconv.models.inputs import sequence_length
 from lpconv.models.opening import config_of, model_errors
 from lpconv.models.presets import PRESETS
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import find_task, resolve_auto_class
+from lpconv.progress import quiet_transformers
 from lpconv.results import MemoryPlan, RecipeMemory
 from lpconv.scaled import saved_bytes
 from lpconv.scaled.choices import NATIVE_MARK

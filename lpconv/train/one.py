@@ -18,10 +18,9 @@ from transformers.trainer_callback import PrinterCallback
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.models.opening import FIT_HINT, Opened, error_line, model_errors
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.sharing import running_copy
 from lpconv.probe.lca import LossChange
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import name_list
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled

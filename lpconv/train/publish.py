@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, MLM
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.plan.files import copy_side_files, model_side_files, write_sums
 from lpconv.plan.options import ConvertOptions
+from lpconv.progress import quiet_transformers
 from lpconv.results import Series
 from lpconv.shards import gather_whole
 from lpconv.storage.checkpoint import Checkpoint

@@ -35,9 +35,8 @@ from lpconv.forms.form import Form, Side, Stored
 from lpconv.models.coded import CodedTensor, Codes
 from lpconv.models.load import load
 from lpconv.models.opening import open_to_train
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import Task
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.train.recoverable import Recoverable
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output

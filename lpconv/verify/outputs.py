@@ -33,11 +33,10 @@ from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import describe_inputs, example_inputs, inputs_for, vocabulary_size
 from lpconv.models.load import load, open_in_files
 from lpconv.models.opening import model_errors, open_to_run, read_text_config, transformers_config
-from lpconv.models.quiet import quiet_transformers
 from lpconv.models.tasks import CLM, architecture, resolve_auto_class, task_of
 from lpconv.models.tokenizer import read_tokenizer, tokenize, windows_of
 from lpconv.plan.memory import AT_ONCE, window_bytes
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
 from lpconv.results import LogitsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable

@@ -90,7 +90,7 @@ def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
     import torch
 
     from lpconv.models.load import load
-    from lpconv.models.quiet import quiet_transformers
+    from lpconv.progress import quiet_transformers
     from lpconv.verify.outputs import check_model
 
     check_model(checkpoint)
