@@ -16,6 +16,7 @@ Any other exception is a bug in lpconv and ends with exit code 1.
 """
 
 import errno
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -124,6 +125,14 @@ class InterruptedRunError(LpconvError):
     def __init__(self, signal_number: int, *, hint: str | None = None) -> None:
         super().__init__(f"interrupted by signal {signal_number}", hint=hint, details={"signal": signal_number})
         self.exit_code = 128 + signal_number  # type: ignore[misc]  # the one error whose code depends on its cause
+
+
+def check_installed(what: str, *packages: str, extra: str) -> None:
+    """Raise UnsupportedError if a package that `what` needs is not installed; `pip install 'lpconv[extra]'` adds it."""
+    missing = [p for p in packages if importlib.util.find_spec(p.replace("-", "_")) is None]
+    if missing:
+        text = f"{what} needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+        raise UnsupportedError(text, hint=f"install it with `pip install 'lpconv[{extra}]'`")
 
 
 def first_line(error: BaseException) -> str:

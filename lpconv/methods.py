@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, default_grain
 from lpconv.formats.spec import Format, get_format
+from lpconv.gguf import GGUF
 from lpconv.storage.compressed import COMPRESSED_TENSORS
-from lpconv.storage.gguf import GGUF
 
 if TYPE_CHECKING:
     from lpconv.forms import Form

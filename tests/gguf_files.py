@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lpconv.data import demo_checkpoint
-from lpconv.storage.gguf import BLOCKS
+from lpconv.gguf import BLOCKS
 
 __all__ = ["SIZE", "TYPES", "add_keys", "demo_with_merges", "model_as_gguf", "rewrite_as_gguf", "write_gguf"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.attack.object_store import ENVIRONMENT, Store, serving
-from lpconv.extras.remote import store_at
+from lpconv.storage.remote import store_at
 
 __all__ = ["offered"]
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(common.TESTS))
 
 from gguf_files import write_gguf  # after the path to the helpers of the tests
 
-import lpconv.extras.gguf  # noqa: F401  # which takes long on a busy machine
+import lpconv.gguf.read  # noqa: F401  # which takes long on a busy machine
 from lpconv.convert.decode import decode_checkpoint
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError

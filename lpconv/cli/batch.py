@@ -138,7 +138,7 @@ def _executor(manifest: "Manifest", options: BatchOptions, *, progress: "Progres
     if name == "local" and address is not None:
         raise UsageError("--address only applies to a Ray cluster", hint="add --executor ray")
     if name == "ray":
-        from lpconv.extras import RayExecutor
+        from lpconv.batch.ray import RayExecutor
 
         return RayExecutor(manifest.path, address=address, parallel=parallel, quiet=quiet)
     if parallel in (None, 1):

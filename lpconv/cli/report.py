@@ -43,7 +43,7 @@ def report(
     from lpconv.storage.urls import check_url, is_url
 
     if any(map(is_url, runs)):
-        from lpconv.extras import copy_of
+        from lpconv.storage.remote_view import copy_of
 
         runs = [str(copy_of(check_url(run), "report.json")) if is_url(run) else run for run in runs]
     if len(runs) == 1 and Path(runs[0]).is_dir() and find_run(runs[0]) is None:

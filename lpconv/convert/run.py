@@ -12,7 +12,6 @@ from typing import Any
 from lpconv.convert.parts import adopt_parts, check_shareable, checked_parts, folder_for_parts, remove_parts
 from lpconv.data import SELF, text_at
 from lpconv.errors import OutputExistsError, VerificationError
-from lpconv.extras import RemoteStaging, check_free_url, delete_records, head, view_of
 from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
@@ -53,6 +52,9 @@ from lpconv.results import (
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.partfile import sha256_of, write_small
+from lpconv.storage.remote import head
+from lpconv.storage.remote_output import RemoteStaging, check_free_url, delete_records
+from lpconv.storage.remote_view import view_of
 from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_free, read_marker
 from lpconv.storage.urls import is_url
 from lpconv.verify.run import check_hashes

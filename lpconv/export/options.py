@@ -1,7 +1,6 @@
-"""Options of an export, and a check for the libraries that it needs. Plain Python."""
+"""Options of an export, and checks of what it needs. Plain Python."""
 
 import dataclasses
-import importlib
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Annotated, Any
@@ -104,15 +103,3 @@ def choose_opset(wanted: int | None, *, oldest: int) -> int:
             why = "has no fp8" if oldest == _FP8_OPSET else "has no integers with a scale per group"
         raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {oldest} or higher, or leave it out")
     return wanted
-
-
-def require_packages(*modules: str) -> None:
-    """Raise UnsupportedError, with the install command, unless all `modules` can be imported."""
-    missing = []
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise UnsupportedError(f"exporting to ONNX needs {' and '.join(missing)}", hint="pip install 'lpconv[onnx]'")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from lpconv.errors import ResourceError
-from lpconv.export.options import ExportOptions, check_has_cache, choose_opset, oldest_opset, require_packages
+from lpconv.errors import ResourceError, check_installed
+from lpconv.export.options import ExportOptions, check_has_cache, choose_opset, oldest_opset
 from lpconv.forms.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
@@ -29,7 +29,7 @@ def export_onnx(
     if options.cache:
         check_has_cache(checkpoint.config)
     opset = choose_opset(options.opset, oldest=oldest_opset(checkpoint))
-    require_packages("onnxscript", *(["onnxruntime"] if options.validate else []))
+    check_installed("exporting to ONNX", "onnxscript", *(["onnxruntime"] if options.validate else []), extra="onnx")
     from lpconv.export.write import export  # imports torch and transformers (seconds)
 
     return export(checkpoint, output, options, opset, progress or Silent())

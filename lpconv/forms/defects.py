@@ -16,9 +16,9 @@ from lpconv.forms import Headers, Stored, judged_grids
 from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
 from lpconv.forms.foreign.gguf import Blocks
 from lpconv.forms.foreign.grid import Grid
+from lpconv.gguf import GGUF
 from lpconv.report.numbers import code_list
 from lpconv.storage.compressed import COMPRESSED_TENSORS, groups_for, input_scale_name
-from lpconv.storage.gguf import GGUF
 from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.

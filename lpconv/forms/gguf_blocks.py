@@ -19,7 +19,7 @@ from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, 
 from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.tiles import Tiles
-from lpconv.storage.gguf import BLOCKS, GGUF
+from lpconv.gguf import BLOCKS, GGUF
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,9 @@ from lpconv.forms.defects import Findings, from_headers
 from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
 from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.gguf import GGUF
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.compressed import quantization_method
-from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import check_not_pointer, lay_out
 from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor

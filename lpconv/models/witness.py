@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
+from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.machine import out_of_memory
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_files, missing_parameters
@@ -32,7 +33,6 @@ from lpconv.progress import quiet_transformers
 from lpconv.results import OpenedModel
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
-from lpconv.storage.gguf import GGUF, WEIGHTS
 from lpconv.storage.place import any_pointer
 
 _LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files

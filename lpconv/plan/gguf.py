@@ -9,15 +9,15 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.forms.gguf_blocks import GgufBlocks, GgufNumbers
 from lpconv.forms.rounded import Rounded
+from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.plan.options import ConvertOptions, check_matches
 from lpconv.plan.plan import OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.plan.policy import decide
 from lpconv.storage.arranged import TRANSPOSED
-from lpconv.storage.gguf import GGUF, WEIGHTS
 from lpconv.storage.header import TensorInfo, lay_out
 
 if TYPE_CHECKING:
-    from lpconv.extras import GgufModel
+    from lpconv.gguf.model import GgufModel
 
 _ALIGNMENT = 32
 _SAME = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}

@@ -11,12 +11,12 @@ from typing import Any
 
 from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_text
-from lpconv.errors import ResourceError, UnsupportedError
-from lpconv.extras import working_folder
+from lpconv.errors import ResourceError, UnsupportedError, check_installed
 from lpconv.forms import Headers
 from lpconv.forms.foreign import check_readable
 from lpconv.forms.reader import is_coded, open_readable, open_values
 from lpconv.gates import CONVERT_GATES, Gate
+from lpconv.gguf import GGUF
 from lpconv.models.known import linears_of
 from lpconv.models.ties import find_ties
 from lpconv.models.whole import Fit, check_complete
@@ -29,8 +29,8 @@ from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
 from lpconv.storage.arranged import ArrangedSource
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch, watch, watched_files
-from lpconv.storage.gguf import GGUF, check_installed
 from lpconv.storage.partfile import sha256_of
+from lpconv.storage.remote_output import working_folder
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
 from lpconv.storage.staging import folder_next_to
@@ -93,8 +93,8 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         shapes = {n: info.shape for n, info in infos.items()}
         check_readable(Headers.of(plain.config, infos))
         if options.layout == GGUF:
-            check_installed("--layout gguf")
-            from lpconv.extras import gguf_model  # imports gguf
+            check_installed("--layout gguf", "gguf", extra="gguf")
+            from lpconv.gguf.model import gguf_model  # imports gguf
 
             model = gguf_model(plain, shapes)
             source = ArrangedSource(source, model.orders, model.hidden)

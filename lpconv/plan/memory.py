@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from lpconv.errors import ResourceError
-from lpconv.extras import WINDOW_BYTES, upload_bytes
 from lpconv.forms.facts import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory
@@ -24,6 +23,7 @@ from lpconv.plan.options import FEEDBACK_BITS, GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.place import any_pointer
+from lpconv.storage.remote import WINDOW_BYTES, upload_bytes
 
 # Up to this many weight bytes `--verify auto` also runs both models.
 _AUTO_LOGITS_BYTES = 2 * 10**9

@@ -24,7 +24,7 @@ from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
 
 if TYPE_CHECKING:
-    from lpconv.extras import GgufModel
+    from lpconv.gguf.model import GgufModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ Upper-case names without a prefix are presets of compressed-tensors, as in vLLM 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lpconv.gguf import GGUF
 from lpconv.methods import TRANSFORMERS
 from lpconv.storage.compressed import COMPRESSED_TENSORS
-from lpconv.storage.gguf import GGUF
 
 _VLLM = "transformers with compressed-tensors; vLLM (not tested)"
 _TRIED = "vLLM (tested on a CPU); transformers with compressed-tensors"

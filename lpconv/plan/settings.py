@@ -9,6 +9,7 @@ from typing import Any
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
+from lpconv.gguf import GGUF
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
@@ -25,7 +26,6 @@ from lpconv.plan.options import (
 from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
 from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
-from lpconv.storage.gguf import GGUF
 
 _WHY_NO_FEEDBACK = {
     "collage": "its residual keeps what rounding loses",

@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import pow2_floor
-from lpconv.scaled import gather
+from lpconv.scaled.gather import copy_to_reduce, gathered_rows, rows_to_gather
 from lpconv.scaled.pair import Call, Numerics, Role, Scaled, value
 from lpconv.scaled.rules import RULES, functional_twin, rule_for
 from lpconv.scaled.rules.own import rebalance_pair
@@ -232,14 +232,14 @@ class ScaledTensor(torch.Tensor):
         """The data that FSDP2 gathers from this rank's part of a parameter."""
         dtype = mp_policy.param_dtype or self.dtype
         own = Scaled(self._data.detach(), self._scale, self._role)
-        return (gather.rows_to_gather(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
+        return (rows_to_gather(own, self._numerics, module, dtype, outer_size[0], mesh.size()),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple["ScaledTensor", tuple[Tensor, ...]] | None:
         """The whole parameter from gathered data, or fill `out`, which an earlier call returned."""
         (gathered,) = outputs
-        data = gather.gathered_rows(gathered, self._numerics, param_dtype)
+        data = gathered_rows(gathered, self._numerics, param_dtype)
         if out is None:
             return ScaledTensor(data, self._scale, self._role, self._numerics), () if data is gathered else (data,)
         assert isinstance(out, ScaledTensor)
@@ -413,7 +413,7 @@ def _in_place(
 ) -> Any:
     """Write the result of the functional twin into the first argument; into `out` only if it is plain."""
     if op.namespace == "fsdp":
-        gather.copy_to_reduce(op, pairs, kwargs)
+        copy_to_reduce(op, pairs, kwargs)
         return None
     target = kwargs.get("out", args[0])
     if isinstance(target, Tensor) and not isinstance(target, ScaledTensor):

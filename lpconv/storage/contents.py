@@ -8,9 +8,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lpconv.errors import InputError
+from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
-from lpconv.storage.gguf import GGUF, WEIGHTS, is_view
+from lpconv.storage.gguf import is_view
 from lpconv.storage.partfile import read_small
 
 _INDEX_SUFFIX = ".index.json"

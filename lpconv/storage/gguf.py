@@ -2,12 +2,11 @@
 
 Every reader of checkpoints can read such a directory: it has the file's metadata as config.json and tokenizer files,
 and a link to the file. The config's ``quantization_config`` holds the position of every tensor under its name in
-transformers; nothing is copied. `lpconv.extras.gguf` creates the view of a file once, in a cache.
+transformers; nothing is copied. `lpconv.gguf.read` creates the view of a file once, in a cache.
 """
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -16,21 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lpconv import extras
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError, check_installed
+from lpconv.gguf import BLOCKS, GGUF, WEIGHTS
 from lpconv.storage.header import Header, TensorInfo, check_name, read_header
 from lpconv.storage.partfile import read_small
 from lpconv.storage.place import cache_folder
 from lpconv.version import __version__
-
-GGUF = "gguf"
-WEIGHTS = "model.gguf"  # in a view, a link to the file
-# The supported types: (numbers, bytes) of a block along a row.
-BLOCKS = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
-    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-    "MXFP4": (32, 17),
-}  # fmt: skip
 
 
 def is_view(directory: Path) -> bool:
@@ -50,12 +40,6 @@ def is_written(directory: Path) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") == GGUF and "tensors" in settings
 
 
-def check_installed(what: str) -> None:
-    """Raise UnsupportedError if the package gguf, which `what` needs, is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError(f"{what} needs the package gguf", hint="install it with `pip install 'lpconv[gguf]'`")
-
-
 def header_of(path: Path, config: Mapping[str, Any]) -> Header:
     """The header of one weight file of a checkpoint; for a GGUF file, from the config of its view.
 
@@ -63,7 +47,7 @@ def header_of(path: Path, config: Mapping[str, Any]) -> Header:
     """
     if path.name != WEIGHTS or not is_view(path.parent):
         return read_header(path)
-    check_installed("reading GGUF")
+    check_installed("reading GGUF", "gguf", extra=GGUF)
     table, tensors, num_bytes = config["quantization_config"]["tensors"], {}, path.stat().st_size
     for name, t in table.items() if isinstance(table, dict) else [("tensors", table)]:
         check_name(name, path)
@@ -123,6 +107,8 @@ def _view(file: Path) -> Path:
     known = f"2\0{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
     view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
     if not (view / "config.json").exists():
-        check_installed("reading GGUF")
-        extras.make_view(file.absolute(), view)
+        check_installed("reading GGUF", "gguf", extra=GGUF)
+        from lpconv.gguf.read import make_view  # imports gguf
+
+        make_view(file.absolute(), view)
     return view

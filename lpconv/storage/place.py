@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lpconv.errors import InputError, UnreadError
-from lpconv.extras import RemoteFile
+from lpconv.storage.remote import RemoteFile
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
 _MARK = b'{"lpconv_remote": '

@@ -20,12 +20,12 @@ from typing import Any
 
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
-from lpconv.extras import view_of
 from lpconv.lookup import missing_directory, nearest, nearest_sibling
 from lpconv.storage.aliases import ALIASES
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.storage.partfile import hash_of, sha256_of, write_small
+from lpconv.storage.remote_view import view_of
 from lpconv.storage.urls import check_url, hub_names, is_url
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo

@@ -1,10 +1,9 @@
 """URLs of remote checkpoints: validation without a request."""
 
-import importlib.util
 import re
 from urllib.parse import urlsplit
 
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.errors import UnsupportedError, UsageError, check_installed
 
 UNFINISHED = "lpconv-unfinished/"  # folder of an unfinished run below its output's URL; deleted once it is published
 _SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
@@ -32,10 +31,7 @@ def check_url(url: str) -> str:
             f"a `{parts.scheme}://` URL must not contain credentials, a query or a fragment",
             hint="pass credentials in the provider's environment variables",
         )
-    if importlib.util.find_spec("obstore") is None:
-        raise UnsupportedError(
-            f"`{parts.scheme}://` needs the package obstore", hint="install it with `pip install 'lpconv[remote]'`"
-        )
+    check_installed(f"`{parts.scheme}://`", "obstore", extra="remote")
     key = "/".join(filter(None, [parts.netloc, *parts.path.split("/")]))
     return url.rstrip("/") if parts.scheme.startswith("http") else f"{parts.scheme}://{key}"
 

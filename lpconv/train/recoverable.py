@@ -7,12 +7,12 @@ from typing import Any
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.reader import open_readable, stored_shapes
+from lpconv.gguf import GGUF
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
 from lpconv.results import TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.gguf import GGUF
 from lpconv.storage.staging import MARKER, is_output, is_trained, read_marker
 from lpconv.verify.reader import open_recorded_source, read_provenance
 

@@ -22,6 +22,7 @@ from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
 from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
+from lpconv.gguf import GGUF
 from lpconv.models.ties import tie_candidates, tied_by_model
 from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
 from lpconv.plan.provenance import lost_signals, sqnr_db
@@ -29,7 +30,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.gguf import GGUF
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.storage.source import Source, read_range

@@ -4,7 +4,8 @@ The score of a model on n questions depends on the choice of these questions. Bo
 uncertainty of the difference comes only from the questions that they answer differently.
 """
 
-import importlib.util
+import contextlib
+import io
 import math
 import numbers
 import re
@@ -13,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError, check_installed
 from lpconv.gates import VERIFY_GATES, is_of_task
 from lpconv.lookup import find, nearest
-from lpconv.progress import Progress
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.results import TaskCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.student import estimate_mean, estimate_share
 from lpconv.verify.options import VerifyOptions
 
+_SEED = 1234  # of the examples in prompts; lm-eval's default
+_BATCH_SIZE = 4  # few, because the logits of a batch for a whole vocabulary take gigabytes
 _HINT = "leave --tasks out to compare weights only"
 
 
@@ -33,16 +36,16 @@ def check_tasks(options: VerifyOptions) -> None:
     for gate in filter(is_of_task, options.gates):
         if not options.tasks:
             raise UsageError(f"gate `{gate}` needs the answers to a task", hint="pass the task to --tasks")
-    for path in map(Path, filter(is_path, options.tasks)):
+    for path in map(Path, filter(_is_path, options.tasks)):
         if not path.exists():
             near = nearest(path.name, [p.name for p in path.parent.glob("*")])
             hint = f"did you mean `{path.parent / near}`?" if near else "pass the path of a task file for lm-eval"
             raise InputError(f"task file `{path}` does not exist", hint=hint)
-    if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UnsupportedError("--tasks needs the package lm-eval", hint="pip install 'lpconv[eval]'")
+    if options.tasks:
+        check_installed("--tasks", "lm-eval", extra="eval")
 
 
-def is_path(task: str) -> bool:
+def _is_path(task: str) -> bool:
     """Whether a task is given by a path: of a YAML file, or of a folder with a slash."""
     return "/" in task or task.endswith((".yaml", ".yml"))
 
@@ -53,14 +56,40 @@ def load_tasks(options: VerifyOptions, progress: Progress) -> Mapping[str, Any]:
     Raises UsageError for unknown tasks and for gates on scores that they lack, InputError for tasks that cannot be
     loaded.
     """
-    from lpconv.extras import read_tasks
-
     progress.start("loading tasks", 0)
-    tasks = read_tasks(options.tasks)
+    tasks = _read_tasks(options.tasks)
     scores = [f"task:{name}:{metric}_drop" for name, task in tasks.items() for metric in task.aggregation()]
     for gate in filter(is_of_task, options.gates):
         metric = re.sub(r",[^:]*(?=_drop)", "", VERIFY_GATES.parse(gate).metric)  # without the name of a filter
         find("metric", metric.removesuffix("_high"), dict.fromkeys(scores))
+    return tasks
+
+
+def _read_tasks(names: Sequence[str]) -> dict[str, Any]:
+    """The tasks by name, with their questions. Groups and folders stand for their tasks.
+
+    Raises UsageError for an unknown name, and InputError for a task that cannot be loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folders = [name for name in names if _is_path(name) and Path(name).is_dir()]
+    tasks: dict[str, Any] = {}
+    with _quiet():
+        # To list the tasks that come with lm-eval takes seconds.
+        manager = TaskManager(include_path=folders, include_defaults=not all(map(_is_path, names)))
+        for name in names:
+            if not _is_path(name):
+                find("task", name, dict.fromkeys(manager.all_tasks))
+            inside = TaskManager(include_path=name, include_defaults=False).all_subtasks if name in folders else [name]
+            try:
+                tasks |= manager.load(inside)["tasks"]
+            except Exception as e:  # from YAML, jinja2, datasets or the network
+                raise InputError(
+                    f"task `{name}` cannot be loaded: {type(e).__name__}: {e}",
+                    hint="`data_files` in task files are relative to the current directory; other data is on the hub",
+                ) from e
+    if not tasks:
+        raise InputError(f"there are no tasks in {', '.join(names)}", hint="pass task files for lm-eval")
     return tasks
 
 
@@ -72,7 +101,6 @@ def compare_on_tasks(
     The tokenizer is the reference's, if it has one. Raises UnsupportedError for models that generate no text,
     ResourceError if memory cannot hold a model.
     """
-    from lpconv.extras import answer_tasks
     from lpconv.models.opening import model_errors
     from lpconv.models.tokenizer import tokenizer_of
 
@@ -80,7 +108,7 @@ def compare_on_tasks(
     tokenizer = tokenizer_of(checkpoints)
     with model_errors("lm-eval fails on the tasks", hint=_HINT):
         source, result = (
-            answer_tasks(_open_model(c, progress), tokenizer, tasks, limit=limit, progress=progress)
+            _answer_tasks(_open_model(c, progress), tokenizer, tasks, limit=limit, progress=progress)
             for c in checkpoints
         )
     return tuple(compare_answers(source, result))
@@ -90,7 +118,6 @@ def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
     import torch
 
     from lpconv.models.load import load
-    from lpconv.progress import quiet_transformers
     from lpconv.verify.outputs import check_model
 
     check_model(checkpoint)
@@ -100,6 +127,34 @@ def _open_model(checkpoint: Checkpoint, progress: Progress) -> Any:
     if not model.can_generate():
         raise UnsupportedError(f"`{type(model).__name__}` generates no text, so it has no answers", hint=_HINT)
     return model
+
+
+def _answer_tasks(
+    model: Any, tokenizer: Any, tasks: Mapping[str, Any], *, limit: int | None, progress: Progress
+) -> Mapping[str, Any]:
+    """lm-eval's results for a model, with a sample for each question; at most `limit` questions per task."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    with _quiet():
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=_BATCH_SIZE)
+        for task in tasks.values():
+            task.build_all_requests(limit=limit)
+            task.set_fewshot_seed(_SEED)  # gives every model the same prompts
+    requests = [r for task in tasks.values() for r in task.instances]
+    is_generated = any(r.request_type == "generate_until" for r in requests)  # then a request takes several steps
+    progress.start("answering questions", 0 if is_generated else len(requests), unit="steps")
+    model.register_forward_hook(lambda _, inputs, outputs: progress.advance(len(outputs.logits)))
+    with _quiet():
+        results: Mapping[str, Any] = lm_eval.evaluate(
+            lm=wrapped, task_dict={"tasks": tasks}, limit=limit, bootstrap_iters=0
+        )
+    return results
+
+
+def _quiet() -> contextlib.AbstractContextManager[object]:
+    """Context manager that drops the messages and progress bars of lm-eval and datasets."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def compare_answers(source: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[TaskCheck]:

@@ -27,8 +27,8 @@ import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
-from lpconv.extras import gguf_model
 from lpconv.forms.reader import StoredTensors
+from lpconv.gguf.model import gguf_model
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent

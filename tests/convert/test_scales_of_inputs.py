@@ -25,7 +25,6 @@ from lpconv.convert import run as run_module
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, OutputExistsError
-from lpconv.extras import remote
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
@@ -33,6 +32,7 @@ from lpconv.inspect.values import judge_scales
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule
+from lpconv.storage import remote
 from lpconv.storage.urls import UNFINISHED
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}

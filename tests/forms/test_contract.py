@@ -26,10 +26,10 @@ from lpconv.forms.blocks import Workspace, same_numbers
 from lpconv.forms.facts import ConvertedFacts, Measurement
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.forms.reader import StoredTensors
+from lpconv.gguf import GGUF
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import METHODS, Method
 from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from lpconv.storage.gguf import GGUF
 from lpconv.storage.residual import residual_index
 from lpconv.storage.staging import MARKER
 

@@ -27,10 +27,10 @@ from lpconv.data import demo_checkpoint
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR
 from lpconv.formats.spec import FORMATS
+from lpconv.gguf import GGUF
 from lpconv.methods import METHODS
 from lpconv.plan.options import LAYOUTS, ConvertOptions, FormatRule
 from lpconv.plan.settings import fill_options
-from lpconv.storage.gguf import GGUF
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"

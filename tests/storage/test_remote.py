@@ -27,13 +27,13 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UnreadError, UnsupportedError, UsageError
-from lpconv.extras import WINDOW_BYTES, remote, remote_view
 from lpconv.inspect.headers import inspect
 from lpconv.models.load import load
 from lpconv.plan.memory import _CLIENT_BYTES
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
+from lpconv.storage import remote, remote_view
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import check_writable, sha256_of
 from lpconv.storage.resolve import directory_of, resolve
@@ -376,11 +376,11 @@ class TestTrouble:
 class TestMemory:
     def test_reading_takes_no_more_than_is_foretold(self, store: Store, tmp_path: Path) -> None:
         """In a process of its own: far more than the window is read, by two threads and front to back."""
-        size = 3 * WINDOW_BYTES
+        size = 3 * remote.WINDOW_BYTES
         store.objects["large"] = mmap.mmap(-1, size)
         code = (
             "import psutil, sys; from concurrent.futures import ThreadPoolExecutor; from lpconv.machine import *;"
-            "from lpconv.extras import remote;"
+            "from lpconv.storage import remote;"
             "remote.head('s3://bucket', 'large'); before = psutil.Process().memory_info().rss;"
             "size, step = int(sys.argv[1]), 2**20;"
             "file = remote.RemoteFile(store='s3://bucket', name='large', e_tag=None, size_bytes=size);"
@@ -388,7 +388,7 @@ class TestMemory:
             "list(ThreadPoolExecutor(2).map(read, range(0, size, step))); print(peak_rss_bytes() - before)"
         )
         done = subprocess.run([sys.executable, "-c", code, str(size)], capture_output=True, text=True, check=True)
-        assert WINDOW_BYTES / 3 < int(done.stdout) < WINDOW_BYTES + _CLIENT_BYTES
+        assert remote.WINDOW_BYTES / 3 < int(done.stdout) < remote.WINDOW_BYTES + _CLIENT_BYTES
 
     def test_is_foretold_and_bounded(self, store: Store, source: Path, tmp_path: Path) -> None:
         url = store.put_folder("m", source)
@@ -399,7 +399,7 @@ class TestMemory:
             done = run_cli("convert", model, "-o", output, *asked, "--dry-run", **environment)
             foretold[model, output] = json.loads(done.stdout)["memory_bytes"]
         here, there, both = foretold.values()
-        assert here + WINDOW_BYTES < there < both
+        assert here + remote.WINDOW_BYTES < there < both
         done = run_cli("convert", url, "-o", "s3://bucket/out", *asked, "--max-memory", str(there), **environment)
         assert done.returncode == 7
         assert not any(name.startswith("out/") for name in store.objects)
@@ -412,7 +412,7 @@ class TestMemory:
         url, options = store.put_folder("m", source), ConvertOptions(verify="weights", workers=1)
         there = plan(url, tmp_path / "out", options).memory_bytes
         copied = plan(url, tmp_path / "out", dataclasses.replace(options, cache=True)).memory_bytes
-        assert copied < there - WINDOW_BYTES / 2
+        assert copied < there - remote.WINDOW_BYTES / 2
 
 
 class TestHub:

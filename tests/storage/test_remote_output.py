@@ -27,8 +27,8 @@ from lpconv.errors import (
     UnsupportedError,
     VerificationError,
 )
-from lpconv.extras import WINDOW_BYTES, remote
 from lpconv.plan.options import ConvertOptions
+from lpconv.storage import remote
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.urls import UNFINISHED
 from lpconv.verify.reader import read_provenance
@@ -368,4 +368,4 @@ def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, t
         job.source.close()
         needed[output] = job.memory.needed_bytes
     here, there = needed.values()
-    assert WINDOW_BYTES <= there - here < 2 * WINDOW_BYTES
+    assert remote.WINDOW_BYTES <= there - here < 2 * remote.WINDOW_BYTES

@@ -12,8 +12,8 @@ from lpconv.forms.facts import Headers
 from lpconv.forms.foreign import layouts
 from lpconv.forms.foreign.gguf import Blocks, find_gguf
 from lpconv.forms.foreign.grid import Grid
+from lpconv.gguf import GGUF
 from lpconv.storage.compressed import COMPRESSED_TENSORS, INPUT_SCALES
-from lpconv.storage.gguf import GGUF
 
 __all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "check_unwrapped", "find", "is_part", "why_unreadable"]
 

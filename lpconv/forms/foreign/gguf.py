@@ -18,8 +18,9 @@ from lpconv.errors import InputError, typed_line
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.form import Side, Stored
+from lpconv.gguf import BLOCKS
 from lpconv.storage.arranged import TRANSPOSED, arranged
-from lpconv.storage.gguf import BLOCKS, is_entry
+from lpconv.storage.gguf import is_entry
 from lpconv.storage.header import DTYPE_BITS
 
 if TYPE_CHECKING:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import lpconv.scaled.rules.layout as layout
+import lpconv.scaled.rules.linear as linear
+import lpconv.scaled.rules.nonlinear as nonlinear
 from lpconv.errors import UnsupportedError
 from lpconv.scaled.operands import product
 from lpconv.scaled.pair import Call, Rule, Scaled, move_factor, pair, value
-from lpconv.scaled.rules import layout, linear, nonlinear
 from lpconv.scaled.rules.multiply import contraction_factor
 from lpconv.scaled.scales import Scale, multiply, ratio, times
 

@@ -19,8 +19,8 @@ import gguf
 import numpy as np
 
 from lpconv.errors import InputError, UnsupportedError, first_line
-from lpconv.extras.gguf_model import llama3_factors
-from lpconv.storage.gguf import BLOCKS, GGUF, WEIGHTS
+from lpconv.gguf import BLOCKS, GGUF, WEIGHTS
+from lpconv.progress import quiet_transformers
 from lpconv.storage.header import check_not_pointer
 from lpconv.storage.partfile import write_error
 
@@ -64,8 +64,6 @@ def make_view(file: Path, view: Path) -> None:
         more = _settings(architecture, keys, tensors)
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, modeling_gguf_pytorch_utils as theirs
-
-    from lpconv.progress import quiet_transformers
 
     with quiet_transformers(), _as_error(f"transformers cannot open `{file.name}`"):
         parsed = {"num_key_value_heads": keys[_HEADS]} | theirs.load_gguf_checkpoint(str(file))["config"] | more
@@ -179,6 +177,15 @@ def _scaling(keys: Mapping[str, Any], tensors: Mapping[str, Any], size: int) -> 
     return {"rope_type": "longrope", "factor": 1.0, "attention_factor": attention,
             "original_max_position_embeddings": original, "short_factor": factors[0].tolist(),
             "long_factor": factors[-1].tolist()}  # fmt: skip
+
+
+def llama3_factors(rope: Mapping[str, Any], theta: float, size: int) -> np.ndarray:
+    """By what Llama 3 divides the frequencies of the pairs of a head of `size` numbers, fp32."""
+    turns = rope["original_max_position_embeddings"] * theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    factors: np.ndarray = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    return factors.astype(np.float32)
 
 
 @contextmanager

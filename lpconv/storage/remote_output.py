@@ -19,10 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceError, UnsupportedError
-from lpconv.extras.remote import RemoteObject, Upload, delete, fetch, head, listing, put
 from lpconv.results import FileRecord
 from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
+from lpconv.storage.remote import RemoteObject, Upload, delete, fetch, head, listing, put
 from lpconv.storage.staging import JOURNAL, MARKER, SUMS, Staging, check_no_foreign, check_same_run
 from lpconv.storage.urls import UNFINISHED, check_url
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.batch.task import Answer, JobTask, MachineLostError, Needs, run_task
-from lpconv.errors import InputError, UnsupportedError, first_line
+from lpconv.errors import InputError, UnsupportedError, check_installed, first_line
 from lpconv.version import __version__
 
 _LOOK_S = 60.0  # time limit for all machines to answer
@@ -115,11 +115,10 @@ def _connect(address: str | None, quiet: bool) -> Any:
     """Connect to Ray and return its module. Raises UnsupportedError if it is not installed or does not answer."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # two jobs may print equal lines
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as e:
-        raise UnsupportedError(f"--executor ray needs ray: {e}", hint="pip install 'lpconv[ray]'") from e
+    check_installed("--executor ray", "ray", extra="ray")
+    import ray
+    import ray.util.scheduling_strategies
+
     place = address or os.environ.get("RAY_ADDRESS") or "local"
     own = {"include_dashboard": False} if place == "local" else {}
     try:

@@ -17,11 +17,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.extras.remote import DOWNLOAD, RemoteObject, fetch, head, listing
 from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
+from lpconv.storage.remote import DOWNLOAD, RemoteObject, fetch, head, listing
 from lpconv.storage.staging import MARKER
 from lpconv.storage.urls import UNFINISHED, hub_names
 

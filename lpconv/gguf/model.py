@@ -16,7 +16,8 @@ import numpy as np
 from gguf.gguf_writer import WriterState
 
 from lpconv.errors import InputError, UnsupportedError, typed_line
-from lpconv.extras.gguf_vocabulary import add_vocabulary
+from lpconv.gguf.read import llama3_factors
+from lpconv.gguf.vocabulary import add_vocabulary
 from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
 from lpconv.storage.arranged import TRANSPOSED, rotary
@@ -94,15 +95,6 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
             what = f"config.json has {key} {value!r:.60}, not a positive {'integer' if key in _COUNTS else 'number'}"
             raise InputError(what, hint="correct it, or download the checkpoint again")
     return {key: value for key, value in settings.items() if value is not None or key not in _NUMBERS}
-
-
-def llama3_factors(rope: Mapping[str, Any], theta: float, size: int) -> np.ndarray:
-    """By what Llama 3 divides the frequencies of the pairs of a head of `size` numbers, fp32."""
-    turns = rope[_ORIGINAL] * theta ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clip(0, 1)
-    factors: np.ndarray = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    return factors.astype(np.float32)
 
 
 def _gpt2(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
