@@ -16,7 +16,6 @@ import pytest
 import torch
 import typer
 from annotated_types import Ge
-from bench_in_process import without_processes
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -38,6 +37,7 @@ from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.rules import RULES
 from lpconv.scaled.rules.nonlinear import unit
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic, OptimizerChoice, Recipe
+from tests.helpers.bench_in_process import without_processes
 
 E3M4 = Format(
     name="e3m4",

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_in_process import without_processes
-from foreign_files import make_foreign
-from gguf_files import demo_with_merges
-from stores import offered
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
+from tests.helpers.bench_in_process import without_processes
+from tests.helpers.foreign_files import make_foreign
+from tests.helpers.gguf_files import demo_with_merges
+from tests.helpers.stores import offered
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

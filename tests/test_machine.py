@@ -7,10 +7,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints import cli_environment
 
 from lpconv.errors import ResourceError
 from lpconv.machine import _memory_limits, available_memory, free_addresses, out_of_memory, peak_rss_bytes
+from tests.helpers.checkpoints import cli_environment
 
 V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw"
 UNLIMITED = str(2**63 - 4096)  # as version 1 writes it

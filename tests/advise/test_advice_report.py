@@ -5,12 +5,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from advice_examples import a_row, an_advice, gap
-from report_examples import blocks_of
 
 from lpconv.report.advise import advice_document, front_chart, recommendation, unknowns
 from lpconv.report.document import Code, Folded, Table
 from lpconv.results import AdviceResult, Recommendation, from_json, to_json
+from tests.helpers.advice_examples import a_row, an_advice, gap
+from tests.helpers.report_examples import blocks_of
 
 
 def test_the_record_survives_json() -> None:

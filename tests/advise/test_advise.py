@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from advice_examples import gap
 from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
@@ -31,6 +30,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import AdviceResult, AdviceRow, from_json
 from lpconv.train.recipes import RECIPES
+from tests.helpers.advice_examples import gap
 
 FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits")
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from advice_examples import a_row, gap
 
 from lpconv.advise import infer
 from lpconv.advise.candidates import best, describe_conversion, judge_row, rank_rows, with_feedback
@@ -22,6 +21,7 @@ from lpconv.progress import Silent
 from lpconv.results import AdviceRow, RunRecord, Series
 from lpconv.student import estimate_mean
 from lpconv.train.options import FinetuneOptions
+from tests.helpers.advice_examples import a_row, gap
 
 
 def test_a_budget_of_any_parts() -> None:

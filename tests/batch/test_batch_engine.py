@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of
 from safetensors.torch import save_file
 
 from lpconv.batch.lock import read_lock
@@ -19,6 +18,7 @@ from lpconv.bench.outcome import read_bench
 from lpconv.errors import OutputExistsError, VerificationError
 from lpconv.results import BenchResult
 from lpconv.results.batch import UP_TO_DATE
+from tests.helpers.checkpoints import files_of
 
 
 @pytest.fixture

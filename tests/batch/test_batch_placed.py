@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of, write_checkpoint
 from typer.testing import CliRunner
 
 import lpconv
@@ -29,6 +28,7 @@ from lpconv.batch.task import Answer, JobTask, LocalExecutor, MachineLostError, 
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult
+from tests.helpers.checkpoints import files_of, write_checkpoint
 
 Stub = Callable[[JobTask], Answer]
 

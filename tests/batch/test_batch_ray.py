@@ -12,12 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
-from checkpoints import cli_environment, files_of
 from typer.testing import CliRunner
 
 from benchmarks.attack.ray_batch import cluster
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
+from tests.helpers.checkpoints import cli_environment, files_of
 
 try:
     import ray  # noqa: F401

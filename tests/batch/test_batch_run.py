@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from report_examples import blocks_of, section_of
 
 from lpconv.batch.kinds import BatchJob
 from lpconv.batch.lock import Lock, read_lock
@@ -48,6 +47,7 @@ from lpconv.results import (
     to_json,
 )
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult, JobOutcome, JobResult
+from tests.helpers.report_examples import blocks_of, section_of
 
 
 def file_record(path: Path) -> FileRecord:

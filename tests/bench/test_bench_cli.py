@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_in_process import without_processes
 from torch._inductor.exc import InductorError
 from typer.testing import CliRunner, Result
 
@@ -24,6 +23,7 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
+from tests.helpers.bench_in_process import without_processes
 
 SHORT = ("--min-iters", "6", "--min-time", "0", "--rounds", "3", "--launches", "1")
 QUICK = ("--layers", "2", "--compile", "off", "--baseline", "bf16", *SHORT, "-q")

@@ -5,14 +5,14 @@ import re
 from typing import Any
 
 import pytest
-from bench_records import CPU_PEAKS, GEMMS, result, row
-from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.bench.roofline import roofline_verdict
 from lpconv.bench.rows import TOO_LARGE
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
+from tests.helpers.bench_records import CPU_PEAKS, GEMMS, result, row
+from tests.helpers.report_examples import blocks_of, charts_of, section_of
 
 ROWS = (row("plain"), row("static"), row("te", status="skipped", reason="not installed", ratio=(1, 1, 1)))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_records import result, row
 
 from lpconv.bench.options import BenchOptions, Effort
 from lpconv.bench.outcome import (
@@ -25,6 +24,7 @@ from lpconv.errors import UsageError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.progress import Silent
 from lpconv.results import BenchResult, BenchRow, from_json, json_text
+from tests.helpers.bench_records import result, row
 
 
 def judged(*rows: BenchRow, gate: str) -> BenchResult:

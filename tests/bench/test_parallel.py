@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import cli_environment
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
@@ -29,6 +28,7 @@ from lpconv.bench.options import Case
 from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL
+from tests.helpers.checkpoints import cli_environment
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 SIZES = ("demo", "--layers", "1", "--batch", "1", "--seq", "16", "--min-iters", "4", "--min-time", "0", "--rounds", "2",

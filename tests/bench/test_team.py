@@ -7,7 +7,6 @@ import tempfile
 from typing import Any
 
 import pytest
-from bench_records import CPU_PEAKS
 
 from lpconv.bench import team as team_module
 from lpconv.bench.options import BenchOptions
@@ -15,6 +14,7 @@ from lpconv.bench.run import parallel_of
 from lpconv.bench.team import Child, Team, processes_of
 from lpconv.bench.worker import Worker
 from lpconv.errors import LpconvError, PeerLostError, ResourceError, UnsupportedError, UsageError
+from tests.helpers.bench_records import CPU_PEAKS
 
 
 class Scripted(Child):

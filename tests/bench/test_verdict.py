@@ -4,10 +4,10 @@ import dataclasses
 import re
 
 import pytest
-from bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
 
 from lpconv.bench.roofline import gemm_record, gemm_seconds, roofline_verdict, step_gemm_seconds
 from lpconv.results import GpuRecord
+from tests.helpers.bench_records import CPU_PEAKS, GEMMS, GPU_PEAKS, row
 
 LARGE, NARROW, HEAD = GEMMS
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import demo_with_merges
 
 from benchmarks.serving.bits import CASES, has_same_bits, measure
 from benchmarks.serving.vllm import random_experts
 from lpconv.data import demo_checkpoint
+from tests.helpers.gguf_files import demo_with_merges
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_in_process import without_processes
 
 from benchmarks.speed import gpu, gpu_kernels
+from tests.helpers.bench_in_process import without_processes
 
 # What a machine with nothing but torch, transformers, safetensors, numpy, typer and rich lacks.
 ABSENT = ("psutil", "jinja2", "onnx", "accelerate", "datasets", "matplotlib", "pynvml", "torchao", "hypothesis")

@@ -1,14 +1,13 @@
-"""Writes docs/reference/chains.md: python tests/chains/chains_page.py > docs/reference/chains.md"""
+"""Writes docs/reference/chains.md: python -m tests.chains.chains_page > docs/reference/chains.md"""
 
 import contextlib
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+import pytest
 
-import pytest  # after the path to the helpers of all tests
-from chain_cells import COMMANDS, SOURCES, make, set_up, verdict, write_page
+from tests.chains.chain_cells import COMMANDS, SOURCES, make, set_up, verdict, write_page
 
 
 def page() -> str:

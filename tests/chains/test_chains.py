@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
+
+from tests.chains.chain_cells import COMMANDS, SOURCES, make, read_page, set_up, verdict
 
 PAGE = read_page((Path(__file__).parents[2] / "docs" / "reference" / "chains.md").read_text(encoding="utf-8"))
 # Checkpoints that are stored alike. One of each goes through every command; they take turns.

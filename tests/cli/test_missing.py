@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner, Result
@@ -17,6 +16,7 @@ from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.models.load import load
+from tests.helpers.checkpoints import published
 
 DOWN, HEAD = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj"
 SHORT = ["--steps", "1", "--batch-size", "1", "--seq-len", "16"]

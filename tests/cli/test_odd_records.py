@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from advice_examples import a_row, an_advice
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -18,6 +17,7 @@ from lpconv.results import (
     from_json,
     json_text,
 )
+from tests.helpers.advice_examples import a_row, an_advice
 
 TRACKED = {"step": 1, "layer": "a", "role": "weight", "format": "e4m3fn", "underflow": 0.0, "overflow": 0.0}
 

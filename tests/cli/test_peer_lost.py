@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import peer_lost_worker
 import pytest
 import torch.distributed as dist
-from ranks import on_ranks
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lpconv.errors import PeerLostError
+from tests.cli import peer_lost_worker
+from tests.helpers.ranks import on_ranks
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_in_process import without_processes
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
+from tests.helpers.bench_in_process import without_processes
 
 GOLDEN = Path(__file__).with_name("golden_json.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"

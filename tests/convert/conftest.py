@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Run, write_checkpoint
 
 from lpconv.convert.run import convert
 from lpconv.plan.options import ConvertOptions
 from lpconv.results import ConvertResult
+from tests.helpers.checkpoints import Run, write_checkpoint
 
 
 @pytest.fixture

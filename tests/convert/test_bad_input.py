@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DEMO_TENSORS, Run, published, refusal, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from lpconv.errors import (
     UnsupportedError,
 )
 from lpconv.plan.options import ConvertOptions
+from tests.helpers.checkpoints import DEMO_TENSORS, Run, published, refusal, write_checkpoint
 
 
 class Exploit:

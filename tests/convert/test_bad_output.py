@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run, published, rehash, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from lpconv.convert.restore import restore
@@ -19,6 +18,7 @@ from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import Run, published, rehash, write_checkpoint
 
 
 class TestReadingAnOutput:

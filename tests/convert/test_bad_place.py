@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Run, files_of, published, refusal, write_checkpoint
-from gguf_files import write_gguf
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -27,6 +25,8 @@ from lpconv.errors import (
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from tests.helpers.checkpoints import Run, files_of, published, refusal, write_checkpoint
+from tests.helpers.gguf_files import write_gguf
 
 
 class TestOutput:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import DEMO_TENSORS, Run, files_of, published, refusal, write_checkpoint
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -17,6 +16,7 @@ from lpconv.errors import (
 )
 from lpconv.options import parse_size
 from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
+from tests.helpers.checkpoints import DEMO_TENSORS, Run, files_of, published, refusal, write_checkpoint
 
 
 class TestRequest:

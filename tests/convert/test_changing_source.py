@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run, files_of, published, write_checkpoint
 
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
@@ -18,6 +17,7 @@ from lpconv.progress import Silent
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source, read_tensor
 from lpconv.verify import written as written
+from tests.helpers.checkpoints import Run, files_of, published, write_checkpoint
 
 
 def _other_weights_at_the_same_time(source: Path) -> None:

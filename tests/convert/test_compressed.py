@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import files_of
-from convert_models import minilm, tiny
-from fresh_python import run_script
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -30,6 +27,9 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
+from tests.helpers.checkpoints import files_of
+from tests.helpers.convert_models import minilm, tiny
+from tests.helpers.fresh_python import run_script
 
 # Runs where lpconv cannot be imported, and saves what each model says.
 SCRIPT = """

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import rehash, write_checkpoint
-from convert_models import albert, minilm, tiny
 from safetensors.torch import load_file, save_file
 
 from lpconv.convert.restore import restore
@@ -20,6 +18,8 @@ from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import rehash, write_checkpoint
+from tests.helpers.convert_models import albert, minilm, tiny
 
 
 def run(source: Path | str, out: Path, **options: object):  # type: ignore[no-untyped-def]

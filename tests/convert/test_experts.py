@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from convert_models import tiny
-from fresh_python import run_script
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -22,6 +20,8 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
+from tests.helpers.convert_models import tiny
+from tests.helpers.fresh_python import run_script
 
 # Runs where lpconv cannot be imported, and saves what each model says and its experts.
 SCRIPT = """

@@ -10,8 +10,6 @@ import datasets
 import pytest
 import torch
 import transformers
-from checkpoints import files_of, published, rehash
-from convert_models import albert, tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,6 +33,8 @@ from lpconv.results import ConvertResult, VerifyResult
 from lpconv.verify.calibrate import job_windows
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import files_of, published, rehash
+from tests.helpers.convert_models import albert, tiny
 
 FILE = "model.safetensors"
 COMPRESSED = {"layout": "compressed-tensors"}

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import files_of
-from fresh_python import run_script
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -31,6 +29,8 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
+from tests.helpers.checkpoints import files_of
+from tests.helpers.fresh_python import run_script
 
 # Runs where lpconv cannot be imported, and saves the weights and what the model says.
 SCRIPT = """

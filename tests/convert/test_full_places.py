@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run
 from safetensors.torch import save_file
-from test_bad_place import mounted
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -18,6 +16,8 @@ from lpconv.convert.restore import restore
 from lpconv.errors import InputError, ResourceError, from_system
 from lpconv.progress import Silent
 from lpconv.storage.partfile import sha256_of
+from tests.convert.test_bad_place import mounted
+from tests.helpers.checkpoints import Run
 
 LONG = "x" * 300
 

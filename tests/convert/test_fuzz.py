@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpoint
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -26,6 +25,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpoint
 
 
 def outcome(action: Callable[[], object], codes: set[int]) -> int:

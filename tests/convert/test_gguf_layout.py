@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from convert_models import minilm, tiny
-from gguf_files import demo_with_merges
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +34,8 @@ from lpconv.storage.arranged import arranged
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.convert_models import minilm, tiny
+from tests.helpers.gguf_files import demo_with_merges
 
 TYPES = {
     "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bits_of, write_checkpoint
-from convert_models import tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -31,6 +29,8 @@ from lpconv.results import ConvertResult
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import bits_of, write_checkpoint
+from tests.helpers.convert_models import tiny
 
 FORMATS = ["fp32", "fp16", "bf16", "e4m3fn", "e5m2"]
 NAME = "model.layers.1.self_attn.q_proj.weight"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of, write_checkpoint
 from safetensors import safe_open
 
 from lpconv.convert.apply import Engine
@@ -15,6 +14,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.plan.workers import Workers
 from lpconv.results import ConvertResult
 from lpconv.storage.source import SafetensorsSource
+from tests.helpers.checkpoints import files_of, write_checkpoint
 
 SIZE = 768  # squared, it is large enough to be guessed
 USUAL = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02

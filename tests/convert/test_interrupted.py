@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import REPORTS, cli_environment, files_of, published, write_checkpoint
 
 from lpconv.cli.main import run as run_command_line
 from lpconv.convert.run import convert
 from lpconv.plan.options import ConvertOptions
+from tests.helpers.checkpoints import REPORTS, cli_environment, files_of, published, write_checkpoint
 
 NUM_SHARDS = 12
 IO_CALLS = ("open", "mkdir", "posix_fallocate", "pwrite", "ftruncate", "fsync", "fdatasync", "rename", "unlink")
@@ -71,11 +71,9 @@ def die_at_call(number: int) -> None:
 def server() -> Iterator[ForkServerContext]:
     """A process that has imported lpconv, and forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "warm"])
+    context.set_forkserver_preload([__name__, "tests.convert.warm"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH", os.pathsep.join(["tests", str(Path(__file__).parent), cli_environment()["PYTHONPATH"]])
-        )
+        patch.setenv("PYTHONPATH", cli_environment()["PYTHONPATH"])
         patch.setenv("OMP_NUM_THREADS", "1")
         yield context
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from torch import Tensor
 
 from lpconv.convert.run import convert
@@ -14,6 +13,7 @@ from lpconv.forms.facts import EncodedBlock, Measurement
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.workers import ThreadPoolExecutor, Workers
+from tests.helpers.checkpoints import write_checkpoint
 
 
 def many(folder: Path, count: int) -> Path:

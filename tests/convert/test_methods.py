@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of, write_checkpoint
 from safetensors.torch import load_file
 
 from lpconv.convert.restore import restore
@@ -20,6 +19,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import files_of, write_checkpoint
 
 
 def _asked() -> Iterator[dict[str, Any]]:

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run
-from convert_models import tiny
-from fresh_python import run_script
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,6 +25,9 @@ from lpconv.progress import Silent
 from lpconv.results import ConvertResult
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import Run
+from tests.helpers.convert_models import tiny
+from tests.helpers.fresh_python import run_script
 
 ELEMENTS = ["int4", "int8", "e4m3fn", "e2m1"]
 

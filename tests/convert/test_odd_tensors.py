@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Run, bits_of, refusal, write_checkpoint
 from safetensors.torch import load_file
 
 from lpconv.convert.restore import restore
@@ -15,6 +14,7 @@ from lpconv.errors import (
 from lpconv.plan.options import FormatRule
 from lpconv.progress import Silent
 from lpconv.verify.reader import OutputReader
+from tests.helpers.checkpoints import Run, bits_of, refusal, write_checkpoint
 
 NAN, INF = float("nan"), float("inf")
 

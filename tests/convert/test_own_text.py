@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from convert_models import minilm
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -16,6 +15,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.convert_models import minilm
 
 OPTIONS = ConvertOptions(
     format="int4", granularity="group:32", rounding="gptq", calibrate="self", calibration_tokens=256, verify="weights"

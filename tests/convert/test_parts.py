@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import files_of, write_checkpoint
 from typer.testing import CliRunner
 
 import lpconv.plan.job
@@ -24,6 +23,7 @@ from lpconv.plan.settings import fill_options
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.resolve import Resolved
 from lpconv.storage.staging import Staging
+from tests.helpers.checkpoints import files_of, write_checkpoint
 
 COUNTS = (1, 2, 5, 13)
 COLLAGE = ConvertOptions(method="collage", residual="int8", verify="weights", workers=1)  # two files for a shard

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import files_of
-from convert_models import tiny
 from safetensors.torch import load_file, save_file
-from stores import offered
-from test_compressed import opened_without_lpconv
 from typer.testing import CliRunner, Result
 
 import lpconv
@@ -34,6 +30,10 @@ from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule
 from lpconv.storage import remote
 from lpconv.storage.urls import UNFINISHED
+from tests.convert.test_compressed import opened_without_lpconv
+from tests.helpers.checkpoints import files_of
+from tests.helpers.convert_models import tiny
+from tests.helpers.stores import offered
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}
 FP8: dict[str, Any] = {"format": "e4m3fn"}

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Run, published, rehash, write_checkpoint
-from convert_models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -33,6 +31,8 @@ from lpconv.verify.outputs import compare_outputs
 from lpconv.verify.run import verify_output
 from lpconv.verify.weights import whole_tensors
 from lpconv.verify.written import output_problems
+from tests.helpers.checkpoints import Run, published, rehash, write_checkpoint
+from tests.helpers.convert_models import tiny
 
 FILE = "model.safetensors"
 

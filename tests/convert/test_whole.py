@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import transformers
-from convert_models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.reader import stored_shapes
 from lpconv.models.whole import Fit, check_complete, compare_with_model
 from lpconv.storage.checkpoint import Checkpoint
+from tests.helpers.convert_models import tiny
 
 KINDS = ("clip", "gpt2", "llama", "mixtral", "t5", "vit", "wav2vec2")
 DOWN = "model.layers.0.mlp.down_proj.weight"

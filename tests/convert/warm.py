@@ -1,9 +1,8 @@
 """Imported by the server that conversions are forked from: what each would import or compile again, done once."""
 
-from report_examples import bert_result
-
 from lpconv.report.convert import convert_document
 from lpconv.report.html import html
+from tests.helpers.report_examples import bert_result
 
 html(
     convert_document(bert_result())

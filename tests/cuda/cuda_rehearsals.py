@@ -1,6 +1,6 @@
 """What a CPU can rehearse of the CUDA branches: fake tensors on device "cuda", which have all but data.
 
-    LD_PRELOAD=GUARD.so python tests/cuda/cuda_rehearsals.py   # JSON: what each raised, and which lines it reached
+    LD_PRELOAD=GUARD.so python -m tests.cuda.cuda_rehearsals   # JSON: what each raised, and which lines it reached
 
 Fake tensors obey the rules of CUDA's ops (for scaled products: layouts, multiples of 16, shapes of scales), so every
 product, its backward pass and its compiled graph can be built as they would be on a GPU of compute capability 9.0. What

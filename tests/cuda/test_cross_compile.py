@@ -8,12 +8,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import cuda_page
 import pytest
 import torch
 
 from benchmarks import common
 from benchmarks.cross_compile import ptx
+from tests.cuda import cuda_page
 
 _HEAD = """.visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1)
 {
@@ -130,7 +130,7 @@ def test_kernels_are_those_recorded(tmp_path: Path) -> None:
 
 
 def test_the_page_on_gpu_code_is_current() -> None:
-    import gpu_code_page
+    from tests.cuda import gpu_code_page
 
     text = (cuda_page.ROOT / "docs" / "gpu-code.md").read_text(encoding="utf-8")
     assert text == gpu_code_page.page(), "run the command on its top"

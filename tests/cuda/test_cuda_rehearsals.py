@@ -3,8 +3,9 @@
 import shutil
 from pathlib import Path
 
-import cuda_page
 import pytest
+
+from tests.cuda import cuda_page
 
 
 @pytest.mark.skipif(not cuda_page.CAN_FAKE_GPU, reason="fake GPUs need a build without CUDA, or a GPU")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_examples import blocks_of
 
 import lpconv
 from lpconv import doctor
@@ -21,6 +20,7 @@ from lpconv.report.document import Cell, Table
 from lpconv.results import from_json, to_json
 from lpconv.results.doctor import DeviceRecord, DoctorResult, PackageRecord
 from lpconv.storage.aliases import ALIASES
+from tests.helpers.report_examples import blocks_of
 
 PYPROJECT = Path(lpconv.__file__).parent.parent / "pyproject.toml"
 PLAIN_CPU = cpu_device("model name : Old\nflags : fpu sse2 avx2\n")

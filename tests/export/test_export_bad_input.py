@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from export_models import tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel
@@ -24,6 +22,8 @@ from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.export_models import tiny
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
 

@@ -10,7 +10,6 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from export_models import tiny
 from packaging.version import Version
 from transformers import AutoTokenizer
 
@@ -24,6 +23,7 @@ from lpconv.export.trace import running
 from lpconv.export.write import compare_with_torch
 from lpconv.plan.options import ConvertOptions
 from lpconv.results.checkpoint import ExportResult
+from tests.helpers.export_models import tiny
 
 # family, method, format → opset, ONNX types of the matrices, forms in the record
 CASES = {

@@ -10,7 +10,6 @@ import onnxruntime
 import pytest
 import torch
 import transformers
-from export_models import tiny
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -19,6 +18,7 @@ from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
+from tests.helpers.export_models import tiny
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 272, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,

@@ -6,7 +6,7 @@ every gradient. Values are equal bit for bit if all are fp32, or all fp64, and a
 scale; otherwise they differ by at most `_ROUNDINGS` times as much as plain torch changes if each of its
 results is rounded once more.
 
-``python tests/faults/graphs.py --graphs 20000 --seed 0`` runs for hours. Failing graphs are shrunk and printed.
+``python -m tests.faults.graphs --graphs 20000 --seed 0`` runs for hours. Failing graphs are shrunk and printed.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from graph_ops import OPS, tensor_of
 from torch import Tensor
 
 from lpconv.errors import LpconvError
 from lpconv.scaled import ScaledTensor, scaled_tensor
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.rules.own import leave
+from tests.faults.graph_ops import OPS, tensor_of
 
 _SHAPES = [(4, 6), (4, 6), (6, 6), (6,), (1, 6), (2, 3, 4), (4, 4), ()]
 _DTYPES = ["float32", "float32", "float32", "bfloat16", "float16", "float64"]

@@ -6,7 +6,7 @@ every parameter bit for bit, a rounded one with every parameter within the bound
 the source's bits back. Otherwise the checkpoint must be refused with a message, before anything is published. A failing
 case is shrunk: quirks are left out while it still fails.
 
-    python tests/faults/odd_checkpoints.py --cases 2000 --seed 0
+    python -m tests.faults.odd_checkpoints --cases 2000 --seed 0
 """
 
 import argparse

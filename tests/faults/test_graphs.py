@@ -3,12 +3,12 @@
 from collections import Counter
 from random import Random
 
-import graphs
 import pytest
 import torch
-from graphs import Graph, Leaf, Step
 
 from lpconv.scaled.pair import Role
+from tests.faults import graphs
+from tests.faults.graphs import Graph, Leaf, Step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's warnings of what the graphs do
 GRAPHS, BATCHES = 100, 8

@@ -1,7 +1,8 @@
 """Odd but real checkpoints, drawn at random: equal to what transformers opens, or refused (`odd_checkpoints.py`)."""
 
 import pytest
-from odd_checkpoints import QUIRKS, Case, run_case
+
+from tests.faults.odd_checkpoints import QUIRKS, Case, run_case
 
 
 @pytest.mark.parametrize("seed", range(1000, 1030))

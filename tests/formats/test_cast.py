@@ -4,13 +4,21 @@ import math
 
 import pytest
 import torch
-from format_oracles import GFLOAT, ML_DTYPES, every_16_bit, every_value, gfloat_round, ml_dtypes_round, same
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UsageError
 from lpconv.formats.cast import Overflow, Rounding, cast, largest_number
 from lpconv.formats.spec import FORMATS, get_format
+from tests.helpers.format_oracles import (
+    GFLOAT,
+    ML_DTYPES,
+    every_16_bit,
+    every_value,
+    gfloat_round,
+    ml_dtypes_round,
+    same,
+)
 
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from format_oracles import ML_DTYPES, every_16_bit, same
 
 from lpconv.errors import InputError, UsageError
 from lpconv.formats.cast import Overflow, cast
 from lpconv.formats.codes import code_dtype, code_shape, code_values, decode, encode
 from lpconv.formats.spec import FORMATS
+from tests.helpers.format_oracles import ML_DTYPES, every_16_bit, same
 
 SMALL = [n for n, f in FORMATS.items() if f.bits <= 8]
 FP8 = [n for n in SMALL if FORMATS[n].storage_bits == 8 and FORMATS[n].has_sign and FORMATS[n].torch]

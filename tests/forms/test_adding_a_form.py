@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 import pytest
-import test_contract as contract
 import torch
-from checkpoints import bits_of
 from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -28,6 +26,8 @@ from lpconv.forms.form import Side
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import LPCONV, METHODS, Method
+from tests.forms import test_contract as contract
+from tests.helpers.checkpoints import bits_of
 
 # Of the contract suite, what takes a form and nothing but pytest's own fixtures.
 CONTRACT: tuple[Callable[[Form], None], ...] = (

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bits_of, cli_environment
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from lpconv.methods import METHODS, Method
 from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from lpconv.storage.residual import residual_index
 from lpconv.storage.staging import MARKER
+from tests.helpers.checkpoints import bits_of, cli_environment
 
 SHAPE = (2, 96, 160)  # more rows and columns than a tile has, and whole groups, of the transposes too
 ROWS, COLS = 192, 160

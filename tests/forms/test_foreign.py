@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from lpconv.forms import grid_of
 from lpconv.forms.reader import StoredTensors, open_values
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import SafetensorsSource, read_range
+from tests.helpers.foreign_files import AWQ_ORDER, MAKERS, Tensors, gpt_oss, scheme_of
 
 NAME = "layer.q_proj.weight"
 

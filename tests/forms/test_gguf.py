@@ -22,7 +22,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.resolve import resolve
 
 pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
-from gguf_files import TYPES, write_gguf  # which needs it
+from tests.helpers.gguf_files import TYPES, write_gguf  # which needs it
 
 runner = CliRunner()
 

@@ -21,7 +21,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
 
 pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
-from gguf_files import model_as_gguf
+from tests.helpers.gguf_files import model_as_gguf
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from torch import Tensor
 
 from lpconv.convert.run import convert
@@ -31,6 +30,7 @@ from lpconv.gguf import GGUF
 from lpconv.methods import METHODS
 from lpconv.plan.options import LAYOUTS, ConvertOptions, FormatRule
 from lpconv.plan.settings import fill_options
+from tests.helpers.checkpoints import write_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bits_of, files_of, write_checkpoint
 from torch import Tensor
 
 from lpconv.convert.run import convert
@@ -19,6 +18,7 @@ from lpconv.forms.tile_scales import best_scales, candidates
 from lpconv.forms.tiles import Tiles
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
+from tests.helpers.checkpoints import bits_of, files_of, write_checkpoint
 
 ROWS, COLS = 130, 160  # smaller tiles at the edges of 128 x 128
 WEIGHT = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)).pow(3) * 0.02

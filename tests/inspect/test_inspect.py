@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from foreign_files import make_foreign
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
+from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.foreign_files import make_foreign
 
 
 def run(*words: object) -> Result:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from block_reference import cast_blocks
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -13,6 +12,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from lpconv.errors import UsageError
 from lpconv.kernels.linear import FP8_RECIPES, Multiplying, calibrate, fp8_recipe, use_recipe
+from tests.helpers.block_reference import cast_blocks
 
 # ‖y - ŷ‖/‖y‖ of a product of two operands rounded to 3 (gradients: 2) bits of mantissa; mx lets the largest saturate.
 OUTPUT, GRADIENT = 0.09, 0.14

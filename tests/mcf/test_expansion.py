@@ -4,12 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from exact_compile import compile_keeps_roundings
 from torch import Tensor
 
 from lpconv.mcf.expansion import EXACT_OPTIONS, add, expand_scalar, grow, mul
 from lpconv.mcf.pairs import join, nearest_by_bits, nearest_by_cast, split, stochastic_by_bits
 from lpconv.mcf.split import BF16
+from tests.helpers.exact_compile import compile_keeps_roundings
 
 U = 2.0**-8
 

@@ -5,12 +5,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from exact_compile import compile_keeps_roundings
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError
 from lpconv.mcf.expansion import EXACT_OPTIONS, fast_two_sum, two_prod, two_sum
+from tests.helpers.exact_compile import compile_keeps_roundings
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 CODES = st.integers(0, 2**16 - 1)

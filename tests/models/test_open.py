@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fresh_python import run_script
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, GraniteMoeConfig, MixtralConfig
 
@@ -13,6 +12,7 @@ import lpconv.hf
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.plan.options import ConvertOptions, FormatRule
+from tests.helpers.fresh_python import run_script
 
 FORMATS = [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("scalify", "e5m2")]
 

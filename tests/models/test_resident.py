@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from foreign_files import gpt_oss, make_foreign
 from safetensors.torch import load_file, save_file
-from small_models import IDS, MODELS, SMALL
 from torch import Tensor, nn
 
 import lpconv
@@ -21,6 +19,8 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.staging import MARKER
+from tests.helpers.foreign_files import gpt_oss, make_foreign
+from tests.helpers.small_models import IDS, MODELS, SMALL
 
 OURS: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from exact_compile import compile_keeps_roundings
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from lpconv.optim import CollageAdamW, LowPrecisionAdamW, base, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES, largest_ratio
 from lpconv.optim.storage import VARIANTS, WITH_OFFSET, Parts, Storage, new_parts, store, stored_value
+from tests.helpers.exact_compile import compile_keeps_roundings
 
 PLUS = (Storage.PAIR, Storage.BF16, Storage.PAIR)
 needs_exact_compile = pytest.mark.skipif(

@@ -1,7 +1,8 @@
 """What each variant loses against AdamW in fp64: the table of docs/methods/collage.md, as thresholds."""
 
 import pytest
-from reference import run_beside_fp64
+
+from tests.optim.reference import run_beside_fp64
 
 pytestmark = pytest.mark.filterwarnings("ignore:variant:UserWarning")
 BETA2 = pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])

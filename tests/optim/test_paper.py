@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from exact_compile import compile_keeps_roundings
 from torch import Tensor, nn
 
 from lpconv.mcf.expansion import expand_scalar, grow, mul
 from lpconv.optim import CollageAdamW
+from tests.helpers.exact_compile import compile_keeps_roundings
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 COUNT = 5000

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from block_reference import cast_blocks
 from torch import Tensor
 
 from lpconv.errors import UsageError
@@ -23,6 +22,7 @@ from lpconv.probe.advice import (
 )
 from lpconv.probe.record import ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
+from tests.helpers.block_reference import cast_blocks
 
 
 def normal(std: float, seed: int = 0) -> Tensor:

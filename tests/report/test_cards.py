@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report_examples import bert_result, blocks_of, section_of
 
 from lpconv.plan.options import LAYOUTS
 from lpconv.report import cards
@@ -14,6 +13,7 @@ from lpconv.report.cards import model_card
 from lpconv.report.document import Code, Document, Prose, Table, texts_of
 from lpconv.report.markdown import markdown
 from lpconv.results import ByteCounts, SourceRecord
+from tests.helpers.report_examples import bert_result, blocks_of, section_of
 
 
 def card(**changes: Any) -> Document:

@@ -6,9 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import page_examples
 import pytest
-from report_examples import bert_result, calibrated_result
 
 from lpconv.errors import InputError
 from lpconv.report.bench import bench_document
@@ -19,6 +17,8 @@ from lpconv.report.finetune import finetune_document
 from lpconv.report.html import html
 from lpconv.report.verify import verify_document
 from lpconv.results import Series, from_json, json_text, to_json
+from tests.helpers import page_examples
+from tests.helpers.report_examples import bert_result, calibrated_result
 
 
 def test_a_band_of_error_lies_behind_its_line_and_within_the_axis() -> None:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from report_examples import bert_result, blocks_of, calibrated_result, charts_of, llama_result, plan_of, section_of
 
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
@@ -24,6 +23,15 @@ from lpconv.results import (
     SourceRecord,
     TensorRecord,
     VerifyResult,
+)
+from tests.helpers.report_examples import (
+    bert_result,
+    blocks_of,
+    calibrated_result,
+    charts_of,
+    llama_result,
+    plan_of,
+    section_of,
 )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_examples import bert_result, plan_of
 
 from lpconv.results import ConvertResult, InspectResult, PlanResult, StoredTensor, from_json, json_text
+from tests.helpers.report_examples import bert_result, plan_of
 
 
 def refuse(token: str) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.errors import InputError
 from lpconv.report.cards import finetune_card
@@ -37,6 +36,7 @@ from lpconv.results import (
     from_json,
     to_json,
 )
+from tests.helpers.report_examples import blocks_of, charts_of, section_of
 
 
 def run(role: str, losses: tuple[float, ...] = (2.0, 1.5, 1.25)) -> RunRecord:

@@ -1,10 +1,9 @@
 """A look into a checkpoint as a document: the verdict first, and one screen however much there is."""
 
-from report_examples import blocks_of, section_of
-
 from lpconv.report.document import Bullets, Table, texts_of
 from lpconv.report.inspect import inspect_document
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor
+from tests.helpers.report_examples import blocks_of, section_of
 
 
 def verdict(found: InspectResult) -> tuple[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_examples import example_pages
 
 from benchmarks.attack.browser import Browser, find_browser, problems
+from tests.helpers.page_examples import example_pages
 
 PAGES = example_pages()
 VIEWS = {"wide": (1280, False), "wide, dark": (1280, True), "phone": (390, False)}

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from report_examples import section_of
 
 from lpconv.report.document import Bullets, Cell, Document, Section, Table
 from lpconv.report.html import html
@@ -15,6 +14,7 @@ from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe import exponent_charts, heat_map, probe_document
 from lpconv.report.terminal import terminal
 from lpconv.results import FormatRates, LossScaleRecord, ProbedRecord, ProbeReport
+from tests.helpers.report_examples import section_of
 
 LAYERS = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "lm_head")
 

@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from page_examples import bench, finetune, verification
-from report_examples import bert_result
 from typer.testing import CliRunner
 
 from lpconv import results
@@ -15,6 +13,8 @@ from lpconv.cli.runs import _NO_RUNS
 from lpconv.report.html import html
 from lpconv.report.verify import verify_document
 from lpconv.results import json_text
+from tests.helpers.page_examples import bench, finetune, verification
+from tests.helpers.report_examples import bert_result
 
 
 @pytest.fixture

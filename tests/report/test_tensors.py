@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
 
 from lpconv.report.tensors import (
     action_groups,
@@ -15,6 +14,7 @@ from lpconv.report.tensors import (
     worst_tensors,
 )
 from lpconv.results import TensorRecord
+from tests.helpers.report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
 
 
 def a_tensor(name: str, sqnr_db: float | None) -> TensorRecord:

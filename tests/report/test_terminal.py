@@ -4,12 +4,12 @@ import io
 from dataclasses import replace
 
 import pytest
-from report_examples import bert_result, llama_result, plan_of
 
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Document, Table
 from lpconv.report.terminal import show
 from lpconv.results import ConvertResult
+from tests.helpers.report_examples import bert_result, llama_result, plan_of
 
 
 def text_of(shown: Document | Table, width: int, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import pytest
-from report_examples import blocks_of, charts_of, section_of
 
 from lpconv.report.document import Checks, Document, Table
 from lpconv.report.verify import verify_document
@@ -20,6 +19,7 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
 )
+from tests.helpers.report_examples import blocks_of, charts_of, section_of
 
 
 def described(**fields: Any) -> Document:

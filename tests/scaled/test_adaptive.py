@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
@@ -18,6 +17,7 @@ from lpconv.scaled import (
     loss_scales,
     scaled,
 )
+from tests.helpers.scaled_models import build, loss_and_grads
 
 DEPTH, WIDTH = 24, 128
 

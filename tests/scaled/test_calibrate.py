@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.errors import InputError, UsageError
@@ -25,6 +24,7 @@ from lpconv.scaled import (
     write_factors,
 )
 from lpconv.scaled.calibrate import _Magnitudes, _scale_of
+from tests.helpers.scaled_models import build, loss_and_grads
 
 
 @pytest.mark.parametrize("name", ["bert-mlm", "llama"])

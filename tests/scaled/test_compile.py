@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.kernels.compiled import COMPILES_SUBCLASSES
 from lpconv.scaled import ScaledTensor, adaptive_scaling, scaled
+from tests.helpers.scaled_models import build, loss_and_grads
 
 LOSS = {"bert-mlm": "ForMaskedLM", "gpt2": "ForCausalLM", "llama": "ForCausalLM"}
 

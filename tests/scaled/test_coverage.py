@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import coverage_page
+from tests.scaled import coverage_page
 
 
 def test_the_coverage_page_is_current() -> None:

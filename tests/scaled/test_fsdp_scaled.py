@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fsdp_worker as worker
 import pytest
 import torch.distributed as dist
-from ranks import on_ranks
 
 from lpconv.data import demo_checkpoint
+from tests.helpers.ranks import on_ranks
+from tests.scaled import fsdp_worker as worker
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

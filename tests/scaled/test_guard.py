@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from scaled_models import build
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError, UsageError
@@ -12,6 +11,7 @@ from lpconv.formats.scale import rms
 from lpconv.scaled import StepGuard, check_gradients, gradients_are_finite, scaled, scaled_tensor
 from lpconv.scaled.pair import Role
 from lpconv.scaled.rules import RULES
+from tests.helpers.scaled_models import build
 
 
 def net_behind_a_norm() -> tuple[nn.Module, Tensor, Tensor]:

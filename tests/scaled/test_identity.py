@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from scaled_models import ARCHITECTURES, build, loss_and_grads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +15,7 @@ from lpconv.errors import UnsupportedError, UsageError
 from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor, scaling_of, unscaled_state_dict
 from lpconv.scaled.model import weight_scale
 from lpconv.scaled.pair import Numerics
+from tests.helpers.scaled_models import ARCHITECTURES, build, loss_and_grads
 
 METHODS = {"unit": {}, "scalify": {"rescale": ("layernorm_grad", "logits_grad", "softmax_grad", "weight_grad")}}
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from scaled_models import build
 from torch import Tensor, nn
 
 from lpconv.data import demo_checkpoint
@@ -18,6 +17,7 @@ from lpconv.scaled import AdamW, ScaledTensor, fallbacks, native, native_groups,
 from lpconv.scaled.native import data_sizes, initialise
 from lpconv.scaled.pair import Numerics
 from lpconv.scaled.rules.native import ACTIVATIONS, averaged_size, averaged_size_alike
+from tests.helpers.scaled_models import build
 
 NATIVE = Numerics(native=True, strict=True)
 Function = Callable[..., Tensor]

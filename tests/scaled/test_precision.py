@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from scaled_models import build, loss_and_grads
 from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, fallbacks, saved_bytes, scaled
+from tests.helpers.scaled_models import build, loss_and_grads
 
 CANCELLED = ("key.bias", "k_proj.bias")  # these gradients are zero in exact arithmetic
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from scaled_models import Batch, build
 from torch import Tensor, nn
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
@@ -24,6 +23,7 @@ from lpconv.scaled import (
     unscaled_state_dict,
 )
 from lpconv.scaled.pair import Role
+from tests.helpers.scaled_models import Batch, build
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int) -> list[Tensor]:

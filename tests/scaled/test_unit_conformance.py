@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as some
-from scaled_models import build, loss_and_grads
 from torch import Tensor
 
 from lpconv.layers import weighted_modules
 from lpconv.scaled import EdgeFactors, ScaledTensor, apply_factors, scaled, scaled_tensor
+from tests.helpers.scaled_models import build, loss_and_grads
 
 LINEAR = [(64, 256), (16, 256)]  # √256 terms forward, √16 back to the input, √64 for the weight
 CONV = [(16, 16, 19), (16, 16, 4)]  # √(16·4) terms forward and back to the input, √(16·16) for the weight

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import bits_of, raw_safetensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -23,6 +22,7 @@ from lpconv.storage.header import (
     read_header,
     unique_keys,
 )
+from tests.helpers.checkpoints import bits_of, raw_safetensors
 
 Table = Mapping[str, Any]
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files_of, published, run_cli, write_checkpoint
-from hub_server import COMMIT, Hub, serving
 from huggingface_hub import constants
 
 from lpconv.convert.run import convert, plan
@@ -21,6 +19,8 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import STATE, resolve
+from tests.helpers.checkpoints import files_of, published, run_cli, write_checkpoint
+from tests.helpers.hub_server import COMMIT, Hub, serving
 
 REPO = "me/model"
 WEIGHTS = "model.safetensors"

@@ -15,11 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import files_of, published, run_cli, write_checkpoint
-from hub_server import COMMIT, serving as serving_hub
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
-from stores import offered
 from typer.testing import CliRunner
 
 from benchmarks.attack.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
@@ -40,6 +37,9 @@ from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.source import open_source, read_tensor
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import files_of, published, run_cli, write_checkpoint
+from tests.helpers.hub_server import COMMIT, serving as serving_hub
+from tests.helpers.stores import offered
 
 
 @pytest.fixture

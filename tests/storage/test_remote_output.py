@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import REPORTS, files_of, write_checkpoint
 from obstore.store import LocalStore
-from stores import offered
 from typer.testing import CliRunner
 
 from benchmarks.attack.object_store import ENVIRONMENT, Fault, Request, Store
@@ -33,6 +31,8 @@ from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.urls import UNFINISHED
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.written import prepare_verification
+from tests.helpers.checkpoints import REPORTS, files_of, write_checkpoint
+from tests.helpers.stores import offered
 
 URL = "s3://bucket/out"
 

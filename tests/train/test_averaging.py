@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
 from torch import Tensor, nn
 
 from lpconv.scaled import ScaledTensor, scaled
 from lpconv.train import processes
 from lpconv.train.processes import GradientAverage
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

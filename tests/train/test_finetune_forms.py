@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import converted_demo
-from gguf_files import demo_with_merges
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,6 +27,8 @@ from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers.checkpoints import converted_demo
+from tests.helpers.gguf_files import demo_with_merges
 
 SOURCES: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},

@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import fsdp_finetune_worker as worker
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_finetune_worker import COLLAGE, NATIVE, UNIT, model_of, options
-from ranks import on_ranks
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lpconv.errors import UnsupportedError, UsageError
@@ -18,6 +15,9 @@ from lpconv.storage.contents import read_json
 from lpconv.train.memory import parameter_bytes
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from tests.helpers.ranks import on_ranks
+from tests.train import fsdp_finetune_worker as worker
+from tests.train.fsdp_finetune_worker import COLLAGE, NATIVE, UNIT, model_of, options
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_models
 import torch
 import transformers
-from checkpoints import converted_demo
 from safetensors.torch import load_file
-from small_models import IDS
 from torch import Tensor, nn
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -33,6 +30,9 @@ from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune, plan
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers import small_models
+from tests.helpers.checkpoints import converted_demo
+from tests.helpers.small_models import IDS
 
 FORMS: dict[str, dict[str, Any]] = {
     "int4": {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"},

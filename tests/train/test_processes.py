@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import cli_environment
-from processes_worker import CASES, FAMILIES, model_of, options
-from test_tasks import write_model
 
 from lpconv.errors import InputError, UsageError
 from lpconv.results import RunRecord, from_json
@@ -20,6 +17,9 @@ from lpconv.train.job import training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from tests.helpers.checkpoints import cli_environment
+from tests.train.processes_worker import CASES, FAMILIES, model_of, options
+from tests.train.test_tasks import write_model
 
 
 @pytest.fixture(scope="module")

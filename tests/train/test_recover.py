@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_models
 import torch
-from checkpoints import converted_demo
-from gguf_files import demo_with_merges
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,6 +31,9 @@ from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune, plan
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.helpers import small_models
+from tests.helpers.checkpoints import converted_demo
+from tests.helpers.gguf_files import demo_with_merges
 
 COMPRESSED: dict[str, Any] = {"layout": "compressed-tensors"}
 FORMS: dict[str, dict[str, Any]] = {

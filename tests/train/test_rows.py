@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rows_worker as worker
 import torch
 import torch.distributed as dist
 import transformers as hf
-from foreign_files import make_foreign
-from ranks import on_ranks
 
 from lpconv.convert.run import convert
 from lpconv.init.options import InitOptions
 from lpconv.init.run import init
 from lpconv.plan.options import ConvertOptions
+from tests.helpers.foreign_files import make_foreign
+from tests.helpers.ranks import on_ranks
+from tests.train import rows_worker as worker
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

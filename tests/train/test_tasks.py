@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
@@ -24,6 +23,7 @@ from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
 from lpconv.train.trainer import DivergedError
+from tests.helpers.checkpoints import write_checkpoint
 
 SPECIAL = ["<pad>", "</s>", "<mask>", "<cls>"]
 SMALL = {

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import files_of
 from safetensors.torch import load_file, save_file
-from small_models import MODELS
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -19,6 +17,8 @@ from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import check_hashes, verify_output
+from tests.helpers.checkpoints import files_of
+from tests.helpers.small_models import MODELS
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 

@@ -4,10 +4,6 @@ import math
 import zlib
 from dataclasses import replace
 
-from advice_examples import a_row, an_advice, gap
-from bench_records import CPU_PEAKS, GEMMS, row
-from report_examples import bert_result, llama_result
-
 from lpconv.bench.roofline import roofline_verdict
 from lpconv.report.advise import advice_document
 from lpconv.report.bench import bench_document, compare_benches
@@ -45,6 +41,9 @@ from lpconv.results import (
     Verification,
     WeightsCheck,
 )
+from tests.helpers.advice_examples import a_row, an_advice, gap
+from tests.helpers.bench_records import CPU_PEAKS, GEMMS, row
+from tests.helpers.report_examples import bert_result, llama_result
 
 __all__ = ["bench", "example_pages", "finetune", "probe", "verification"]
 

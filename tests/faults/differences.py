@@ -12,9 +12,6 @@ from typing import Any
 
 import gguf
 import torch
-from checkpoints import bits_of
-from damage import Damage, Pair
-from gguf_files import demo_with_merges
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +19,9 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.forms.rounded import digest_of
 from lpconv.plan.options import ConvertOptions
+from tests.faults.damage import Damage, Pair
+from tests.helpers.checkpoints import bits_of
+from tests.helpers.gguf_files import demo_with_merges
 
 __all__ = ["LAYOUTS", "differences", "make_layouts"]
 

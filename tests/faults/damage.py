@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import rehash
 
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
@@ -27,6 +26,7 @@ from lpconv.verify.outputs import check_logits
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import check_hashes, verify_output
 from lpconv.verify.written import output_problems
+from tests.helpers.checkpoints import rehash
 
 __all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
 

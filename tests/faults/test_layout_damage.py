@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.resolve import directory_of
 from lpconv.verify.compare import compare
+from tests.helpers.foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
 
 Config = dict[str, Any]
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
@@ -421,7 +421,7 @@ def test_two_parts_and_ggufs_floats_are_no_codes(
         convert(str(changed), tmp_path / "out", ConvertOptions(method="collage", format="bf16", verify="none"))
     else:
         pytest.importorskip("gguf", reason="needs the package gguf (`lpconv[gguf]`)")
-        from gguf_files import rewrite_as_gguf
+        from tests.helpers.gguf_files import rewrite_as_gguf
 
         rewrite_as_gguf(changed, tmp_path / "out")
     directory = directory_of(tmp_path / "out" if kind == "collage" else tmp_path / "out" / "model.gguf")

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from damage import FORMS_TRIED, Pair, Seen, make_outputs
-from damage_page import in_layouts, in_outputs, matrix, page
-from differences import make_layouts
 
 from lpconv.forms import FORMS
+from tests.faults.damage import FORMS_TRIED, Pair, Seen, make_outputs
+from tests.faults.damage_page import in_layouts, in_outputs, matrix, page
+from tests.faults.differences import make_layouts
 
 Found = tuple[dict[str, Pair], dict[str, list[Seen]]]
 
