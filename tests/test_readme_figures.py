@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common import recorded
 from lpconv.student import t_quantile
+from tests.helpers.records import recorded
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "measured.md"

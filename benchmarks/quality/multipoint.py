@@ -14,7 +14,6 @@ Rows named "row" have one scale per row, largest magnitude to largest number, as
 
 import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,12 +24,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 from benchmarks import common
-
-sys.path.insert(0, str(common.TESTS))
-
-from block_reference import cast_blocks  # after the path to the helpers of the tests
-
 from lpconv.data import demo_checkpoint, demo_text
+from lpconv.formats.cast import cast
+from lpconv.formats.scale import pow2_floor
 from lpconv.formats.spec import BLOCK_FORMATS, FORMATS
 from lpconv.kernels.quantise import fake_quantise
 from lpconv.mcf.multipoint import decode, encode, fit
@@ -71,6 +67,24 @@ def forms() -> Iterator[Form]:
         for budget in budgets:
             points = partial(by_points, name=name, budget=budget, most=POINTS_MAX)
             yield Form(name=f"multipoint {name}, {budget}", rewrite=points)
+
+
+def cast_blocks(x: Tensor, name: str) -> Tensor:
+    """The finite values of `x` after a trip through a block format, in x's dtype.
+
+    MX rounds scales down, so that the largest element of a block may saturate (§6.3).
+    """
+    spec = BLOCK_FORMATS[name]
+    blocks = x.double().reshape(*x.shape[:-1], x.shape[-1] // spec.size, spec.size)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    whole = 1.0
+    if spec.has_tensor_scale:
+        whole = float((largest.max() / (spec.element.max * spec.scale.max)).float())
+        scales = cast(largest / spec.element.max / whole, spec.scale).clamp(min=spec.scale.min_subnormal)
+    else:
+        scales = (pow2_floor(largest) / 2.0**spec.element.max_exponent).clamp(2.0**-127, 2.0**127)
+    elements = cast(blocks / (scales * whole), spec.element)
+    return (elements * scales * whole).reshape(x.shape).to(x.dtype)
 
 
 def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:

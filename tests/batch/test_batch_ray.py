@@ -1,12 +1,14 @@
 """Batches on a real Ray cluster of two node processes on this machine; skipped where Ray is not installed."""
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.attack.ray_batch import cluster
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from tests.helpers.checkpoints import cli_environment, files_of
@@ -25,7 +26,53 @@ except ImportError:
     has_ray = False
 else:
     has_ray = True
+_PORT = 6399
 needs_ray = pytest.mark.skipif(not has_ray, reason="Ray is not installed: pip install 'lpconv[ray]'")
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, nodes: int) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """A head without cores, and nodes of one core each: the address, and the nodes' processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Ray would leave a token in the home directory, and say who uses it.
+    os.environ |= {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    address = f"127.0.0.1:{_PORT}"
+    os.environ |= {"RAY_raylet_start_wait_time_s": "180"}  # of a machine that is busy
+    common = ["--block", "--disable-usage-stats", "--object-store-memory", str(100 * 2**20)]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    head = [*start, "--head", "--port", str(_PORT), "--num-cpus", "0", "--include-dashboard", "false", *common]
+    begun: list[psutil.Process] = []
+    try:
+        _begin(head, folder / "head.log", begun)
+        for number in range(nodes):
+            node = [*start, "--address", address, "--num-cpus", "1", *common]
+            _begin(node, folder / f"node{number}.log", begun)
+        yield address, begun[1:]
+    finally:
+        for process in reversed(begun):
+            for one in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+
+
+def _begin(command: Sequence[str], log: Path, begun: list[psutil.Process]) -> None:
+    """Begin one of the cluster's processes, and wait until it says that it is there."""
+    with log.open("ab") as f:
+        process = psutil.Popen(command, stdout=f, stderr=f, start_new_session=True)
+    begun.append(process)
+    _wait_for(lambda: b"runtime started" in log.read_bytes() or process.poll() is not None)
+    if process.poll() is not None:
+        raise RuntimeError(log.read_text())
+
+
+def _wait_for(condition: Any, patience_s: float = 180.0) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the cluster does not begin")
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

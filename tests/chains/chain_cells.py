@@ -14,15 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import lpconv.hf
 from lpconv.cli.main import app
-from lpconv.data import demo_checkpoint
 from lpconv.results import PeakRecord
 from tests.helpers.bench_in_process import without_processes
+from tests.helpers.checkpoints import shallow_demo
 from tests.helpers.foreign_files import make_foreign
 from tests.helpers.gguf_files import rewrite_as_gguf
 
@@ -61,21 +60,11 @@ def _words(settings: Mapping[str, object]) -> list[object]:
     return [word for name, value in pairs for word in (f"--{name.replace('_', '-')}", value)]
 
 
-def _shallow_demo(target: Path) -> None:
-    """The embedded model with one of its layers: exporting and training take a fraction of the time."""
-    shutil.copytree(demo_checkpoint(), target)
-    weights = load_file(target / "model.safetensors")
-    kept = {name: x for name, x in weights.items() if not re.search(r"layers\.[1-9]", name)}
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-
-
 def original(folder: Path) -> Path:
     """The plain checkpoint below `folder` from which all others there are made."""
     target = folder / "plain"
     if not target.exists():
-        _shallow_demo(target)
+        shallow_demo(target)
     return target
 
 

@@ -36,7 +36,7 @@ def _parts(name: str, *more: tuple[str, Tensor]) -> Callable[[State], State]:
 
 
 _SCALES, _BYTES = torch.ones(128, 1), torch.ones(128, 384, dtype=torch.uint8)
-# One matrix as each tool names its parts: those of the files that benchmarks/attack/missing.py lets them write.
+# One matrix as each tool names its parts.
 TOOLS = {
     "optimum-quanto": _parts(DOWN, ("._data", _BYTES), ("._scale", _SCALES)),
     "bitsandbytes": _parts(HEAD, (".weight", _BYTES), (".SCB", _SCALES)),

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import lpconv
-from benchmarks.attack.object_store import Fault, Request, Store
 from lpconv.cli.main import app
 from lpconv.convert import run as run_module
 from lpconv.convert.run import convert
@@ -33,6 +32,7 @@ from lpconv.storage.urls import UNFINISHED
 from tests.convert.test_compressed import opened_without_lpconv
 from tests.helpers.checkpoints import files_of
 from tests.helpers.convert_models import tiny
+from tests.helpers.object_store import Fault, Request, Store
 from tests.helpers.stores import offered
 
 NVFP4: dict[str, Any] = {"format": "e2m1", "granularity": "nvfp4"}

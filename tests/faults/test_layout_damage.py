@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import inspect_with_statistics, judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.resolve import directory_of
 from lpconv.verify.compare import compare
+from tests.helpers.checkpoints import shallow_demo
 from tests.helpers.foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
 
 Config = dict[str, Any]
@@ -334,19 +334,6 @@ _PLANTED = {
 }
 WITH_BLOCKS = ("modelopt FP8 blocks", "ct FP8_BLOCK", "fp8", "fp8 bf16", "fp8 ue8m0")
 PLANTED = [Planted(layout, *found) for layout, several in _PLANTED.items() for found in several]
-
-
-def shallow_demo(target: Path) -> Path:
-    shutil.copytree(demo_checkpoint(), target)
-    kept = {n: x for n, x in load_file(target / "model.safetensors").items() if not _is_deeper(n)}
-    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
-    found = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**found, "num_hidden_layers": 1}))
-    return target
-
-
-def _is_deeper(name: str) -> bool:
-    return ".layers." in name and not name.startswith("model.layers.0.")
 
 
 @pytest.fixture(scope="module")

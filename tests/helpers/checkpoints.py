@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import lpconv
 from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
 from lpconv.errors import LpconvError
 from lpconv.plan.files import write_sums
 from lpconv.plan.options import ConvertOptions
@@ -30,11 +32,13 @@ __all__ = [
     "cli_environment",
     "converted_demo",
     "files_of",
+    "keep_one_layer",
     "published",
     "raw_safetensors",
     "refusal",
     "rehash",
     "run_cli",
+    "shallow_demo",
     "write_checkpoint",
 ]
 
@@ -77,6 +81,22 @@ def converted_demo(folder: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict
     for name, options in forms.items():
         convert("demo", folder / name, ConvertOptions(verify="none", **options))
     return {name: folder / name for name in forms}
+
+
+def shallow_demo(target: Path) -> Path:
+    """Write the demo model with one of its layers, which exports and trains in a fraction of the time."""
+    shutil.copytree(demo_checkpoint(), target)
+    keep_one_layer(target)
+    return target
+
+
+def keep_one_layer(folder: Path) -> None:
+    """Drop all decoder layers but the first from a checkpoint in one file."""
+    weights = load_file(folder / "model.safetensors")
+    kept = {n: x for n, x in weights.items() if ".layers." not in n or ".layers.0." in n}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
 
 def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, length: int | None = None) -> bytes:

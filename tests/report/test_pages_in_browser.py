@@ -1,6 +1,6 @@
 """Every kind of page in a headless Chromium: wide, on a phone, light and dark, nothing is cut, hidden or raw.
 
-Skipped where no Chromium is installed; `python -m benchmarks.attack.pages` tries outputs of real commands so.
+Skipped if no Chromium is installed.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack.browser import Browser, find_browser, problems
+from tests.helpers.browser import Browser, find_browser, problems
 from tests.helpers.page_examples import example_pages
 
 PAGES = example_pages()

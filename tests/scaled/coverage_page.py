@@ -7,11 +7,11 @@ import copy
 
 import torch
 
-from benchmarks.common import recorded
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.native import initialise
 from lpconv.scaled.rules import CLASSES
+from tests.helpers.records import recorded
 from tests.helpers.scaled_models import ARCHITECTURES, build, loss_and_grads
 
 HEAD = """# What scaled tensors cover

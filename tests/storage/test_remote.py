@@ -19,7 +19,6 @@ from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
-from benchmarks.attack.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
 from lpconv.cli.main import app
 from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
@@ -39,6 +38,7 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import files_of, published, run_cli, write_checkpoint
 from tests.helpers.hub_server import COMMIT, serving as serving_hub
+from tests.helpers.object_store import BUCKET, ENVIRONMENT, Fault, Request, Store
 from tests.helpers.stores import offered
 
 

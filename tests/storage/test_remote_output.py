@@ -13,7 +13,6 @@ import torch
 from obstore.store import LocalStore
 from typer.testing import CliRunner
 
-from benchmarks.attack.object_store import ENVIRONMENT, Fault, Request, Store
 from lpconv.cli.main import app
 from lpconv.convert.run import convert, finish
 from lpconv.errors import (
@@ -32,6 +31,7 @@ from lpconv.storage.urls import UNFINISHED
 from lpconv.verify.reader import read_provenance
 from lpconv.verify.written import prepare_verification
 from tests.helpers.checkpoints import REPORTS, files_of, write_checkpoint
+from tests.helpers.object_store import ENVIRONMENT, Fault, Request, Store
 from tests.helpers.stores import offered
 
 URL = "s3://bucket/out"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.attack.fuzz_material import PROBE, TUNE
+from tests.faults.material import PROBE, TUNE
 
 # Between them they import all that any command does.
 _TYPICAL = (

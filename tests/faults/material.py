@@ -1,4 +1,4 @@
-"""A sound file of every kind that lpconv reads, small, made once for `fuzz.py`, `kills.py` and `chaos.py`."""
+"""A small valid file of every kind that lpconv reads, made once for `fuzz.py` and `kill.py`."""
 
 import json
 import shutil
@@ -13,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lpconv.data import demo_checkpoint, demo_text
+from tests.helpers.checkpoints import shallow_demo
+from tests.helpers.foreign_files import MAKERS, make_foreign
+from tests.helpers.gguf_files import rewrite_as_gguf
 
 TUNE = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1", "--track-every", "0",
          "--twin", "none", "-q")  # fmt: skip
@@ -33,10 +36,12 @@ FORMS: Mapping[str, Sequence[str]] = {
     "points": ("--method", "multipoint", "--format", "int4", "--budget-bits", "7"),
     "compressed": ("--format", "e4m3fn", "--layout", "compressed-tensors"),
 }
+# Third-party layouts, by the names of their folders.
+LAYOUTS = {layout.replace(" ", "-"): layout for layout in MAKERS}
 
 
 def make_material(folder: Path) -> None:
-    """Every kind of file that lpconv reads, sound and small, below `folder`."""
+    """Write a small valid file of every kind that lpconv reads into a folder."""
     make_llama(folder / "llama")
     make_llama(folder / "narrow", vocab_size=64)  # its tokenizer knows 272
     _bert(folder / "bert")
@@ -66,6 +71,10 @@ def make_material(folder: Path) -> None:
     (folder / "batch" / "jobs.toml").write_text('version = 1\n[[jobs]]\nid = "a"\nmodel = "llama"\nformat = "e4m3fn"\n')
     _lpconv(folder / "batch", "batch", "jobs.json", "-q")
     _data(folder / "data")
+    shallow_demo(folder / "wide")
+    for name, layout in LAYOUTS.items():
+        make_foreign(layout, folder / "wide", folder / name)
+    rewrite_as_gguf(folder / "wide", folder / "gguf")
 
 
 def _lpconv(folder: Path, *arguments: str) -> None:

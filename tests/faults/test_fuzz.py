@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from benchmarks.attack.damaged import BYTES, Damage, cut, drop, odd_value, retype
+from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
@@ -25,7 +26,12 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers.checkpoints import DEMO_TENSORS, bits_of, published, run_cli, write_checkpoint
+from tests.faults.forked import Ended
+from tests.faults.fuzz import fault_of, is_finished
+from tests.faults.fuzz_inputs import damaged_checkpoint
+from tests.faults.material import make_llama
+from tests.faults.mutations import BYTES, Damage, odd_value
+from tests.helpers.checkpoints import DEMO_TENSORS, bits_of, published, write_checkpoint
 
 
 def outcome(action: Callable[[], object], codes: set[int]) -> int:
@@ -115,19 +121,6 @@ class TestHeader:
             assert again.problems == ()
             forget(outputs)
 
-    @pytest.mark.parametrize("seed", range(3))
-    def test_the_command_line_says_the_same(self, tmp_path: Path, outputs: Path, seed: int) -> None:
-        source = write_checkpoint(tmp_path / "source")
-        file = source / "model.safetensors"
-        rng = random.Random(seed)
-        file.write_bytes((cut, drop, retype)[seed](rng, file.read_bytes()[:64]))
-        done = run_cli("convert", source, "-o", outputs / "out", "--json")
-        assert done.returncode in (3, 4)
-        assert "Traceback" not in done.stderr
-        assert "hint: " in done.stderr
-        assert json.loads(done.stdout)["error"]["code"] == done.returncode
-        assert not published(outputs / "out")
-
 
 CONFIG = {
     "architectures": ["BertModel"], "model_type": "bert", "tie_word_embeddings": True, "torch_dtype": "float32",
@@ -209,3 +202,26 @@ class TestOutput:
             outcome(lambda: inspect(output), {3})
             outcome(lambda: restore(output, outputs / "back", force=False, progress=Silent()), {3, 4})
             forget(outputs)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("material")
+    make_llama(folder / "llama")
+    return folder
+
+
+@pytest.mark.parametrize("files", [["config.json"], ["*.safetensors"]], ids=str)
+def test_a_few_inputs_of_the_fuzzer(
+    files: list[str], material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attack = damaged_checkpoint("llama", files=files, only=["convert", "inspect"])
+    for number in range(15):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        trial = attack(random.Random(number), material, folder)
+        done = CliRunner().invoke(app, list(trial.arguments))
+        ended = Ended(code=done.exit_code, out=done.stdout, err=done.stderr)
+        assert fault_of(trial.arguments, ended) is None, (trial, ended)
+        assert ended.code == 0 or not any(map(is_finished, trial.outputs)), trial

@@ -71,7 +71,7 @@ def die_at_call(number: int) -> None:
 def server() -> Iterator[ForkServerContext]:
     """A process that has imported lpconv, and forks."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "tests.convert.warm"])
+    context.set_forkserver_preload([__name__, "tests.faults.warm"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", cli_environment()["PYTHONPATH"])
         patch.setenv("OMP_NUM_THREADS", "1")

@@ -1,86 +1,77 @@
 """Give every command of lpconv damaged files, odd options and places that cannot be written, and see what it says.
 
-    python -m benchmarks.attack.fuzz --count 5000 --out FILE.json
-    python -m benchmarks.attack.fuzz --only 1234 --show
+    python -m tests.faults.fuzz                   # a minute
+    python -m tests.faults.fuzz --long --seed 1   # hours
+    python -m tests.faults.fuzz --only 1234       # one input again
 
 Every input is one command line in a folder of its own, run by a process that is forked from one which has imported
 everything, and depends on nothing but the seed and its number. A command may succeed, or end with an exit code of
 `docs/cli.md` other than 1, an `error:` and a `hint:`, and nothing finished where it was to write; under --json stdout
-then holds one document with that code. Anything else is a fault: a traceback, exit code 1, a signal, an hour glass.
+then holds one document with that code. Anything else is a fault: a traceback, exit code 1, a signal, or a run that
+takes more than five minutes.
 """
 
+import argparse
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
-import time
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer.main
 
-from benchmarks import common
-from benchmarks.attack.forked import Ended, command_line, forked, import_everything
-from benchmarks.attack.fuzz_inputs import ATTACKS
-from benchmarks.attack.fuzz_material import make_material
 from lpconv.cli.main import app
+from tests.faults.forked import Ended, command_line, forked, import_everything
+from tests.faults.fuzz_inputs import ATTACKS
+from tests.faults.material import make_material
 
 _CODES = {0, 2, 3, 4, 5, 6, 7, 8}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What became of an input; `fault` says what is wrong with that, None where nothing is."""
+class Outcome:
+    """What a command did with an input; `fault` says what is wrong with that, or is None."""
 
     number: int
     attack: str
     arguments: tuple[str, ...]
     wrong: str
     code: int
-    seconds: float
     fault: str | None
     said: str
 
 
-def fuzz(numbers: Sequence[int], seed: int, work: Path, *, quiet: bool = False) -> list[Found]:
-    """Try the inputs of these numbers; `work` is a folder for all files."""
+def fuzz(numbers: Sequence[int], seed: int, work: Path) -> list[Outcome]:
+    """Try the inputs of these numbers; all files are written to `work`."""
     material = work / "material"
-    if not material.exists():
-        made = forked(lambda: make_material(material), patience_s=600)
-        assert made.code == 0, made.err
+    made = forked(lambda: make_material(material), patience_s=600)
+    assert made.code == 0, made.err
     import_everything(material)
-    found = []
-    for number in numbers:
-        one = _try(number, seed, material, work / "trial")
-        found.append(one)
-        if not quiet and one.fault:
-            print(f"{number}: {one.fault}: {' '.join(one.arguments)} [{one.wrong}]\n{one.said[-1500:]}", flush=True)
-        if not quiet and len(found) % 250 == 0:
-            print(f"{len(found)} of {len(numbers)}, {sum(f.fault is not None for f in found)} faults", flush=True)
-    return found
+    return [_try(number, seed, material, work / "trial") for number in numbers]
 
 
-def _try(number: int, seed: int, material: Path, folder: Path) -> Found:
+def _try(number: int, seed: int, material: Path, folder: Path) -> Outcome:
     rng = random.Random(f"{seed}/{number}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     attack = rng.choices(list(ATTACKS), [weight for weight, _ in ATTACKS.values()])[0]
     trial = ATTACKS[attack][1](rng, material, folder)
     before = {o for o in trial.outputs if o.exists()}
-    started = time.monotonic()
     ended = forked(lambda: command_line(trial.arguments, folder), file_bytes=trial.file_bytes)
-    seconds = time.monotonic() - started
     fault = fault_of(trial.arguments, ended) or next(
         (f"published {o.name}" for o in trial.outputs if ended.code and o not in before and is_finished(o)), None
     )
-    return Found(
+    return Outcome(
         number=number, attack=attack, arguments=trial.arguments, wrong=trial.wrong, code=ended.code,
-        seconds=round(seconds, 3), fault=fault, said=ended.err[-3000:],
+        fault=fault, said=ended.err[-3000:],
     )  # fmt: skip
 
 
@@ -139,47 +130,24 @@ def _small_disks(work: Path) -> Iterator[None]:
             subprocess.run(["umount", str(folder)], check=True)
 
 
-def summary(found: Sequence[Found], seed: int) -> dict[str, Any]:
-    """The figures of a run: exit codes by kind of attack, faults, and the slowest refusals."""
-    refused = sorted((f for f in found if f.code), key=lambda f: -f.seconds)
-    kinds: Mapping[str, Counter[int]] = {a: Counter(f.code for f in found if f.attack == a) for a in ATTACKS}
-    return {
-        "command": common.command(),
-        "seed": seed,
-        "inputs": len(found),
-        "faults": [asdict(f) for f in found if f.fault],
-        "exit_codes": {kind: dict(sorted(counts.items())) for kind, counts in kinds.items()},
-        "by_command": _by_command(found),
-        "seconds": {n: round(sum(f.seconds for f in found if f.arguments[0] == n), 1) for n in _by_command(found)},
-        "median_refusal_s": refused[len(refused) // 2].seconds if refused else None,
-        "slowest_refusals": [
-            {"seconds": f.seconds, "code": f.code, "arguments": f.arguments, "wrong": f.wrong} for f in refused[:5]
-        ],
-    }
-
-
-def _by_command(found: Sequence[Found]) -> dict[str, dict[int, int]]:
-    names = sorted({f.arguments[0] for f in found})
-    return {n: dict(sorted(Counter(f.code for f in found if f.arguments[0] == n).items())) for n in names}
-
-
 def main() -> None:
-    parser = common.parser(__doc__, work="a folder to keep; the material in it is used again")
-    parser.add_argument("--count", type=int, default=5000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int, nargs="*")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--long", action="store_true", help="5,000 inputs instead of 100")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first input")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of inputs to repeat, with what the commands say")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="print what every command said")
-    args = parser.parse_args()
-    numbers = args.only or range(args.first, args.first + args.count)
-    with common.work_folder(args.work, COLUMNS="100") as work, _small_disks(work):
-        found = fuzz(numbers, args.seed, work)
-    if args.show:
-        for f in found:
-            print(f"{f.number}: exit {f.code}, {f.seconds} s: lpconv {' '.join(f.arguments)} [{f.wrong}]\n{f.said}")
-    result = summary(found, args.seed)
-    print(json.dumps({**result, "faults": len(result["faults"])}, indent=1))
-    common.save(result, args.out)
+    asked = parser.parse_args()
+    numbers = asked.only or range(asked.first, asked.first + (5000 if asked.long else 100))
+    os.environ |= {"COLUMNS": "100", "HF_HUB_OFFLINE": "1", "LPCONV_COMPILE": "never"}
+    with tempfile.TemporaryDirectory() as folder, _small_disks(Path(folder)):
+        results = fuzz(numbers, asked.seed, Path(folder))
+    for r in results:
+        if r.fault or asked.only:
+            print(f"{r.number}: {r.fault}: exit {r.code}: {' '.join(r.arguments)} [{r.wrong}]\n{r.said[-1500:]}")
+    codes = Counter((r.attack, r.code) for r in results)
+    for attack in ATTACKS:
+        print(attack, {code: n for (kind, code), n in sorted(codes.items()) if kind == attack})
+    sys.exit(any(r.fault for r in results))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
 """An object store on the loopback: the part of S3 that lpconv speaks, and what can go wrong with one.
 
-Objects live in memory, or are mapped files; or another server has them, and this is a proxy. A fault is a function of a
-request that says what is done to its answer, so a test can cut, slow down or refuse what it likes; requests are kept.
-`https://` sources are served from the same objects, without a listing.
-
-`python -m benchmarks.attack.object_store FOLDER` serves a folder and prints where.
+Objects live in memory. A fault is a function of a request that says what is done to its answer, so a test can cut, slow
+down or refuse any answer; requests are kept. `https://` sources are served from the same objects, without a listing.
 """
 
 import hashlib
-import http.client
-import mmap
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,8 +46,8 @@ class Fault:
 
 @dataclass(kw_only=True)
 class Store:
-    """A running store. `fault` looks at every request; None is an answer as it should be. `upstream` is the address of
-    the server that answers instead, if one does. Without `ranges` whole objects are sent; `date` is Last-Modified."""
+    """A running store. `fault` sees every request; None is a normal answer. Without `ranges` whole objects are sent;
+    `date` is Last-Modified."""
 
     objects: dict[str, Any]
     fault: Callable[[Request], Fault | None] = lambda _: None
@@ -63,16 +57,13 @@ class Store:
     ranges: bool = True
     date: str | None = _DATE
     endpoint: str = ""
-    upstream: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def put_folder(self, prefix: str, folder: Path, *, is_mapped: bool = False) -> str:
+    def put_folder(self, prefix: str, folder: Path) -> str:
         """Store all files of a folder; gives back the URL of the prefix."""
         for path in folder.rglob("*"):
             if path.is_file():
-                with path.open("rb") as f:
-                    data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if is_mapped else f.read()
-                self.objects[f"{prefix}/{path.relative_to(folder).as_posix()}"] = data
+                self.objects[f"{prefix}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
         return f"s3://{BUCKET}/{prefix}"
 
     def read(self, *, suffix: str = "") -> int:
@@ -108,9 +99,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _etag(data: Any) -> str:
-    """Of contents, by their ends and size: whole hashes would be what a benchmark measures."""
-    ends = data[:4096] + data[-4096:] + str(len(data)).encode()
-    return f'"{hashlib.blake2b(ends, digest_size=16).hexdigest()}"'
+    return f'"{hashlib.blake2b(data, digest_size=16).hexdigest()}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -134,27 +123,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.status is not None:
             self._send(fault.status, b"<Error><Code>SlowDown</Code></Error>")
             return
-        if store.upstream is not None:
-            status, data, headers = self._handed_on(store.upstream, body)
-        else:
-            with store.lock:
-                status, data, headers = self._found(request, parse_qs(url.query, keep_blank_values=True), body)
+        with store.lock:
+            status, data, headers = self._found(request, parse_qs(url.query, keep_blank_values=True), body)
         self._send(fault.status_after or status, data, headers, fault)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
-
-    def _handed_on(self, upstream: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        """What another server answers. Signatures are of this server's address: that one must not look at them."""
-        connection = http.client.HTTPConnection(urlsplit(upstream).netloc, timeout=60)
-        sent = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-        try:
-            connection.request(self.command, self.path, body, sent)
-            answer = connection.getresponse()
-            data = answer.read()
-        finally:
-            connection.close()
-        kept = ("etag", "last-modified", "content-range", *(("content-length",) if self.command == "HEAD" else ()))
-        return answer.status, data, {k: v for k, v in answer.getheaders() if k.lower() in kept}
 
     def _found(self, r: Request, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes, dict[str, str]]:
         objects = self.server.store.objects
@@ -254,10 +227,3 @@ def _listing(objects: Mapping[str, bytes], query: dict[str, list[str]]) -> bytes
     more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
     head = f"<ListBucketResult><IsTruncated>{'true' if rest else 'false'}</IsTruncated>{more}"
     return f"{head}{rows}</ListBucketResult>".encode()
-
-
-if __name__ == "__main__":
-    with serving() as store:
-        store.put_folder("source", Path(sys.argv[1]), is_mapped=True)
-        print(store.endpoint, flush=True)
-        threading.Event().wait()

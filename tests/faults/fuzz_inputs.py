@@ -17,9 +17,9 @@ from typing import Any
 
 import typer
 
-from benchmarks.attack.damaged import BYTES, odd_value
-from benchmarks.attack.fuzz_material import BENCH, FORMS, PROBE, TUNE
 from lpconv.cli.main import app
+from tests.faults.material import BENCH, FORMS, LAYOUTS, PROBE, TUNE
+from tests.faults.mutations import BYTES, odd_value
 
 LONG = "x" * 300
 
@@ -286,12 +286,13 @@ def full_disk(rng: random.Random, material: Path, folder: Path) -> Trial:
 
 
 _WHOLE = ("llama", "bert")
-# With how many of a hundred inputs are of each kind.
+# Each kind with its weight.
 ATTACKS: Mapping[str, tuple[int, Attack]] = {
     "config.json": (20, damaged_checkpoint(*_WHOLE, files=["config.json", "generation_config.json"])),
     "tokenizer": (9, damaged_checkpoint(*_WHOLE, files=["tokenizer*.json"], only=["probe", "finetune"])),
     "safetensors": (12, damaged_checkpoint(*_WHOLE, "sharded", files=["*.safetensors", "*.index.json"])),
     "pickle": (5, damaged_checkpoint("pickled", files=["*.bin"])),
+    "layout": (8, damaged_checkpoint(*LAYOUTS, "gguf", files=["*.safetensors", "*.gguf", "config.json"])),
     "output": (14, damaged_output),
     "record": (12, damaged_result),
     "data": (4, damaged_data),

@@ -1,30 +1,25 @@
-"""Faults planted in the source of lpconv, one at a time: which tests catch each.
+"""Plant faults in the source of lpconv, one at a time, and list the tests that catch each.
 
-    python -m benchmarks.attack.planted_faults --out FILE.json
-    python -m benchmarks.attack.planted_faults --only ties_up lost_tie       # some of them
+    python -m tests.faults.planted                           # half an hour
+    python -m tests.faults.planted --only ties_up lost_tie   # some of them
 
 Each fault replaces one piece of text that occurs exactly once in lpconv, wherever it has been moved to, in a copy of
 the working tree. Then the tests that should catch it run there, until `MOST` have failed. A fault that no test
 catches, or whose text is no longer found, is an error of this list or of the tests: the exit code is 1.
 """
 
-import json
+import argparse
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from benchmarks import common
 
 ROOT = Path(__file__).parents[2]
 MOST = 3  # tests that may fail before a run is stopped
-_COPIED = ("lpconv", "tests", "benchmarks", "docs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,7 @@ FAULTS: dict[str, Fault] = {
     # Writing, resuming, verifying.
     "vectors_as_codes": _fault("if len(info.shape) < 2:", "if len(info.shape) < 1:", "convert/test_convert.py"),
     "skipped_hash": _fault(' or sha256_of(path) != f["sha256"]', "", "storage/test_staging.py",
-                           "convert/test_interrupted.py"),
+                           "faults/test_interrupted.py"),
     "torn_journal": _fault("os.ftruncate(self._journal.fileno(), size)", "pass", "storage/test_staging.py"),
     "force_deletes_all": _fault("if not _is_ours(output, marker):", "if False:", "storage/test_staging.py"),
     "damaged_is_finished": _fault("damaged = check_hashes(job.output, progress).mismatched", "damaged = ()",
@@ -82,7 +77,7 @@ FAULTS: dict[str, Fault] = {
     "reversed_kl": _fault("mean_kl=float(_divergence(log_p, log_q)", "mean_kl=float(_divergence(log_q, log_p)",
                           "verify/test_witness.py"),
     "nan_in_weights": _fault("lost = int((known & ~torch.isfinite(y)).sum())", "lost = 0",
-                             "verify/test_foreign_damage.py"),
+                             "faults/test_layout_damage.py"),
     # Scaled training.
     "norm_epsilon": _fault("data, eps / scale**2, scale", "data, eps / scale, scale", "scaled/test_rules.py"),
     "swapped_gradients": _fault("(ratio(scale_gv, inputs.query_scale), ratio(scale_gv, inputs.key_scale),",
@@ -123,53 +118,38 @@ def place_of(fault: Fault, tree: Path) -> Path:
     return holders[0]
 
 
-def plant(fault: Fault, tree: Path) -> tuple[Path, str]:
-    """Put a fault into a copy of lpconv; the file and its text before."""
-    path = place_of(fault, tree)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
-    return path, text
-
-
-def run_tests(tests: tuple[str, ...], tree: Path) -> dict[str, Any]:
-    """Which of the tests fail, in a copy of the tree. No bytecode is cached: it could be stale."""
+def catching(tests: tuple[str, ...], tree: Path) -> list[str]:
+    """The tests that fail in a copy of the tree. No bytecode is cached: it could be stale."""
     command = [sys.executable, "-B", "-m", "pytest", *tests, "-q", "-n", "0", "-p", "no:cacheprovider",
                f"--maxfail={MOST}", "--tb=no", "-rfE"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    start = time.perf_counter()
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
     if done.returncode not in (0, 1) or not all("::" in test for test in failed):  # tests that do not even start
         raise RuntimeError(f"pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return {"caught_by": failed, "seconds": round(time.perf_counter() - start, 1)}
+    return failed
 
 
 def main() -> None:
-    """Run from the command line."""
-    parser = common.parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS))
     asked = parser.parse_args()
-    found: dict[str, Any] = {}
+    missed = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in _COPIED:
+        for name in ("lpconv", "tests", "docs"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, tree)
         for name in asked.only:
-            try:
-                path, text = plant(FAULTS[name], tree)
-            except LookupError as e:
-                found[name] = {"error": str(e)}
-            else:
-                found[name] = {"file": str(path.relative_to(tree)), **run_tests(FAULTS[name].tests, tree)}
-                path.write_text(text, encoding="utf-8")
-            print(name, json.dumps(found[name]), flush=True)
-            if asked.out:
-                asked.out.parent.mkdir(parents=True, exist_ok=True)
-                rows = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in found.items())
-                asked.out.write_text(f"{{\n{rows}\n}}\n")
-    missed = [name for name, result in found.items() if not result.get("caught_by")]
+            fault = FAULTS[name]
+            path = place_of(fault, tree)
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(fault.right, fault.wrong), encoding="utf-8")
+            caught_by = catching(fault.tests, tree)
+            path.write_text(text, encoding="utf-8")
+            print(name, path.relative_to(tree), *caught_by, sep="\n    ", flush=True)
+            missed += [] if caught_by else [name]
     sys.exit(f"not caught: {', '.join(missed)}" if missed else 0)
 
 
