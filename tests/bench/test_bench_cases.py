@@ -5,11 +5,9 @@ from torch import nn
 
 from lpconv.bench.options import BENCH_FORMATS, BENCH_METHODS, BENCH_OPTIMIZERS, PLAIN, SCALED, BenchOptions, Case
 from lpconv.bench.recipes import _OPTIMIZERS, _PEERS, apply_recipe
-from lpconv.bench.run import baseline_of, cases_of, choose_model
-from lpconv.errors import UsageError
+from lpconv.bench.run import baseline_of, cases_of
 from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES
 from lpconv.models.presets import PRESETS
-from lpconv.options import check
 from lpconv.scaled import scaling_of
 
 CPU = {"device": "cpu", "name": "CPU"}
@@ -19,14 +17,6 @@ GPU = {"device": "cuda:0", "name": "H100"}
 def cases(**asked: object) -> list[Case]:
     found, _ = cases_of(BenchOptions(model="demo", **asked), CPU)  # type: ignore[arg-type]  # the cases below are well typed
     return found
-
-
-def test_every_format_runs_as_its_default_where_no_method_applies() -> None:
-    found = cases(formats=("fp32", "bf16", "fp16", "fp8"))
-
-    assert [(c.format, c.method) for c in found] == [
-        ("fp32", "plain"), ("bf16", "plain"), ("fp16", "plain"), ("fp8", "static"),
-    ]  # fmt: skip
 
 
 def test_methods_apply_to_the_formats_that_have_them() -> None:
@@ -54,15 +44,6 @@ def test_an_optimizer_belongs_to_training_only() -> None:
     assert [(c.mode, c.optimizer) for c in found] == [("infer", None), ("train", "adamw"), ("train", "collage-plus")]
 
 
-@pytest.mark.parametrize(
-    "asked", [{"formats": ("fp9",)}, {"methods": ("units",)}, {"modes": ("trian",)}, {"optimizers": ("adam",)}]
-)
-def test_unknown_names_are_refused_with_the_nearest(asked: dict[str, object]) -> None:
-    with pytest.raises(UsageError) as refused:
-        check(BenchOptions(**asked))  # type: ignore[arg-type]  # as above
-    assert refused.value.hint
-
-
 def test_the_baseline_shares_everything_but_format_method_and_optimizer() -> None:
     (case,) = cases(methods=("scalify",), modes=("train",), optimizers=("adamw",))
 
@@ -71,16 +52,6 @@ def test_the_baseline_shares_everything_but_format_method_and_optimizer() -> Non
     assert (base.format, base.method, base.compiled) == ("bf16", "plain", "blocks")
     assert (base.model, base.batch, base.seq, base.mode) == (case.model, case.batch, case.seq, case.mode)
     assert baseline_of(case, "fp32", compiled="blocks").compiled == "off"
-
-
-def test_no_model_means_one_that_suits_the_device_and_a_word_about_it() -> None:
-    on_cpu, cpu_notes = choose_model(None, None, CPU)
-    on_gpu, gpu_notes = choose_model(None, None, GPU)
-
-    assert (on_cpu.model, on_cpu.layers) == ("bert-base", 2)
-    assert (on_gpu.model, on_gpu.layers) == ("bert-large", None)
-    assert "CPU" in cpu_notes[0]
-    assert "H100" in gpu_notes[0]
 
 
 def test_every_peer_is_run_by_somebody_and_every_preset_is_there() -> None:

@@ -1,13 +1,11 @@
 """A bench as a document, from records."""
 
-import json
 import re
 from typing import Any
 
 import pytest
 
 from lpconv.bench.roofline import roofline_verdict
-from lpconv.bench.rows import TOO_LARGE
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
@@ -26,11 +24,6 @@ def judged(*rows: BenchRow, **fields: Any) -> BenchResult:
 def table(document: Document, title: str) -> Table:
     (found,) = (b for b in section_of(document, title).blocks if isinstance(b, Table))
     return found
-
-
-def test_a_bench_survives_json() -> None:
-    made = result(*ROWS)
-    assert from_json(BenchResult, json.loads(json.dumps(to_json(made)))) == made
 
 
 def test_rows_show_only_columns_that_differ_or_are_always_asked_for() -> None:
@@ -69,12 +62,6 @@ def test_the_verdict_says_whether_anything_was_faster(
     assert word.capitalize() in document.tiles[0].label
 
 
-def test_peaks_have_units_that_fit() -> None:
-    peaks = {"bf16_flops": 5.08e8, "fp32_flops": 4.79e10, "fp8_flops": 1.2e12, "bytes_per_s": 1.14e10}
-    text = bench_document(judged(*ROWS, peaks=peaks)).facts["Measured peaks"]
-    assert text == "bf16 508 MFLOP/s, fp32 47.9 GFLOP/s, fp8 1.2 TFLOP/s, copies 11.4 GB/s"
-
-
 def test_a_gate_that_failed_is_the_verdict() -> None:
     gates = [to_json(GateRecord(expression="speedup>=2", value=1.3, passed=False))]
     document = bench_document(judged(*ROWS, gates=gates))
@@ -82,20 +69,6 @@ def test_a_gate_that_failed_is_the_verdict() -> None:
     assert document.verdict.outcome == "failed"
     assert document.verdict.text.partition(" ")[2].startswith("speedup>=2 ")
     assert section_of(document, "1 of 1 gates failed").outcome == "failed"
-
-
-def test_rows_without_figures_share_a_reason_and_do_not_name_the_device() -> None:
-    lost = [row(m, status=TOO_LARGE, reason="room", timing=None, device="cpu") for m in ("te", "mx")]
-    document = bench_document(result(*lost, row("plain")))
-    assert section_of(document, "Not measured").blocks == (Bullets(lines=(f"fp8 te; fp8 mx: {TOO_LARGE}, room",)),)
-    assert document.facts["Device"] == "GPU"
-
-
-def test_random_weights_are_a_warning() -> None:
-    some = bench_document(result(row("plain", weights="16 of 58 parameters random, else checkpoint")))
-    (warning,) = some.warnings
-    assert warning.startswith("llama-8b: 16 of 58 ")
-    assert not bench_document(result(row("plain", weights="checkpoint"))).warnings
 
 
 def test_intervals_and_parts_of_memory_are_drawn() -> None:

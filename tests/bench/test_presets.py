@@ -37,12 +37,6 @@ def test_fewer_layers_and_the_linears_of_those() -> None:
     assert gemms == {(4096, 4096): 4, (1024, 4096): 4, (14336, 4096): 4, (4096, 14336): 2}
 
 
-def test_conv1d_counts_as_a_linear() -> None:
-    model = find_model(dataclasses.replace(CASE, model="gpt2", layers=1)).build_empty()
-
-    assert {(g.n, g.k) for g in gemms_of(model)} == {(2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768)}
-
-
 @pytest.mark.parametrize(
     "changes", [{"layers": 0}, {"layers": 13}, {"seq": 513}, {"model": "roberta-base", "seq": 513}]
 )

@@ -66,13 +66,6 @@ def test_a_step_takes_as_long_as_the_slowest_process() -> None:
         assert team.ask("measure", iterations=2, seconds=0) == measured(3, 4, wall=3, recompiles=1)
 
 
-def test_memory_is_that_of_the_process_that_needs_most() -> None:
-    small, large = {"peak_bytes": 1, "saved_bytes": 9}, {"peak_bytes": 2, "saved_bytes": 1}
-
-    with Team([Scripted(small), Scripted(large)]) as team:
-        assert team.ask("memory") == large
-
-
 def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> None:
     children = [Scripted(None), Scripted(LpconvError("luck"))]
     team = Team(children)
@@ -132,13 +125,6 @@ def test_torchrun_on_several_machines_and_other_numbers_are_refused() -> None:
         processes_of(None, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
     with pytest.raises(UsageError, match="--processes 3"):
         processes_of(3, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"})
-
-
-def test_several_processes_are_ddp_unless_something_else_is_said() -> None:
-    def found(processes: int, name: str | None) -> str | None:
-        return parallel_of(BenchOptions(processes=processes, parallel=name, modes=("train",)))
-
-    assert [found(1, None), found(2, None), found(2, "fsdp2")] == [None, "ddp", "fsdp2"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lpconv.report import cards
 from lpconv.report.cards import model_card
 from lpconv.report.document import Code, Document, Prose, Table, texts_of
 from lpconv.report.markdown import markdown
-from lpconv.results import ByteCounts, SourceRecord
+from lpconv.results import SourceRecord
 from tests.helpers.report_examples import bert_result, blocks_of, section_of
 
 
@@ -51,14 +51,6 @@ def test_a_local_directory_is_no_base_model(resolved: str) -> None:
 )  # fmt: skip
 def test_opening_uses_the_class_of_the_architecture(architecture: str | None, auto: str) -> None:
     assert f'model = {auto}.from_pretrained("PATH")' in programs(card(architecture=architecture))
-
-
-@pytest.mark.parametrize("method", ["unit", "scalify"])
-def test_codes_need_lpconv_and_say_so(method: str) -> None:
-    document = card(method=method)
-    assert "import lpconv.hf" in programs(document)
-    assert "trust_remote_code=True" in prose(document)
-    assert "refuses" in prose(document)
 
 
 def test_collage_opens_anywhere_and_keeps_its_residual() -> None:
@@ -126,14 +118,3 @@ def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
     assert done.rows[0][:3] == ("convert", "40", "F32 → fp16")
     assert worst.rows[0][0] == "encoder.layer.0.attention.self.key.weight"
     assert len(worst.rows) == 5
-
-
-def test_a_second_run_writes_the_same_card() -> None:
-    again = replace(bert_result(), seconds=9.0, weights_seconds=8.0, peak_rss_bytes=1, output="elsewhere/else")
-    assert markdown(model_card(again)) == markdown(card())
-
-
-def test_nothing_converted() -> None:
-    document = card(tensors=(), bytes=ByteCounts(read=0, written=0), command=None)
-    assert "0 of 0 tensors" in document.summary
-    assert markdown(document)

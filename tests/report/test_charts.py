@@ -10,9 +10,9 @@ import pytest
 
 from lpconv.errors import InputError
 from lpconv.report.bench import bench_document
-from lpconv.report.charts import Axis, Bar, Chart, HeatMap, Line, Loss, Mark, Tick, bar_chart, line_chart
+from lpconv.report.charts import Bar, HeatMap, Line, Loss, Tick, bar_chart, line_chart
 from lpconv.report.convert import convert_document
-from lpconv.report.drawing import Drawing, HeatDrawing, depth_of, figure_of
+from lpconv.report.drawing import Drawing, HeatDrawing
 from lpconv.report.finetune import finetune_document
 from lpconv.report.html import html
 from lpconv.report.verify import verify_document
@@ -52,37 +52,6 @@ def test_a_label_at_an_end_of_the_axis_is_left_out_rather_than_cut(interval: tup
     assert all(half <= x <= drawing.width - half for x, half in halves)
 
 
-def test_bars_without_finite_lengths_are_not_drawn() -> None:
-    assert bar_chart("X", "", [Bar(name="a", text="", lengths=(math.nan,))], x_label="x") is None
-    some = [Bar(name="a", text="", lengths=(math.inf,)), Bar(name="b", text="", lengths=(1.0, 2.0))]
-    chart = bar_chart("X", "", some, x_label="x", parts={"p": "series-0", "q": "series-1"})
-    assert chart is not None
-    assert [(box.title, box.x) for box in chart.boxes] == [("b", (0.0, 1.0)), ("b", (1.0, 3.0))]
-
-
-def test_values_lie_between_the_ends_of_their_axis_and_ticks_that_collide_go() -> None:
-    ticks = tuple(Tick(at=at, label="label") for at in (5, 5.1, 0, 10))
-    chart = Chart(title="", description="", x=Axis(low=0, high=10, ticks=ticks), y=Axis(low=0, high=1), is_wide=True)
-    drawing = Drawing(chart)
-    assert (drawing.x(0), drawing.x(10), drawing.x(99)) == (drawing.left, drawing.right, drawing.right)
-    assert drawing.y(1) < drawing.y(0)
-    places = [x for x, _ in drawing.axis_labels()]
-    assert len(places) == 3
-    assert all(drawing.left < x < drawing.right for x in places), "labels of groups move inwards"
-    mark = Mark(kind="peak", shape="whisker", points=((2, 0.5), (4, 0.5)))
-    assert drawing.path(mark).startswith(f"M{drawing.x(2)} {drawing.y(0.5)}H{drawing.x(4)}")
-
-
-@pytest.mark.parametrize(
-    ("under", "over", "kind", "figure"),
-    [(0.6, 0.0, "under depth-4", "60"), (0.004, 0.0, "under depth-1", ""), (0.0, 0.02, "over depth-2", "2↑"),
-     (0.0, 0.0, "under depth-none", "")],
-)  # fmt: skip
-def test_a_cell_says_its_loss_without_colour_too(under: float, over: float, kind: str, figure: str) -> None:
-    loss = Loss(layer="a", block="fp16", column="weight", underflow=under, overflow=over, title="")
-    assert (depth_of(loss), figure_of(loss)) == (kind, figure)
-
-
 def test_cells_of_a_heat_map_do_not_overlap_and_stay_inside() -> None:
     losses = tuple(
         Loss(layer=layer, block=block, column=column, underflow=0.1, overflow=0.0, title="")
@@ -94,18 +63,6 @@ def test_cells_of_a_heat_map_do_not_overlap_and_stay_inside() -> None:
     assert len(places) == len(losses)
     assert max(x for x, _ in places) + drawing.cell_width <= drawing.width
     assert drawing.rows()[0].label.startswith("…")
-
-
-def test_short_labels_of_columns_are_not_turned() -> None:
-    def drawing(*columns: str) -> HeatDrawing:
-        losses = tuple(
-            Loss(layer="a", block="fp16", column=column, underflow=0.1, overflow=0.0, title="") for column in columns
-        )
-        return HeatDrawing(HeatMap(title="", description="", blocks=("fp16",), columns=columns, losses=losses))
-
-    short, long = drawing("1", "6"), drawing(*(f"output gradient {i}" for i in range(9)))
-    assert (short.is_upright, long.is_upright) == (False, True)
-    assert short.head < long.head
 
 
 def _with_number(document: Any, key: str, value: object, *, is_named: bool = False) -> Any:

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
 from lpconv.report.document import Checks, Code, Document, Facts, Section, Table, texts_of
 from lpconv.report.html import html
-from lpconv.report.tensor_charts import feedback_chart, rms_chart, sqnr_chart
+from lpconv.report.tensor_charts import feedback_chart, rms_chart
 from lpconv.report.terminal import terminal
 from lpconv.results import (
     ByteCounts,
@@ -83,25 +82,6 @@ def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
     assert layers["encoder.layer.5"] == ["16", "6"]
 
 
-def test_columns_without_a_value_are_left_out() -> None:
-    plain, calibrated = (
-        table_of(section_of(convert_document(r), "Every tensor")) for r in (bert_result(), calibrated_result())
-    )
-    assert ("Scale" in plain.columns, "Scale" in calibrated.columns) == (True, False)
-    (column,) = [i for i, name in enumerate(calibrated.columns) if "input" in name]
-    assert not any("input" in name for name in plain.columns)
-    assert {"7.25", "8.25", "9.25"} <= {row[column] for row in texts_of(calibrated)}
-
-
-def test_a_calibration_says_on_what_and_that_its_cost_is_not_in_the_figures() -> None:
-    document = convert_document(calibrated_result())
-    assert re.search(r" 4,096 tokens .*plays\.txt", document.summary)
-    assert "extra" in document.summary
-    assert document.tiles[3].detail.endswith("rounded")
-    (provenance,) = blocks_of(document, Facts)
-    assert re.search(r"^plays\.txt, 4,096 tokens .* 128, SHA-256 ab", provenance.values["Calibrated on"])
-
-
 @pytest.mark.parametrize(
     ("layout", "opens"), [("lpconv", "lpconv.load("), ("transformers", "AutoModel.from_pretrained(")]
 )
@@ -111,16 +91,6 @@ def test_it_says_how_to_open_the_output(layout: str, opens: str) -> None:
     assert "out/minilm-unit-fp16" in code.lines[-1]
 
 
-def test_of_very_many_tensors_the_worst_and_a_sample_are_listed() -> None:
-    first = coded(1)[0]
-    many = tuple(replace(first, name=f"layer.{i}.weight", sqnr_db=20.0 if i == 777 else 60.0) for i in range(2500))
-    section = described(tensors=many).sections[-4]
-    assert section.title.endswith("of 2,500 tensors")
-    names = [row[0] for row in table_of(section).rows]
-    assert "layer.777.weight" in names
-    assert 500 <= len(names) <= 1000
-
-
 @pytest.mark.parametrize("passed", [True, False])
 def test_a_failure_is_the_verdict_with_its_reasons(passed: bool) -> None:
     verify = replace(bert_result().verify, passed=passed, problems=() if passed else ("a.weight: 3 dB",))
@@ -128,22 +98,6 @@ def test_a_failure_is_the_verdict_with_its_reasons(passed: bool) -> None:
     assert document.verdict is not None
     assert document.verdict.outcome == ("passed" if passed else "failed")
     assert ("a.weight: 3 dB" in document.verdict.text) == (not passed)
-
-
-def test_exact_and_flat_ratios_are_words() -> None:
-    exact = tuple(replace(t, sqnr_db=math.inf, max_rel_error=0.0) for t in bert_result("fp32").tensors)
-    document = described(tensors=exact)
-    assert "exactly" in document.summary
-    (equal,) = section_of(document, "Signal-to-noise ratios").blocks
-    assert re.search(r"exact .*40 .*fp32", str(equal))
-    chart = sqnr_chart([("a", exact)])
-    assert chart is not None
-    assert ([t.label for t in chart.y.ticks], chart.y.label) == (["exact"], ""), "a title would hide the label"
-    assert {row[6] for row in texts_of(table_of(section_of(document, "By layer")))} == {"exact"}
-    flat = described(tensors=tuple(replace(t, sqnr_db=31.5) for t in bert_result().tensors))
-    assert not any("Signal-to-noise" in title for title in charts_of(flat))
-    (close,) = section_of(flat, "Signal-to-noise ratios").blocks
-    assert re.search(r"31\.5 dB .*40 tensors .*fp16", str(close))
 
 
 def test_before_and_after_are_drawn_over_the_range_of_the_format() -> None:
@@ -157,36 +111,6 @@ def test_before_and_after_are_drawn_over_the_range_of_the_format() -> None:
     after = next(m for m in chart.marks if m.title.startswith("pooler.dense.weight: ") and m.title.endswith(", fp16"))
     assert 0 <= after.points[0][1] < 1, "the RMS of the codes is in [1, 2)"
     assert "fp16 from 2^-14 to 65504" in chart.description
-
-
-def test_each_format_shades_its_own_tensors() -> None:
-    chart = rms_chart(llama_result())
-    assert chart is not None
-    spans = [box.x for box in chart.boxes if box.kind == "normal"]
-    assert len(spans) == 3, "fp16 embeddings, e4m3fn layers, fp16 head"
-    assert all(right == left for (_, right), (left, _) in pairwise(spans))
-
-
-def test_values_without_a_scale_or_with_many_are_not_drawn_by_one() -> None:
-    unscaled = rms_chart(bert_result("bf16", "collage"))
-    assert unscaled is not None
-    assert "before" not in unscaled.title
-    assert "before" not in [mark.kind for mark in unscaled.marks]
-    assert rms_chart(bert_result(options={"granularity": "row"})) is None
-    first, *rest = coded()
-    assert rms_chart(bert_result(tensors=(replace(first, points=2), *rest))) is None
-    unknown = rms_chart(bert_result(tensors=tuple(replace(t, format="odd") for t in coded())))
-    assert unknown is not None
-    assert not unknown.boxes
-
-
-def test_no_run_hides_an_equal_one() -> None:
-    result = bert_result()
-    chart = sqnr_chart([("a", result.tensors), ("b", result.tensors)])
-    assert chart is not None
-    places = [mark.points[0][0] for mark in chart.marks]
-    assert len(set(places)) == len(places) == 2 * sum(t.sqnr_db is not None for t in result.tensors)
-    assert {mark.shape for mark in chart.marks} == {"circle", "square"}
 
 
 def test_odd_figures_do_not_break_the_document() -> None:
@@ -237,15 +161,6 @@ def test_a_plan_says_that_nothing_happened_and_what_it_needs() -> None:
     assert document.verdict is None
 
 
-@pytest.mark.parametrize(("changes", "named"), [({"action": "keep"}, "copy"), ({"format": "fp16"}, "would")])
-def test_a_plan_that_converts_nothing_says_so_first(changes: dict[str, Any], named: str) -> None:
-    plan = plan_of(bert_result("e4m3fn"))
-    document = plan_document(replace(plan, tensors=tuple(replace(t, **changes) for t in plan.tensors)))
-    assert document.verdict is not None
-    assert document.verdict.outcome == "not run"
-    assert named in document.verdict.text
-
-
 def figures_of(results: Sequence[ConvertResult]) -> dict[str, list[str]]:
     document = compare_conversions(results, [f"run {i}" for i in range(len(results))])
     return {first: rest for first, *rest in texts_of(table_of(section_of(document, "Figures")))}
@@ -267,10 +182,6 @@ def test_conversions_are_compared_figure_by_figure_and_tensor_by_tensor() -> Non
     assert rows["pooler.dense.weight"][0].startswith("fp16, 7")
 
 
-def test_equal_results_give_equal_pages() -> None:
-    assert html(convert_document(llama_result())) == html(convert_document(llama_result()))
-
-
 def test_error_feedback_shows_the_error_of_each_layer_before_and_after() -> None:
     record = RoundingRecord(output_error=0.001, nearest_error=0.004, num_inputs=8192, max_steps=3.0, sha256="0" * 64)
     tensors = tuple(replace(t, rounding=record) if ".layer." in t.name else t for t in coded())
@@ -284,7 +195,3 @@ def test_error_feedback_shows_the_error_of_each_layer_before_and_after() -> None
     assert tile.figure == "75 %"
     assert re.match(r"0\.1 % .* 0\.4 %", tile.detail)
     assert " 75 % " in document.summary
-
-
-def test_rounding_to_nearest_has_no_chart_of_output_errors() -> None:
-    assert feedback_chart(bert_result().tensors) is None

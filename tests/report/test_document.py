@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lpconv.results import ConvertResult, InspectResult, PlanResult, StoredTensor, from_json, json_text
-from tests.helpers.report_examples import bert_result, plan_of
+from lpconv.results import ConvertResult, from_json, json_text
+from tests.helpers.report_examples import bert_result
 
 
 def refuse(token: str) -> Any:
@@ -20,14 +20,6 @@ def test_a_result_survives_the_text() -> None:
     tensors = (replace(bert_result().tensors[1], sqnr_db=math.inf), *bert_result().tensors[2:])
     result = bert_result(tensors=tensors)
     assert from_json(ConvertResult, json.loads(json_text(result), parse_constant=refuse)) == result
-
-
-def test_plans_and_inspections_survive_too() -> None:
-    plan = plan_of(bert_result())
-    assert from_json(PlanResult, json.loads(json_text(plan))) == plan
-    tensor = StoredTensor(name="a", dtype="F16", shape=(2,), file="f", size_bytes=4)
-    found = InspectResult(path="x", tensors=(tensor,), ties={"b": "a"})
-    assert from_json(InspectResult, json.loads(json_text(found))) == found
 
 
 def test_keys_are_sorted_and_text_is_ascii() -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from lpconv.report.finetune import (
     compare_finetunes,
     finetune_document,
     gap_table,
-    held_out_words,
     nothing_learned,
     verdict,
     worst_tracked,
@@ -110,16 +108,6 @@ def test_a_gate_decides_the_outcome(passed: bool, outcome: str) -> None:
     assert alone.outcome == "not run"
 
 
-def test_a_guess_far_off_is_told_instead_of_drawn() -> None:
-    near, far = (
-        finetune_document(result(held_out=(replace(held_out("run", "eval_loss", 2.0, 1.5), baseline=guess),)))
-        for guess in (2.1, 60.0)
-    )
-    assert [m.title for m in charts_of(near)["Held-out loss"].legend][-1].startswith("guess")
-    assert charts_of(near)["Held-out loss"].marks[0].shape == "area"
-    assert ": 60" in charts_of(far)["Held-out loss"].description
-
-
 def held_out(role: str, metric: str, before: float, after: float, error: float = 0.01) -> HeldOutRecord:
     return HeldOutRecord(
         role=role, metric=metric, num_examples=64, num_available=97, baseline=0.6, before=before, after=after,
@@ -151,20 +139,6 @@ def test_a_loss_that_fell_within_its_error_taught_nothing() -> None:
     assert result().learned("run") is None
 
 
-def test_a_record_comes_back_from_json() -> None:
-    assert from_json(FinetuneResult, to_json(result())) == result()
-
-
-def test_a_recovery_is_titled_by_its_divergence() -> None:
-    recovered = result(
-        source="some/source", twin=None, gaps=(), runs=(run("run"),),
-        held_out=(held_out("run", "eval_loss", 0.5, 0.25),),
-    )  # fmt: skip
-    assert finetune_document(recovered).tiles[0].label.startswith("KL ")
-    again = replace(run("run"), evaluations=(Series(name="eval_loss_published", steps=(2,), values=(0.2,)),))
-    assert verdict(replace(recovered, runs=(again,))).count("published") == 1
-
-
 def test_the_card_says_how_to_open_what_was_saved() -> None:
     (code,) = blocks_of(finetune_card(result()), Code)
     assert code.lines[0].startswith("import lpconv.hf")
@@ -190,11 +164,6 @@ def test_the_card_names_base_model_and_licence_and_no_folder_of_this_machine() -
     assert finetune_card(result(card={"base_model": "some/model"})).title.startswith("some/model fine-tuned")
 
 
-def test_one_held_out_example_is_one() -> None:
-    one = dataclasses.replace(held_out("run", "eval_accuracy", 0.5, 0.6), num_examples=1, num_available=1)
-    assert held_out_words(result(held_out=(one,))).startswith("On 1 held-out example;")
-
-
 def tracked(layer: str, role: str, sqnr_db: float | None, clipped: float) -> TrackedRecord:
     return TrackedRecord(
         step=1, layer=layer, role=role, format="e4m3fn", underflow=0.0, overflow=1e-6, sqnr_db=sqnr_db,
@@ -214,21 +183,6 @@ def test_products_come_worst_first_with_the_energy_that_was_clipped() -> None:
     assert all(re.match(rf"{role} \w+ {layer}: ", line) for (role, layer), line in zip(roles, found, strict=True))
     assert re.search(r": SQNR 0\.4 dB; .* 90 % .* 0 % .* 1\)", found[1])
     assert "SQNR 28.0 dB" in found[3]
-
-
-def test_the_gaps_in_fp32_have_rows_and_sentences() -> None:
-    exact = GapRecord(metric="eval_loss_fp32", run=1.26, twin=1.25, gap=0.01)
-    published = GapRecord(metric="eval_loss_published", run=1.28, twin=1.25, gap=0.03)
-    every = result(gaps=(*result().gaps, exact, published), saved_as="unit e4m3fn")
-    names = [str(row[0]) for row in gap_table(every).rows]
-    assert len(names) == len(set(names)) == 4
-    assert [("fp32" in name, "published" in name) for name in names[2:]] == [(True, False), (False, True)]
-    assert verdict(every).startswith(verdict(result()))
-    in_fp32, of_published = verdict(every).removeprefix(verdict(result())).strip().split(". ")
-    assert "fp32" in in_fp32
-    assert "+0.010" in in_fp32
-    assert "unit e4m3fn" in of_published
-    assert "+0.030" in of_published
 
 
 @pytest.mark.parametrize(

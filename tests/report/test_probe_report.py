@@ -1,14 +1,12 @@
 """A probe as a document, from records alone."""
 
-import math
 import re
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from lpconv.report.document import Bullets, Cell, Document, Section, Table
+from lpconv.report.document import Bullets, Document, Section, Table
 from lpconv.report.html import html
 from lpconv.report.numbers import ROLE_WORDS
 from lpconv.report.probe import exponent_charts, heat_map, probe_document
@@ -130,15 +128,6 @@ def test_windows_stand_below_the_elements_they_hold() -> None:
     assert max(share for _, share in bars.values()) < chart.y.high
 
 
-def test_the_outline_is_the_gradient_moved_by_the_loss_scale() -> None:
-    charts = {c.title: c for c in exponent_charts(report())}
-    assert charts["Weight"].marks == ()
-    (outline,) = charts["Output gradient"].marks
-    assert outline.points[0] == (-20 + 7, 0)
-    assert all(x == u or y == v for (x, y), (u, v) in pairwise(outline.points)), "across or up, also over nothing"
-    assert " 2^7," in outline.title
-
-
 def test_the_heat_map_has_a_cell_for_each_tensor_and_format() -> None:
     heat = heat_map(report())
     assert heat is not None
@@ -147,18 +136,3 @@ def test_the_heat_map_has_a_cell_for_each_tensor_and_format() -> None:
     assert len(cells) == len(heat.losses) == 2 * len(report().tensors)
     assert cells["fp16", "lm_head", ROLE_WORDS["grad_output"]] == 0.6
     assert re.search(r"^fp16: .*60 %, .* lm_head", heat.description)
-
-
-def test_a_tensor_without_signal_has_a_rate_and_no_ratio() -> None:
-    silent = replace(tensor("a", "weight"), exponents=(), plain=(rates("fp16", sqnr=math.nan),) * 2)
-    row = only_table(section_of(described(tensors=(silent,)), "Every tensor")).rows[0]
-    assert isinstance(row[4], Cell)
-    assert row[4].text == "–"
-
-
-def test_a_few_tiny_outliers_do_not_squeeze_the_axis() -> None:
-    outliers = replace(tensor("a", "weight"), exponents=((-120, 1), (-10, 9_999)))
-    (chart,) = exponent_charts(replace(report(), classes=("weight",), tensors=(outliers,), loss_scales=()))
-    assert chart.x.low == -12
-    assert len([b for b in chart.boxes if b.kind == "bar"]) == 1
-    assert "0.01 % " in chart.description

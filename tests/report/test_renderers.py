@@ -119,14 +119,6 @@ def test_a_section_may_be_for_one_renderer(only: str) -> None:
     assert ("once" in html(shown)) == (only == "page")
 
 
-def test_a_section_without_what_its_texts_are_about_is_left_out() -> None:
-    assert section("Here", None, "about the chart") is None
-    assert section("Here", Bullets(lines=())) is None
-    kept = section("Here", "text", None, Bullets(lines=()))
-    assert kept is not None
-    assert kept.blocks == ("text",)
-
-
 def test_hostile_names_stay_text() -> None:
     text = html(document(HOSTILE))
     tags = Page(text).tags
@@ -151,14 +143,6 @@ def test_rendering_loads_no_heavy_library(module: str, heavy: str) -> None:
         f"print([m for m in ('torch', 'transformers', 'matplotlib', 'numpy', '{heavy}') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_a_terminal_gets_colour_and_loses_no_meaning_without() -> None:
-    coloured = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
-    with coloured.capture() as capture:
-        coloured.print(terminal(document()))
-    assert "\x1b" in capture.get()
-    assert "failed" in printed(document())
 
 
 def test_a_pipe_gets_plain_whole_lines_in_the_width_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +191,3 @@ def test_text_and_marks_stand_out_in_both_themes(theme: str) -> None:
     marks = [(mark, ground) for mark in ("after", "before") for ground in ("page", "normal", "subnormal")]
     marks += [(f"series-{i}", "page") for i in range(6)]
     assert {pair: contrast(*pair) for pair in marks if contrast(*pair) < 3} == {}
-
-
-def test_nothing_outside_a_scrolled_box_asks_for_more_width_than_a_phone_has() -> None:
-    grids = re.findall(r"grid-template-columns: (.*?);", STYLE.partition("@media (max-width")[0])
-    widths = [float(w) for tracks in grids for w in re.findall(r"minmax\((\d+)rem", tracks)]
-    assert grids
-    assert not [w for w in widths if 16 * w > 360], grids

@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 
 from lpconv.report.tensors import (
-    action_groups,
     in_layer_order,
-    layer_groups,
     modules_of,
     overflow_text,
     worst_tensors,
 )
 from lpconv.results import TensorRecord
-from tests.helpers.report_examples import bert_result, bert_shapes, llama_shapes, make_tensors
+from tests.helpers.report_examples import llama_shapes
 
 
 def a_tensor(name: str, sqnr_db: float | None) -> TensorRecord:
@@ -42,31 +40,12 @@ def test_layers_are_ordered_by_number_between_embeddings_and_head() -> None:
     ]
 
 
-def test_a_bert_groups_into_embeddings_layers_and_pooler() -> None:
-    groups = set(modules_of(list(bert_shapes())).values())
-    assert groups == {"embeddings", *(f"encoder.layer.{i}" for i in range(6)), "pooler"}
-
-
 def test_what_stands_beside_a_llamas_layers_is_not_lumped_together() -> None:
     modules = modules_of(list(llama_shapes(2)))
     assert modules["model.norm.weight"] == "model.norm"
     assert modules["model.embed_tokens.weight"] == "model.embed_tokens"
     assert modules["lm_head.weight"] == "lm_head"
     assert modules["model.layers.1.mlp.up_proj.weight"] == "model.layers.1"
-
-
-def test_a_name_without_dots_is_its_own_module() -> None:
-    assert modules_of(["weight", "3", "0.weight"]) == {"weight": "weight", "3": "3", "0.weight": "0"}
-
-
-def test_every_tensor_is_in_one_group() -> None:
-    tensors = make_tensors(bert_shapes(), "e4m3fn", scaled=True)
-    for groups in (layer_groups(tensors).values(), action_groups(tensors)):
-        assert sorted(t.name for group in groups for t in group) == sorted(t.name for t in tensors)
-
-
-def test_converted_groups_come_first() -> None:
-    assert [group[0].action for group in action_groups(bert_result().tensors)] == ["convert", "keep", "keep"]
 
 
 def test_worst_first_with_nan_worst_of_all_and_exact_left_out() -> None:
