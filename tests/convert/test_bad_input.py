@@ -59,22 +59,6 @@ class TestPickles:
         torch.load(bin_file, weights_only=False)
         assert proof.exists(), "the exploit would not have worked at all"
 
-    @pytest.mark.parametrize("legacy", [False, True])
-    def test_both_formats_of_torch_are_read(self, run: Run, output: Path, bin_file: Path, legacy: bool) -> None:
-        torch.save(DEMO_TENSORS, bin_file, _use_new_zipfile_serialization=not legacy)
-        run(format="fp32")
-        stored = load_file(output / "model.safetensors")
-        assert torch.equal(stored["layer.bias"], DEMO_TENSORS["layer.bias"])
-        assert torch.equal(stored["layer.weight"][0] * stored["layer.weight_scale"], DEMO_TENSORS["layer.weight"])
-
-    @pytest.mark.parametrize("legacy", [False, True])
-    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-    def test_cut_short(self, run: Run, output: Path, bin_file: Path, legacy: bool, share: float) -> None:
-        torch.save(DEMO_TENSORS, bin_file, _use_new_zipfile_serialization=not legacy)
-        data = bin_file.read_bytes()
-        bin_file.write_bytes(data[: int(len(data) * share)])
-        assert refusal(run, output).exit_code == 3
-
     @pytest.mark.parametrize(
         ("content", "says"),
         [
@@ -129,10 +113,6 @@ class TestConfig:
     def test_not_a_config(self, run: Run, source: Path, output: Path, text: str) -> None:
         (source / "config.json").write_text(text)
         assert isinstance(refusal(run, output), InputError)
-
-    def test_not_utf8(self, run: Run, source: Path, output: Path) -> None:
-        (source / "config.json").write_bytes(b'{"x": "\xff"}')
-        assert "not JSON" in refusal(run, output).message
 
     def test_missing(self, run: Run, source: Path, output: Path) -> None:
         (source / "config.json").unlink()
@@ -285,10 +265,6 @@ class TestIndex:
         error = refusal(run, output)
         assert isinstance(error, InputError)
         assert says in error.message
-
-    def test_not_json(self, run: Run, source: Path, output: Path) -> None:
-        (source / "model.safetensors.index.json").write_text("{")
-        assert "not JSON" in refusal(run, output).message
 
     def test_one_name_in_two_shards(self, run: Run, source: Path, output: Path) -> None:
         shutil.copy(source / "model-00001-of-00002.safetensors", source / "model-00002-of-00002.safetensors")

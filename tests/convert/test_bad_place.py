@@ -30,13 +30,6 @@ from tests.helpers.gguf_files import write_gguf
 
 
 class TestOutput:
-    def test_it_exists(self, run: Run, output: Path) -> None:
-        output.mkdir()
-        (output / "notes.txt").write_text("mine")
-        with pytest.raises(OutputExistsError, match="exists"):
-            run()
-        assert [p.name for p in output.iterdir()] == ["notes.txt"]
-
     def test_force_replaces_an_output_of_ours_only(self, run: Run, output: Path) -> None:
         run()
         run(force=True, format="bf16")
@@ -45,13 +38,6 @@ class TestOutput:
         with pytest.raises(OutputExistsError, match=r"output`.*--force"):
             run(force=True)
         assert files_of(output) == before
-
-    def test_a_file(self, run: Run, output: Path) -> None:
-        output.write_text("mine")
-        for force in (False, True):
-            with pytest.raises(OutputExistsError):
-                run(force=force)
-        assert output.read_text() == "mine"
 
     @pytest.mark.parametrize(
         ("name", "code"),
@@ -89,14 +75,6 @@ class TestOutput:
         (back / "lpconv.json").unlink()
         with pytest.raises(OutputExistsError, match=r"back`.*--force"):
             restore(output, back, force=True, progress=Silent())
-
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-    def test_a_folder_that_is_read_only(self, run: Run, tmp_path: Path, output: Path) -> None:
-        tmp_path.chmod(0o555)
-        try:
-            assert refusal(run, output).exit_code == 7
-        finally:
-            tmp_path.chmod(0o755)
 
 
 class TestOwnSource:
@@ -202,13 +180,6 @@ class TestFullDisk:
             with pytest.raises(ResourceError, match=r"big\.txt`"):
                 convert(str(source), output, options)
             assert not published(output)
-
-    def test_a_read_only_file_system(self, source: Path, tmp_path: Path) -> None:
-        with (
-            mounted(tmp_path / "read-only", "ro") as folder,
-            pytest.raises(ResourceError, match=os.strerror(errno.EROFS)),
-        ):
-            convert(str(source), folder / "output", ConvertOptions(verify="none", workers=1))
 
 
 @contextmanager

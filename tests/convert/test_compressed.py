@@ -27,7 +27,6 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
-from tests.helpers.checkpoints import files_of
 from tests.helpers.convert_models import minilm, tiny
 from tests.helpers.fresh_python import run_script
 
@@ -261,39 +260,6 @@ def test_what_would_convert_nothing_is_refused(tmp_path: Path) -> None:
     options = ConvertOptions(format="e4m3fn", layout="compressed-tensors", verify="none")
     with pytest.raises(UnsupportedError, match=r"Linear.*compressed-tensors.*\(10\)"):
         plan(str(tiny("gpt2", tmp_path / "gpt2")), tmp_path / "out", options)
-
-
-def test_the_other_commands_understand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = tiny("llama", Path("llama"))
-    runner = CliRunner()
-    convert_it = ["convert", "llama", "--format", "e4m3fn", "--layout", "compressed-tensors", "--verify", "logits"]
-    for command in (
-        [*convert_it, "-o", "out", "-q"],
-        ["inspect", "out"],
-        ["inspect", "out", "--stats"],
-        ["verify", "out", "--against", "llama", "--level", "logits"],
-        ["restore", "out", "-o", "back"],
-        ["report", "out"],
-    ):
-        done = runner.invoke(app, command)
-        assert done.exit_code == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    assert not Path("out/lpconv_loader.py").exists()
-    assert "compressed-tensors" in Path("out/README.md").read_text()
-    state = load_file("out/model.safetensors")
-    assert all(not n.endswith("_scale") or state[n].shape == (1,) for n in state)
-    plain = transformers.AutoModelForCausalLM.from_pretrained("back").state_dict()
-    ours = lpconv.hf.load("out").state_dict()
-    assert all(torch.equal(x, plain[n]) for n, x in ours.items())
-    assert json.loads(Path("back/config.json").read_text()) == json.loads((source / "config.json").read_text())
-    again = runner.invoke(app, ["convert", "out", "-o", "twice"])
-    assert again.exit_code == 0, again.stderr
-
-
-def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
-    source = tiny("llama", tmp_path / "llama")
-    first, second = (compressed(source, tmp_path / n, workers=w) for n, w in (("a", 1), ("b", 2)))
-    assert files_of(first) == files_of(second)
 
 
 @pytest.mark.parametrize(

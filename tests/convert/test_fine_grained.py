@@ -28,8 +28,7 @@ from lpconv.forms.foreign import layouts
 from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
-from lpconv.plan.options import ConvertOptions, FormatRule
-from tests.helpers.checkpoints import files_of
+from lpconv.plan.options import ConvertOptions
 from tests.helpers.fresh_python import run_script
 
 # Runs where lpconv cannot be imported, and saves the weights and what the model says.
@@ -212,23 +211,3 @@ def test_what_the_layout_cannot_hold_is_refused(words: tuple[str, ...], said: st
     assert done.exit_code == 2
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_rules_keep_and_the_config_says_so(tmp_path: Path) -> None:
-    path = fine_grained("demo", tmp_path / "out", "mxfp8", rules=(FormatRule(pattern="*o_proj*", format="keep"),))
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    assert sum(n.endswith("o_proj") for n in config["modules_to_not_convert"]) == 4
-    assert (config["quant_method"], config["weight_block_size"], config["scale_fmt"]) == ("mxfp8", [1, 32], "ue8m0")
-    assert not inspect(path).problems
-
-
-def test_a_run_in_parts_and_one_that_goes_on_write_the_same(tmp_path: Path) -> None:
-    whole = fine_grained("demo", tmp_path / "whole", "mxfp8", max_shard_size=400_000)
-    common = ["--layout", "transformers", "--format", "e4m3fn", "--granularity", "mx", "--max-shard-size", "400KB"]
-    for part in ("1/2", "2/2"):
-        words = ["convert", "demo", *common, "--shard", part, "-o", str(tmp_path / "parts"), "-q"]
-        assert CliRunner().invoke(app, words).exit_code == 0
-    done = CliRunner().invoke(app, ["convert", "demo", *common, "--resume", "-o", str(tmp_path / "parts"), "-q"])
-    assert done.exit_code == 0, done.stderr
-    names = ["config.json", *(p.name for p in whole.glob("*.safetensors*"))]
-    assert {n: files_of(whole)[n] for n in names} == {n: files_of(tmp_path / "parts")[n] for n in names}

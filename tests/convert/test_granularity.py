@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import lpconv.formats
 import lpconv.hf
-from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
@@ -30,7 +28,6 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import bits_of, write_checkpoint
-from tests.helpers.convert_models import tiny
 
 FORMATS = ["fp32", "fp16", "bf16", "e4m3fn", "e5m2"]
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -177,18 +174,6 @@ def test_saving_again_keeps_every_scale(dtype: torch.dtype, asked: dict[str, str
         assert all(bits_of(x) == bits_of(stored[n]) for n, x in saved.items())
 
 
-@pytest.mark.parametrize("granularity", ["row", "mx"])
-def test_experts_are_merged_from_their_tiles_and_saved_as_they_were(granularity: str, tmp_path: Path) -> None:
-    """Some of them have 48 inputs, which are no groups of 32 and are kept."""
-    source = tiny("mixtral", tmp_path / "source")
-    run(source, tmp_path / "out", format="e5m2", granularity=granularity, verify="logits")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    model.save_pretrained(tmp_path / "again")
-    saved, stored = (load_file(tmp_path / n / "model.safetensors") for n in ("again", "out"))
-    assert saved.keys() == stored.keys()
-    assert all(bits_of(x) == bits_of(stored[n]) for n, x in saved.items())
-
-
 def test_an_outlier_costs_its_own_row_only(tmp_path: Path) -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[3, 5] = 1e4
@@ -226,15 +211,6 @@ def test_odd_rows(value: float, fmt: str, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_bytes_do_not_depend_on_the_workers_or_the_blocks(tmp_path: Path) -> None:
-    x = torch.randn(900, 710, generator=torch.Generator().manual_seed(0))
-    write_checkpoint(tmp_path / "source", {"a.weight": x})
-    for workers in (1, 3):
-        assert run(tmp_path / "source", tmp_path / str(workers), workers=workers, format="e4m3fn").verify.passed
-    one, three = ((tmp_path / n / "model.safetensors").read_bytes() for n in "13")
-    assert one == three
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -254,22 +230,6 @@ def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> N
     with pytest.raises(UsageError) as caught:
         fill_options(ConvertOptions(**options))
     assert message in f"{caught.value.message} {caught.value.hint}"
-
-
-def test_a_plan_says_that_no_row_is_made_of_groups(tmp_path: Path) -> None:
-    planned = plan("demo", Path("unused"), ConvertOptions(granularity="group:4096"))
-    assert any("int4" in w for w in planned.warnings)
-
-
-def test_the_command_and_the_reports_say_it(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = ["convert", "demo", "--format", "e4m3fn", "--granularity", "row", "-o", str(out)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.stderr
-    card = (out / "README.md").read_text()
-    assert "--granularity row" in card
-    for again in (["inspect", str(out)], ["verify", str(out), "--level", "weights"], ["report", str(out)]):
-        assert CliRunner().invoke(app, again).exit_code == 0
 
 
 def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,13 +72,6 @@ def test_error_feedback_writes_the_same_scales_but_for_its_windows(tmp_path: Pat
     assert verify_output(tmp_path / "gptq", VerifyOptions(level="weights"), progress=Silent()).passed
 
 
-def test_input_scales_may_be_stored_too(tmp_path: Path) -> None:
-    scales = converted(tmp_path / "out", scheme="FP8", calibrate="demo")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert "model.layers.0.self_attn.k_proj.input_scale" in tensors
-    assert all(x.item() != 1 for x in scales.values())
-
-
 def test_transformers_opens_it_with_its_scales(tmp_path: Path) -> None:
     scales = converted(tmp_path / "out", scheme="FP8_DYNAMIC", calibrate="demo")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

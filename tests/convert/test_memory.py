@@ -43,18 +43,6 @@ def test_outputs_that_were_asked_for_are_refused_before_the_work(tmp_path: Path,
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_fewer_workers_take_less(tmp_path: Path) -> None:
-    options = ConvertOptions(verify="weights", max_memory=here() + 50 * MB, workers=8)
-    assert plan("demo", tmp_path / "out", options).workers < 8
-
-
-@pytest.mark.parametrize("method", ["collage", "multipoint"])
-def test_the_plan_is_what_other_methods_take(tmp_path: Path, method: str) -> None:
-    arguments = ("convert", "demo", "-o", tmp_path / "out", "--method", method, "--verify", "weights", "--json", "-q")
-    dry, done = (json.loads(run_cli(*arguments, *more).stdout) for more in (("--dry-run",), ()))
-    assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= _MOST * done["peak_rss_bytes"]
-
-
 @pytest.mark.parametrize(("model", "level"), [("demo", "weights"), ("demo", "logits"), ("minilm", "logits")])
 def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str) -> None:
     name = "demo" if model == "demo" else str(minilm())

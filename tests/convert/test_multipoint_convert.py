@@ -91,13 +91,6 @@ def test_every_way_of_reading_gives_the_same_values(outputs: dict[str, Path], el
     assert verified.passed
 
 
-def test_embeddings_stay_in_sixteen_bits_and_vectors_as_they_are(outputs: dict[str, Path]) -> None:
-    tensors = stored(outputs["int4"])
-    assert tensors["model.embed_tokens.weight"].dtype == torch.float16
-    assert tensors["model.embed_tokens.weight_scale"].shape == (1,)
-    assert "model.norm.weight_points" not in tensors
-
-
 def test_inspect_shows_codes_scales_and_counts_as_one_tensor(outputs: dict[str, Path]) -> None:
     found = inspect(outputs["e2m1"])
     assert (found.method, found.format, found.problems) == ("multipoint", "e2m1", ())
@@ -179,23 +172,6 @@ def test_without_lpconv_the_loader_opens_it_and_plain_transformers_refuses(
     tensors, plain = stored(outputs["e2m1"]), stored(tmp_path / "plain")
     name = "model.layers.2.mlp.up_proj.weight"
     assert torch.equal(plain[name], value(tensors, name, "e2m1"))
-
-
-def test_bytes_do_not_depend_on_the_workers(tmp_path: Path) -> None:
-    """A matrix of several blocks, of rows that do not divide them."""
-    source = tmp_path / "source"
-    source.mkdir()
-    torch.manual_seed(0)
-    save_file({"a.weight": torch.randn(900, 710), "b.weight": torch.randn(3, 40, 64)}, source / "model.safetensors")
-    (source / "config.json").write_text("{}")
-    for workers in (1, 3):
-        result = run(source, tmp_path / str(workers), workers=workers, budget_bits=9, verify="weights")
-        assert result.verify.passed
-    one, three = ((tmp_path / n / "model.safetensors").read_bytes() for n in "13")
-    assert one == three
-    tensors = stored(tmp_path / "1")
-    assert tensors["b.weight_points"].shape == (3, 40)
-    assert (value(tensors, "a.weight", "int4") - load_file(source / "model.safetensors")["a.weight"]).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("part", ["", "_scale", "_points"])

@@ -18,8 +18,8 @@ import lpconv
 from lpconv.cli.main import app
 from lpconv.convert import run as run_module
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint, demo_text
-from lpconv.errors import InputError, LpconvError, OutputExistsError
+from lpconv.data import demo_checkpoint
+from lpconv.errors import LpconvError, OutputExistsError
 from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
@@ -188,51 +188,6 @@ def test_weights_are_those_of_a_conversion_without(made: dict[str, Path], plain:
     assert all(torch.equal(x.view(torch.uint8), after[n].view(torch.uint8)) for n, x in before.items())
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_the_other_commands_understand_them(
-    name: str, made: dict[str, Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = str(made[name])
-    for command in (
-        ["inspect", path, "--stats", "--strict"],
-        ["verify", path, "--against", str(plain), "--level", "logits"],
-        ["verify", path, "--against", str(plain), "--level", "values"],
-        ["restore", path, "-o", "back"],
-        ["report", path],
-        ["convert", path, "--method", "collage", "-o", "again", "--verify", "none"],
-        ["convert", path, "--layout", "compressed-tensors", "--format", "e4m3fn", "--calibrate", "demo", "-o", "twice"],
-    ):
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    assert not [n for n in load_file("back/model.safetensors") if n.endswith(SCALES)]
-    card = (made[name] / "README.md").read_text()
-    assert " text.txt" in card
-    assert "--calibrate text.txt" in card or "lpconv convert " not in card
-    lpconv.load(path, resident=True).save_pretrained(tmp_path / "saved")
-    before, after = (load_file(folder / "model.safetensors") for folder in (made[name], tmp_path / "saved"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(x.view(torch.uint8), after[n].view(torch.uint8)) for n, x in before.items())
-
-
-def test_a_changed_scale_of_inputs_is_no_output_of_the_source(
-    made: dict[str, Path], plain: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(made["FP8"], tmp_path / "out")
-    name = "model.layers.0.mlp.down_proj.input_scale"
-    state = load_file(tmp_path / "out/model.safetensors")
-    state[name] *= 2
-    save_file(state, tmp_path / "out/model.safetensors", metadata={"format": "pt", "lpconv": "0", "method": "unit"})
-    done = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--against", str(plain), "--level", "weights"])
-    assert done.exit_code == 5
-    assert "`model.layers.0.mlp.down_proj.weight` differs" in done.stdout + done.stderr
-
-
-def test_two_runs_write_the_same_bytes(plain: Path, tmp_path: Path) -> None:
-    first, second = (calibrated(plain, tmp_path / n, text(tmp_path), workers=w, **FP8) for n, w in (("a", 1), ("b", 2)))
-    assert files_of(first) == files_of(second)
-
-
 def test_a_run_that_resumes_does_not_calibrate_again(
     made: dict[str, Path], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,12 +294,6 @@ def test_a_source_with_such_a_name_is_refused(plain: Path, tmp_path: Path) -> No
     assert "`model.layers.0.mlp.up_proj.input_scale`" in " ".join(done.stderr.split())
 
 
-def test_the_plays_that_ship_are_a_text(tmp_path: Path) -> None:
-    path = calibrated(demo_checkpoint(), tmp_path / "out", "demo", **FP8)
-    found = json.loads((path / "lpconv.json").read_text())["calibration"]
-    assert (found["text"], found["num_tokens"], found["seq_len"]) == (demo_text("train").name, CALIBRATION_TOKENS, 128)
-
-
 def test_memory_that_is_too_little_is_refused_before_the_work(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,13 +354,3 @@ def test_a_run_to_an_object_store_goes_on_with_its_calibration(
     calibrate_to(f"{BUCKET}/out", plain, data, resume=True, **NVFP4)
     assert sums_of(store, "out") == (made["NVFP4"] / "SHA256SUMS").read_text()
     assert is_calibrated or moment < 4
-
-
-def test_nothing_is_left_in_an_object_store_of_inputs_that_have_no_scale(store: Store, tmp_path: Path) -> None:
-    model = source(tmp_path / "nan")
-    state = load_file(model / "model.safetensors")
-    state["model.embed_tokens.weight"][:] = torch.nan
-    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="q_proj` are NaN"):
-        calibrate_to(f"{BUCKET}/out", model, text(tmp_path), **NVFP4)
-    assert not store.objects
