@@ -42,24 +42,6 @@ def test_heldout_loss_is_what_the_metrics_say(model: LlamaForCausalLM, tokenizer
     assert slice_bits(model, tokenizer) == pytest.approx(METRICS["heldout"]["slice"]["bits_per_byte"], abs=1e-3)
 
 
-def test_model_beats_every_yardstick() -> None:
-    bits, yardsticks = METRICS["heldout"]["bits_per_byte"], METRICS["yardsticks"]
-    assert bits < min(yardsticks.values())
-    assert bits < 0.55 * yardsticks["unigram"]
-
-
-def test_untrained_twin_is_no_better_than_chance(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    torch.manual_seed(0)
-    twin = LlamaForCausalLM(model.config).eval()
-    assert slice_bits(twin, tokenizer) > 7.5
-
-
-def test_sizes_stay_within_the_limits(model: LlamaForCausalLM) -> None:
-    assert sum(p.stat().st_size for p in demo_checkpoint().iterdir()) <= 4_000_000
-    assert sum(demo_text(split).stat().st_size for split in ("train", "heldout")) <= 600_000
-    assert model.num_parameters() == METRICS["parameters"] < 1_000_000
-
-
 def test_file_holds_fp32_and_the_tied_head_once(model: LlamaForCausalLM) -> None:
     with safe_open(demo_checkpoint() / "model.safetensors", "pt") as file:
         dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # not a mapping
@@ -81,22 +63,6 @@ def test_token_ids_are_the_bytes_and_come_back(tokenizer: PreTrainedTokenizerFas
     ids = tokenizer(text).input_ids
     assert bytes(ids) == text.encode()
     assert tokenizer.decode(ids) == text
-
-
-def test_every_byte_is_its_own_id(tokenizer: PreTrainedTokenizerFast) -> None:
-    every_char_below_800 = "".join(map(chr, range(0x800)))
-    ids = tokenizer(every_char_below_800, verbose=False).input_ids
-    assert ids == list(every_char_below_800.encode())
-    assert len(tokenizer) == 257
-    assert tokenizer("a<|endoftext|>b").input_ids == [97, 256, 98]
-
-
-def test_generation_stays_in_bytes_and_is_padded(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    inputs = tokenizer(["HERMIA.\n", "Exit"], padding=True, padding_side="left", return_tensors="pt")
-    out = model.generate(**inputs, max_new_tokens=40)
-    assert out.shape == (2, inputs.input_ids.shape[1] + 40)
-    assert int(out.max()) <= tokenizer.eos_token_id
-    assert all(text.isascii() for text in tokenizer.batch_decode(out))
 
 
 def test_unknown_split_names_the_nearest() -> None:

@@ -13,7 +13,6 @@ from lpconv.machine import _memory_limits, available_memory, free_addresses, out
 from tests.helpers.checkpoints import cli_environment
 
 V1, V2 = "cgroup cgroup rw,memory", "cgroup2 cgroup2 rw"
-UNLIMITED = str(2**63 - 4096)  # as version 1 writes it
 PLENTY_KIB = 2**40 // 1024
 
 
@@ -76,13 +75,6 @@ def test_a_container_leaves_its_limit_less_what_is_used_and_file_pages_that_nobo
     assert machine.found() == (64_000_000, 34_000_000)
 
 
-def test_version_1_counts_what_lies_in_inner_groups_too(machine: Machine) -> None:
-    machine.mount(V1, group="/")
-    stat = "active_file 7\ntotal_active_file 0\ntotal_inactive_file 20000000\ntotal_mapped_file 0\n"
-    machine.v1("", "64000000", used=50_000_000, stat=stat)
-    assert machine.found() == (64_000_000, 34_000_000)
-
-
 def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
     machine.mount(V2, group="/pod/box")
     machine.v2("", "max")
@@ -90,14 +82,6 @@ def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
     machine.v2("/pod/box", "500", used=100)
     machine.v2("/elsewhere", "1")
     assert machine.found() == (500, 100)  # the pod's limit is larger, and leaves less
-
-
-def test_the_tightest_of_nested_groups_counts_in_version_1(machine: Machine) -> None:
-    machine.mount(V1, group="/pod/box")
-    machine.v1("", UNLIMITED)
-    machine.v1("/pod", "1000", used=100)
-    machine.v1("/pod/box", UNLIMITED)
-    assert machine.found() == (1000, 900)
 
 
 def test_a_container_that_does_not_know_the_name_of_its_own_group(machine: Machine) -> None:
@@ -132,12 +116,6 @@ def test_only_a_limit_of_addresses_bounds_what_may_be_mapped(machine: Machine) -
     assert free_addresses(machine.root) == 90 * 1024
     machine.limits("Max data size", str(100 * 1024), size_kib=10, data_kib=2)
     assert free_addresses(machine.root) is None
-
-
-def test_unlimited_is_no_limit(machine: Machine) -> None:
-    machine.limits("Max address space", "unlimited", size_kib=10, data_kib=2)
-    machine.mount(V2, group="/gone")
-    assert machine.found() == (None, PLENTY_KIB * 1024)
 
 
 def test_a_real_limit_of_the_address_space() -> None:

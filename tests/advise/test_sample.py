@@ -52,14 +52,6 @@ def test_the_sample_is_within_1_db_of_all_rows(settings: dict[str, Any], tmp_pat
     assert 10 * abs(math.log10(noise(model, **settings) / exact)) < 1
 
 
-def test_rows_that_fill_more_than_one_block_are_sampled_alike(tmp_path: Path) -> None:
-    x = torch.randn(64, 12288, generator=torch.Generator().manual_seed(0))
-    wide, narrow = ({"a.weight": each} for each in (x, x.reshape(192, 4096)))
-    settings = {"method": "multipoint", "format": "int4", "budget_bits": 6.0}
-    noises = [noise(folder_of(tmp_path / str(len(m["a.weight"])), m), **settings) for m in (wide, narrow)]
-    assert noises[0] == pytest.approx(noises[1], rel=0.05)
-
-
 def test_two_tensors_stand_for_all_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     many = {f"layers.{i}.weight": torch.randn(64, 64, generator=generator) for i in range(8)}

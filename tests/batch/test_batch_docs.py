@@ -49,10 +49,3 @@ def test_the_schema_command_runs(page: str) -> None:
     command = [sys.executable, "-m", "lpconv", "batch", "--schema"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == manifest_schema()
-
-
-def test_importing_a_batch_loads_no_heavy_library() -> None:
-    modules = "lpconv.batch.run, lpconv.batch.runners, lpconv.report.batch, lpconv.batch.reading"
-    code = f"import {modules}, sys; print({{'torch', 'transformers', 'huggingface_hub'}} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"

@@ -24,7 +24,7 @@ from lpconv.batch.manifest import Manifest, load_manifest
 from lpconv.batch.options import BatchOptions
 from lpconv.batch.run import JobsFailedError, run_batch
 from lpconv.batch.runners import RUNNERS
-from lpconv.batch.task import Answer, JobTask, LocalExecutor, MachineLostError, Needs, run_task
+from lpconv.batch.task import Answer, JobTask, LocalExecutor, MachineLostError, Needs
 from lpconv.cli.main import app
 from lpconv.errors import LpconvError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.results.batch import NOT_RUN, UP_TO_DATE, BatchResult
@@ -309,18 +309,6 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TASK = JobTask(name="a", arguments=("jobs.json",), needs=Needs())
-
-
-def test_a_task_says_what_its_process_says(program: Path) -> None:
-    program.write_text(
-        "import sys\nprint('[1/1] a', 'loss 3', sep='\\n', file=sys.stderr)\nprint('no document')\nsys.exit(6)"
-    )
-    lines: list[str] = []
-    answer = run_task(TASK, lines.append)
-    assert lines == ["a: loss 3"]
-    assert (answer.code, answer.document, answer.last) == (6, None, "loss 3")
-    program.write_text("import json, sys; print(json.dumps({'given': sys.argv[1:]}))")
-    assert run_task(TASK, lines.append).document == {"given": ["batch", "jobs.json"]}
 
 
 WAITING = """

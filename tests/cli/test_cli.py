@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
-from lpconv.data import demo_checkpoint
 
 runner = CliRunner()
 COMMANDS = tuple(typer.main.get_command(app).commands)
@@ -63,52 +61,6 @@ def test_convert_json_has_what_scripts_need(tmp_path: Path) -> None:
     assert verify["weights"]["max_rel_error"] == 0
     assert verify["weights"]["min_sqnr_db"] == "inf"
     assert json.loads((out / "report.json").read_text()) == found
-
-
-def test_the_usual_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "demo-unit-fp16" in lpconv("convert", "demo", "--dry-run").stdout
-    done = lpconv("convert", "demo", "--format", "e4m3fn", "--verify", "weights")
-    assert done.exit_code == 0, done.stderr
-    out = "demo-unit-e4m3fn"
-    assert "passed" in done.stdout
-    assert lpconv("inspect", out).exit_code == 0
-    assert lpconv("inspect", out, "--stats").exit_code == 0
-    assert lpconv("verify", out).exit_code == 0
-    assert lpconv("verify", out, "--against", "demo", "--level", "weights").exit_code == 0
-    restored = lpconv("restore", out, "-o", "back")
-    assert "38 tensors" in restored.stdout
-    assert lpconv("report", out, "--html", "page.html").exit_code == 0
-    assert "<html" in Path("page.html").read_text()
-    again = lpconv("convert", "demo", "--format", "e4m3fn")
-    assert again.exit_code == 8
-    assert "hint:" in again.stderr
-    assert lpconv("convert", "demo", "--format", "e4m3fn", "--verify", "none", "--force").exit_code == 0
-
-
-def test_verbose_tells_the_phases_and_where_an_error_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    usual = lpconv("convert", "demo", "--verify", "weights", "-o", "a")
-    verbose = lpconv("-v", "convert", "demo", "--verify", "weights", "-o", "b")
-    assert "comparing" not in usual.stderr
-    assert re.search(r"^ +\d+\.\d s  \w+, .* MB$", verbose.stderr, flags=re.MULTILINE)
-    assert re.search(r"^ +\d+\.\d s  \w+ weights, .* MB$", verbose.stderr, flags=re.MULTILINE)
-    assert "converting" not in lpconv("-v", "convert", "demo", "--verify", "none", "-q", "-o", "c").stderr
-    wrong = ("convert", "/no/such/folder")
-    assert "Traceback" not in lpconv(*wrong).stderr
-    found = lpconv("-v", *wrong)
-    assert "Traceback" in found.stderr
-    assert "error: directory" in found.stderr
-    assert found.exit_code == 3
-
-
-def test_published_files_name_no_path_of_this_machine(tmp_path: Path) -> None:
-    done = lpconv("convert", str(demo_checkpoint()), "--verify", "none", "-o", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.stderr
-    for name in ("lpconv.json", "README.md", "config.json", "SHA256SUMS"):
-        text = (tmp_path / "out" / name).read_text()
-        assert str(tmp_path) not in text
-        assert str(demo_checkpoint().parent) not in text
 
 
 @pytest.mark.parametrize(

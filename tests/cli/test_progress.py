@@ -39,18 +39,6 @@ def test_a_terminal_gets_a_bar_in_bytes_and_then_one_in_steps(shown: Callable[[i
         assert expected in text
 
 
-def test_a_phase_of_unknown_length_has_no_end_to_measure_against(monkeypatch: pytest.MonkeyPatch) -> None:
-    stderr = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", stderr)
-    with progress_for(quiet=False) as progress:
-        progress.start("models", 0)
-    text = stderr.getvalue()
-    assert "models" in text
-    assert "/?" not in text
-    assert "bytes" not in text
-
-
 def test_a_pipe_gets_a_line_for_long_phases_and_messages(shown: Callable[[io.StringIO, bool], str]) -> None:
     run, saving = shown(io.StringIO(), False).splitlines()
     assert re.match(r"run \(fp32\), seed 0: 8 steps, .* 2$", run)

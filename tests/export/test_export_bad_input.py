@@ -18,11 +18,9 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import Traceable, trace
 from lpconv.export.write import check_graph, compare_with_torch
-from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
-from tests.helpers.checkpoints import write_checkpoint
 from tests.helpers.export_models import tiny
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
@@ -80,13 +78,6 @@ def test_an_opset_that_is_too_low_for_fp8(opset: int, words: str, fp8: Path, tmp
     code, text = refused(fp8, "-o", tmp_path / "out", "--opset", str(opset))
     assert code == 2
     assert words in text
-
-
-def test_an_opset_that_nobody_has(llama: Path, tmp_path: Path) -> None:
-    code, text = refused(llama, "-o", tmp_path / "out", "--opset", "99")
-    assert code == 4
-    assert "99" in text
-    assert not list(tmp_path.glob("out*"))  # nothing is left that the next run would stumble over
 
 
 def test_beyond_the_tolerance_the_file_is_kept_aside(llama: Path, tmp_path: Path) -> None:
@@ -184,16 +175,6 @@ def test_a_checkpoint_that_another_library_quantised(llama: Path, tmp_path: Path
         assert method in text
 
 
-@pytest.mark.parametrize(
-    ("config", "code"),
-    [({}, 4), ({"model_type": "llama"}, 3), ({"architectures": ["NoSuchModel"]}, 4), ({"architectures": 3}, 3)],
-)
-def test_a_config_that_is_no_model(config: dict[str, object], code: int, tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source", config=config)
-    assert refused(source, "-o", tmp_path / "out")[0] == code
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_codes_file_without_its_scales_is_refused(fp8: Path, tmp_path: Path) -> None:
     data = (fp8 / "model.safetensors").read_bytes()
     (fp8 / "model.safetensors").write_bytes(data.replace(b"q_proj.weight_scale", b"q_proj.weight_scalf"))
@@ -227,15 +208,6 @@ def test_components_add_up_to_the_weights_that_loading_gives(
         assert torch.equal(weight.value, state[name]), name
     integers = residual in ("exact16", "int8")  # bit patterns, which a graph cannot add: stored merged
     assert (weights["model.norm.weight"].form == "fp32") == (integers or method != "collage")
-
-
-def test_validation_inputs_differ_from_the_traced_ones_on_every_axis() -> None:
-    ids = torch.arange(26).view(2, 13)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :11]}
-    other = resize_inputs(inputs)
-    assert all(a != b for n in inputs for a, b in zip(inputs[n].shape, other[n].shape, strict=True))
-    assert 0 < other["attention_mask"].sum() < other["attention_mask"].numel()
-    assert other["attention_mask"].any(-1).all()
 
 
 def test_other_commands_refuse_an_export(tmp_path: Path) -> None:

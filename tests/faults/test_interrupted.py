@@ -287,16 +287,3 @@ def test_another_source_or_other_options_do_not_resume(
     assert exit_code(start(*arguments(source, output, *more, "--resume"))) == 8
     assert not published(output)
     assert exit_code(start(*arguments(source, output, *more, "--force"))) == 0
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"format": "e4m3fn"}, {"method": "scalify"}, {"method": "collage"}, {"max_shard_size": 2_000_000}],
-    ids=str,
-)
-def test_the_bytes_depend_on_neither_workers_nor_folder(tmp_path: Path, source: Path, options: dict[str, Any]) -> None:
-    outputs = [tmp_path / "one", tmp_path / "elsewhere" / "two"]
-    for output, workers in zip(outputs, (1, 4), strict=True):
-        convert(str(source), output, ConvertOptions(**options, verify="weights", workers=workers), command="typed")
-    one, two = map(files_of, outputs)
-    assert one == two

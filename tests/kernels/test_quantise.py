@@ -78,14 +78,6 @@ def test_compiled_noise_is_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> No
     assert not quantise._STOCHASTIC.fallback_reason
 
 
-def test_compiled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "always")
-    x = torch.randn(1000)
-    expected = cast(x, "e4m3fn")
-    fake_quantise(x, "e4m3fn", out=x)
-    assert same(x, expected)
-
-
 CPU = torch.device("cpu")
 
 

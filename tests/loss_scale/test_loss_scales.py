@@ -126,12 +126,6 @@ def test_fp16_gradients_lose_what_fp32_gradients_keep() -> None:
     assert float(full.grad) > 0
 
 
-def test_no_gradients_are_finite_ones() -> None:
-    assert not unscale_([], 2.0)
-    assert not unscale_([nn.Parameter(torch.zeros(2))], 2.0)
-    assert largest_gradient([]) == 0
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
 def test_scales_that_divide_nothing_are_refused(scale: float) -> None:
     with pytest.raises(UsageError):

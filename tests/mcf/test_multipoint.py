@@ -99,17 +99,6 @@ def test_points_go_where_they_remove_most_error() -> None:
         assert found.allot(count).counts_R.tolist() == counts, count
 
 
-def test_uneven_rows_gain_most_from_few_more_points() -> None:
-    """The case of docs/methods/multipoint.md: a second point for 5 % of the rows removes half of the error."""
-    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    x[:8] *= 6
-    found = fit(x, FORMATS["int4"], 2)
-    points = found.allot(256 + 13)
-    left = (decode(encode(x, points, FORMATS["int4"]), points, FORMATS["int4"]) - x).double().square().sum()
-    assert points.counts_R[:8].tolist() == [2] * 8
-    assert left < 0.5 * found.errors_RN[:, 0].sum()
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 9),
@@ -176,9 +165,3 @@ def test_the_largest_numbers_of_fp32_have_codes(element: str) -> None:
     points = fit(x, FORMATS[element], 2).allot(4)
     got = decode(encode(x, points, FORMATS[element]), points, FORMATS[element])
     assert (got / largest - x / largest).abs().max() < 0.1
-
-
-def test_points_of_a_row_stand_together() -> None:
-    points = Points(counts_R=torch.tensor([2, 1, 3], dtype=torch.uint8), scales_P=torch.arange(6.0))
-    assert points.first_R.tolist() == [0, 2, 3]
-    assert points.rows(1, 3).scales_P.tolist() == [2, 3, 4, 5]

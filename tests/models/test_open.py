@@ -189,8 +189,3 @@ def test_the_loader_module_needs_no_lpconv(outputs: dict[tuple[str, str], Path])
     done = run_script(SCRIPT, outputs["scalify", "e5m2"], "remote")
     assert done.returncode == 0, done.stderr
     assert "opened" in done.stdout
-
-
-def test_the_former_name_of_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
-    for place in (demo_checkpoint(), outputs["unit", "e4m3fn"]):
-        assert lpconv.hf.load(place, torch_dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -49,16 +49,3 @@ def test_records_come_at_the_asked_steps_with_names() -> None:
     whole = combine(records)
     assert whole.num_meant == sum(r.num_meant for r in records)
     assert whole.intended_norm == pytest.approx(math.hypot(*(r.intended_norm for r in records)))
-
-
-def test_measuring_changes_nothing() -> None:
-    measured, plain = optimizer_after(5, "plus", every=1), optimizer_after(5, "plus", every=0)
-    for a, b in zip(measured.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
-        assert torch.equal(a, b)
-
-
-def test_no_intended_change_is_not_a_loss() -> None:
-    record = combine(optimizer_after(2, "plus", lr=0.0).records)
-    assert record.num_meant == 0
-    assert record.lost_hi == record.lost_full == 0.0
-    assert math.isnan(record.edq_hi)

@@ -147,12 +147,6 @@ def test_small_updates_are_kept_beside_fp64() -> None:
     assert displacement_error("bf16", torch.bfloat16, 1e-4) > 0.3  # e4m3fn alone
 
 
-def test_an_fp8_residual_needs_larger_updates() -> None:
-    """Half a step of the pair is 2^-9 of a weight: for weights near 0.02 that is lr = 4e-5."""
-    assert displacement_error("plus", E4M3FN, 1e-4) < 0.1
-    assert displacement_error("plus", E4M3FN, 1e-6) > 0.3
-
-
 def test_training_follows_fp32_masters() -> None:
     losses = {}
     for variant, residual in (("fp32-master", torch.bfloat16), ("plus", torch.bfloat16), ("plus", E4M3FN)):

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lpconv.errors import UsageError
-from lpconv.formats.cast import cast
 from lpconv.optim import HALP, LPSGD, LPSVRG
-from lpconv.optim.halp import integer_format
 
 DTYPES = [torch.float64, torch.float32]
 
@@ -121,13 +119,6 @@ def test_a_resumed_optimizer_continues_bit_for_bit() -> None:
         optimizer.step(problem.batch())
         other.step(resumed.batch())
     assert torch.equal(problem.w, resumed.w)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
-def test_grids_of_whole_numbers(bits: int) -> None:
-    largest = 2 ** (bits - 1) - 1
-    x = torch.tensor([-1e9, -1.0, 0.0, 0.4, float(largest), largest + 0.6], dtype=torch.float64)
-    assert cast(x, integer_format(bits)).tolist() == [-largest, -1, 0, 0, largest, largest]
 
 
 def test_bad_input() -> None:

@@ -42,11 +42,6 @@ def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
     assert preset.name == name
 
 
-def test_a_scheme_equals_its_options_written_out() -> None:
-    spelled = ConvertOptions(layout="compressed-tensors", format="int4", granularity="group:128", exclude=("*.k*",))
-    assert with_scheme(ConvertOptions(scheme="W4A16", exclude=("*.k*",))) == spelled
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -90,13 +90,6 @@ def test_the_model_and_the_generator_stay_as_they_were() -> None:
     assert type(model.layers[0]) is nn.Linear
 
 
-def test_the_seed_decides_the_noise() -> None:
-    def draw(seed: int) -> tuple[RecipeNoise, ...]:
-        return gradient_noise(Small(), [BATCH], loss=as_loss, seed=seed)
-
-    assert draw(0) == draw(0) != draw(1)
-
-
 class Routed(nn.Module):
     """Two experts; rounded products route the batch to the first one, exact products to the second."""
 
@@ -118,12 +111,6 @@ def test_an_expert_that_rounding_skips_or_adds_has_a_gradient_of_zero() -> None:
     assert (skipped.name, added.name) == ("experts.1", "experts.0")
     assert skipped.bias == skipped.gradient > 0
     assert added.bias > added.gradient == 0
-
-
-def test_gradients_that_are_not_finite_have_no_figures() -> None:
-    model = Small()
-    model.layers[0].weight.data[0, 0] = math.inf
-    assert gradient_noise(model, [BATCH], loss=as_loss) == ()
 
 
 @pytest.mark.parametrize(("noise", "drowned"), [(0.0, False), (0.57, False), (0.58, True)])

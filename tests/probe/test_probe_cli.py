@@ -13,11 +13,10 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-import lpconv
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
-from lpconv.models.tasks import CLM, MLM
+from lpconv.models.tasks import MLM
 from lpconv.models.tokenizer import Tokens
 from lpconv.probe.checkpoint import MASK_RATE, Batches, probe_checkpoint
 from lpconv.probe.options import ProbeOptions
@@ -214,17 +213,6 @@ def test_masks_spare_special_tokens_and_follow_the_seed(mask_id: int | None) -> 
     assert not torch.equal(first(1)["labels"], batch["labels"])
 
 
-def test_a_short_text_is_repeated() -> None:
-    tokens = Tokens(windows=torch.arange(6).view(3, 2))
-    batches = iter(Batches(tokens=tokens, task=CLM, batch_size=2, vocab_size=6, seed=0))
-    assert [next(batches)["input_ids"].tolist() for _ in range(2)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
-
-
-def test_every_other_step_is_recorded() -> None:
-    result = probe_small("demo", steps=3, every=2)
-    assert (result.steps_seen, result.steps_recorded, len(result.losses)) == (3, 2, 3)
-
-
 def test_a_bare_encoder_gets_a_loss_whose_gradient_reaches_every_layer(tmp_path: Path) -> None:
     result = probe_small(bert(tmp_path / "model", "BertModel"))
     assert result.options["facts"]["Loss"].startswith("mean")
@@ -265,13 +253,6 @@ def test_bad_text_and_lengths_are_refused(tmp_path: Path) -> None:
     assert "256" in refused(2, "probe", "demo", "--seq-len", 257, *out)
 
 
-def test_track_is_at_hand_at_the_top() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with lpconv.track(model, every=1) as t:
-        model(torch.ones(2, 4)).sum().backward()
-    assert t.steps_recorded == 1
-
-
 def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
@@ -286,10 +267,3 @@ def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     noisy = json.loads(run("probe", tmp_path / "model", *SMALL, "--noise", "-o", tmp_path / "noise", "--json").stdout)
     assert noisy["noise"] == []
     assert any("quartet2" in w for w in noisy["warnings"])
-
-
-def test_an_unknown_model_type_is_refused(tmp_path: Path) -> None:
-    model = bert(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "nobody_knows"}))
-    refused(4, "probe", model, "-o", tmp_path / "out")

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
 from lpconv.scaled import (
     AdaptiveOptions,
     ScaledTensor,
@@ -119,10 +118,3 @@ def test_a_cast_never_overflows_for_the_sake_of_what_is_small(data: Tensor) -> N
     found = cast(data, 0.01)
     assert torch.equal(found.data_part.isfinite(), data.isfinite())
     assert torch.equal(found.dequantize()[data > 1], data[data > 1])
-
-
-def test_lognormal_casts_are_an_option_of_the_model() -> None:
-    model = adaptive_scaling(nn.Sequential(nn.Conv1d(2, 2, 1)), options=AdaptiveOptions(casts="lognormal"))
-    assert model.lpconv_scaling.numerics.cast_underflow == AdaptiveOptions().threshold
-    with pytest.raises(UsageError):
-        AdaptiveOptions(casts="normal")

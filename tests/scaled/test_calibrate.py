@@ -96,16 +96,6 @@ def test_a_saved_model_computes_with_its_calibrated_scales_again(tmp_path: Path)
     assert not all(torch.equal(without[n].dequantize(), g.dequantize()) for n, g in expected.items())
 
 
-def test_factors_are_kept_as_exponents(tmp_path: Path) -> None:
-    factors = {"lm_head": EdgeFactors(forward=2.0**-126, backward=2.0**40), "wte": EdgeFactors(forward=1.0)}
-    write_factors(tmp_path, factors)
-    assert json.loads((tmp_path / "calibration.json").read_text())["exponents"] == {
-        "lm_head": [-126, 40],
-        "wte": [0, 0],
-    }
-    assert read_factors(tmp_path) == factors
-
-
 @pytest.mark.parametrize(
     "document",
     [{}, {"kind": "probe"}, {"kind": "calibration", "exponents": {"a": [1]}},
@@ -115,13 +105,6 @@ def test_a_damaged_calibration_is_refused(document: dict[str, object], tmp_path:
     (tmp_path / "calibration.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=r"calibration\.json"):
         read_factors(tmp_path)
-
-
-def test_factors_of_another_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError):
-        read_factors(tmp_path)
-    with pytest.raises(UsageError, match="lm_head"):
-        apply_factors(scaled(build("bert-mlm")[0]), {"lm_head": EdgeFactors()})
 
 
 def test_calibration_refuses_what_it_cannot_measure() -> None:

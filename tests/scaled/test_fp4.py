@@ -6,14 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.errors import UsageError
 from lpconv.kernels.linear import FP4_RECIPES, FP8_RECIPES, LinearRecipe, use_recipe
 from lpconv.scaled import ScaledTensor, scaled, scaling_of
-from lpconv.scaled.choices import operand_scales
-from lpconv.scaled.operands import operand_cast, scale_kind
-from lpconv.scaled.pair import Numerics, Role, Scaled
-
-FP4 = Numerics(operand="e2m1", gradient="e2m1", operand_scales=operand_scales("nvfp4"))
+from lpconv.scaled.operands import operand_cast
+from lpconv.scaled.pair import Role
 
 
 def layer() -> nn.Sequential:
@@ -54,14 +50,6 @@ def test_roles_choose_the_cast() -> None:
     assert operand_cast("e2m1", "nvfp4", Role.ACTIVATION, rotated=True) == recipe.grad_weight_casts[0]
 
 
-def test_attention_stays_in_the_carrier_dtype() -> None:
-    def activation(*shape: int) -> Scaled:
-        return Scaled(torch.zeros(shape), 1.0)
-
-    assert scale_kind(FP4, activation(2, 3, 4), activation(2, 4, 3)) == "carrier"
-    assert scale_kind(FP4, activation(3, 4), activation(4, 3)) == "nvfp4"
-
-
 def test_the_last_blocks_stay_wide() -> None:
     class Blocks(nn.Module):
         def __init__(self) -> None:
@@ -76,9 +64,3 @@ def test_the_last_blocks_stay_wide() -> None:
     model = scaled(Blocks(), compute="fp4", operand_scale="mx")
     assert exact_modules(model) == ["layers.6.weight", "layers.6.bias"]
     assert bool(model(torch.randn(2, 16)).isfinite().all())
-
-
-@pytest.mark.parametrize(("compute", "kind"), [("fp8", "nvfp4"), ("fp4", "tensor"), ("fp4", "mx,output=l2")])
-def test_scales_that_a_precision_lacks_are_refused(compute: str, kind: str) -> None:
-    with pytest.raises(UsageError, match=compute):
-        scaled(layer(), compute=compute, operand_scale=kind)

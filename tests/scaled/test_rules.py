@@ -1,17 +1,16 @@
 """Every rule on its own: values and gradients are the plain op's, data stay near 1, scales stay powers of two."""
 
-import copy
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as some
+from hypothesis import strategies as some
 from torch import Tensor
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.scaled import ScaledTensor, dynamic_rescale, fallbacks, scaled, scaled_tensor
+from lpconv.scaled import ScaledTensor, scaled_tensor
 from lpconv.scaled.pair import Numerics, Role
 from lpconv.scaled.rules import CLASSES, RULES
 from lpconv.scaled.scales import MAX_SCALE, MIN_SCALE, MODERATE_SCALE
@@ -257,18 +256,6 @@ def test_a_recurrence_whose_scale_grows_at_every_step_keeps_its_value(dynamic: b
     assert torch.equal(state.dequantize(), expected)
 
 
-@pytest.mark.parametrize("scale", [-1.0, 3.0, math.inf, math.nan, 2.0**-127, 2.0**128])
-def test_static_scales_are_powers_of_two_in_range(scale: float) -> None:
-    with pytest.raises(UsageError):
-        scaled_tensor(torch.ones(2), scale)
-
-
-@pytest.mark.parametrize("scale", [torch.ones(1), torch.tensor(1.0, dtype=torch.float16)])
-def test_dynamic_scales_are_0_dim_fp32(scale: Tensor) -> None:
-    with pytest.raises(UsageError):
-        scaled_tensor(torch.ones(2), scale)
-
-
 @pytest.mark.parametrize(
     "data", [torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.complex64), torch.ones(2) > 0]
 )
@@ -292,44 +279,12 @@ def test_an_op_without_a_rule_is_an_error_or_is_counted() -> None:
     assert lenient.counts == {"fallback aten.linalg_inv_ex.default": 1}
 
 
-def test_a_copy_of_a_model_counts_with_the_original() -> None:
-    class Inverse(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.eye(3))
-
-        def forward(self) -> Tensor:
-            return torch.linalg.inv(self.weight)
-
-    copied = copy.deepcopy(scaled(Inverse()))
-    copied()
-    assert fallbacks(copied) == {"fallback aten.linalg_inv_ex.default": 1}
-
-
 def test_no_op_has_two_rules() -> None:
     assert sum(len(rules) for rules in CLASSES.values()) == len(RULES)
 
 
 powers = some.integers(-40, 40).map(lambda e: 2.0**e)
 numbers = some.lists(some.floats(-8, 8, width=32).filter(lambda v: v == 0 or abs(v) > 1e-3), min_size=1, max_size=6)
-
-
-@settings(max_examples=60, deadline=None)
-@given(numbers, powers, some.sampled_from(["max", "l1", "l2"]))
-def test_rescaling_keeps_the_value_and_gives_a_power_of_two(data: list[float], scale: float, statistic: str) -> None:
-    x = scaled_tensor(torch.tensor(data), scale)
-    out = dynamic_rescale(x, statistic)
-    assert torch.equal(out.dequantize(), x.dequantize())
-    assert math.frexp(float(out.scale))[0] == 0.5
-
-
-@settings(max_examples=60, deadline=None)
-@given(numbers, powers, powers)
-def test_sums_and_products_keep_powers_of_two(data: list[float], scale_a: float, scale_b: float) -> None:
-    a, b = scaled_tensor(torch.tensor(data), scale_a), scaled_tensor(torch.tensor(data), scale_b)
-    for out in (a + b, a * b, a - b, (a * a).sqrt(), a.sum(), torch.outer(a, b)):
-        assert math.frexp(out.scale)[0] == 0.5
-    torch.testing.assert_close((a * b).dequantize(), a.dequantize() * b.dequantize(), rtol=1e-6, atol=0)
 
 
 def test_a_gradient_keeps_its_role_through_every_op() -> None:

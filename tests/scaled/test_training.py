@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lpconv.errors import InputError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError
 from lpconv.scaled import (
     AdamW,
     HyperParameters,
@@ -118,16 +118,6 @@ def test_sgd_steps_on_parameters_with_a_scale_set_by_data() -> None:
 
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     assert isinstance(next(ours.parameters()).scale, Tensor)
-
-
-def test_sgd_of_torch_trains_scaled_parameters() -> None:
-    plain, batch = build("bert-mlm")
-    ours = scaled(copy.deepcopy(plain))
-
-    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batch, 3)
-    losses = train(ours, torch.optim.SGD(ours.parameters(), lr=0.1), batch, 3)
-
-    assert torch.equal(torch.stack(losses), torch.stack(expected))
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
@@ -351,9 +341,3 @@ def test_equivalent_settings_give_the_same_trajectory(optimizer: str, sigma: flo
 
     torch.testing.assert_close(run(sigma, c, ours), run(1.0, 1.0, SOURCE), rtol=1e-12, atol=1e-12)
     assert not torch.allclose(run(sigma, c, SOURCE), run(1.0, 1.0, SOURCE), rtol=1e-3)
-
-
-def test_unknown_optimizers_get_the_nearest_name() -> None:
-    with pytest.raises(UsageError, match="lyon") as error:
-        equivalent("lyon", SOURCE, weight_scale=1.0)
-    assert "`lion`" in (error.value.hint or "")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
-from lpconv.scaled import ScaledTensor, fallbacks, scaled, scaled_tensor
+from lpconv.scaled import fallbacks, scaled, scaled_tensor
 from lpconv.scaled.pair import Role
 
 
@@ -155,47 +155,6 @@ def test_writes_have_rules() -> None:
     ours = scaled(Writing(_views_of_views), strict=True)
     ours(torch.randn(4, 4)).sum().backward()
     assert fallbacks(ours) == {}
-
-
-OF_ZEROS: dict[str, Callable[[Tensor], Tensor]] = {
-    "masked fill": lambda z: z.masked_fill(torch.tensor([True, False, True]), 7.0),
-    "masked fill with a tensor": lambda z: z.masked_fill(torch.tensor([True, False, True]), torch.tensor(7.0)),
-    "where": lambda z: torch.where(torch.tensor([True, False, True]), z, 2.0),
-    "pad": lambda z: torch.nn.functional.pad(z, (1, 1), value=3.0),
-    "clamp": lambda z: z.clamp(min=1) + z.clamp(torch.tensor(2.0)),
-    "scatter": lambda z: z.scatter(1, torch.tensor([[0], [2]]), 5.0),
-    "scatter in place": lambda z: z.scatter_(1, torch.tensor([[0], [2]]), 5.0),
-    "fill in place": lambda z: z.fill_(3.0),
-    "add in place": lambda z: z.add_(3.0),
-    "logsumexp": lambda z: z.logsumexp(1),
-    "reciprocal": lambda z: z.reciprocal(),
-    "power": lambda z: z**2 + z**0 + 2.0**z,
-    "functions": lambda z: z.cos() + z.exp() + z.sigmoid() + z.softmax(1) + z.log_softmax(1) + z.sqrt(),
-    "maximum": lambda z: torch.maximum(z, torch.full((2, 3), -1e38)) + torch.maximum(z - 1e38, torch.ones(2, 3)),
-}
-
-
-@pytest.mark.parametrize("name", OF_ZEROS)
-@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.WEIGHT])
-def test_functions_of_fresh_zeros_are_those_of_zeros(name: str, role: Role) -> None:
-    like = scaled_tensor(torch.randn(2, 3), 4.0, role=role)
-    got = OF_ZEROS[name](torch.zeros_like(like))
-    expected = OF_ZEROS[name](torch.zeros(2, 3))
-    assert torch.equal(got.dequantize() if isinstance(got, ScaledTensor) else got, expected)
-
-
-def test_writes_to_zeros_made_like_a_parameter_are_kept() -> None:
-    zeros = torch.zeros_like(scaled_tensor(torch.randn(2, 3), 4.0, role=Role.WEIGHT))
-    zeros[0] = scaled_tensor(torch.ones(3), 8.0)
-    zeros[1, 1:].fill_(0.5)
-    assert torch.equal(zeros.dequantize(), torch.tensor([[8.0, 8.0, 8.0], [0.0, 0.5, 0.5]]))
-
-
-def test_a_write_to_all_of_a_view_takes_the_scale_of_what_is_written() -> None:
-    base = scaled_tensor(torch.ones(2, 3, dtype=torch.float16), 1.0, role=Role.GRADIENT)
-    view = base.t()
-    view.mul_(2.0**-30)
-    assert torch.equal(base.dequantize(), torch.full((2, 3), 2.0**-30))
 
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -44,16 +44,6 @@ def test_threads_may_write_in_any_order_what_is_hashed_in_order(tmp_path: Path, 
     assert (tmp_path / "model").read_bytes() == WHOLE
 
 
-def test_a_file_that_was_written_back_on_the_way_is_complete(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
-    piece = os.urandom(2**20 + 1)
-    part = PartFile(tmp_path, "model", 150 * len(piece), flusher)
-    for _ in range(150):
-        part.append(piece)
-    record = part.finish()
-    assert (tmp_path / "model").read_bytes() == piece * 150
-    assert record.sha256 == hashlib.sha256(piece * 150).hexdigest()
-
-
 def test_before_finish_nothing_has_the_name(tmp_path: Path, flusher: ThreadPoolExecutor) -> None:
     part = PartFile(tmp_path, "model", len(WHOLE), flusher)
     part.append(WHOLE)

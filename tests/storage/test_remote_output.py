@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from obstore.store import LocalStore
-from typer.testing import CliRunner
 
-from lpconv.cli.main import app
-from lpconv.convert.run import convert, finish
+from lpconv.convert.run import convert
 from lpconv.errors import (
     InputError,
     LpconvError,
@@ -69,15 +67,6 @@ def test_the_bytes_are_those_of_a_local_output(store: Store, source: Path, tmp_p
     assert {n: data for n, data in ours.items() if n not in REPORTS} == theirs
     assert json.loads(ours["report.json"])["output"] == URL
     assert not any(p.is_file() for p in (tmp_path / "cache").rglob("*"))
-
-
-def test_its_report_is_shown(store: Store, source: Path) -> None:
-    run(source)
-    said = CliRunner().invoke(app, ["report", URL, "--json"])
-    assert said.exit_code == 0, said.stderr
-    assert [r["output"] for r in json.loads(said.stdout)["runs"]] == [URL]
-    del store.objects["out/report.json"]
-    assert CliRunner().invoke(app, ["report", URL]).exit_code == 3
 
 
 def test_what_makes_it_an_output_comes_last(store: Store, source: Path) -> None:
@@ -266,17 +255,6 @@ def test_who_loses_writes_nothing_more(store: Store, source: Path, moment: str) 
     assert published(store) == winner
 
 
-def test_a_report_that_was_left_is_replaced(store: Store, source: Path) -> None:
-    """By a run that was killed before it was an output."""
-    store.fault = lambda r: Fault(status=400) if r.method == "PUT" and r.key == "out/config.json" else None
-    with pytest.raises(ResourceError):
-        run(source)
-    store.fault = lambda _: None
-    left = published(store)["report.json"]
-    run(source, resume=True)
-    assert published(store)["report.json"] != left
-
-
 def test_who_is_replaced_writes_nothing_more(store: Store, source: Path) -> None:
     """Another run with --force begins while this one writes."""
     forced = {f"out/{UNFINISHED}run.json": b"{}"}
@@ -349,11 +327,6 @@ def test_secrets_are_written_nowhere(store: Store, source: Path) -> None:
 def test_places_that_are_not_written(store: Store, source: Path, url: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(url)):
         convert(str(source), url, ConvertOptions())
-
-
-def test_parts_are_put_together_in_folders(store: Store, source: Path) -> None:
-    with pytest.raises(UnsupportedError, match="parts"):
-        finish(str(source), URL, ConvertOptions())
 
 
 def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 import lpconv
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.errors import InputError, ResourceError, UnsupportedError, UsageError
 from lpconv.models.coded import CodedTensor
 from lpconv.options import make
 from lpconv.plan.options import ConvertOptions
@@ -254,24 +254,10 @@ def test_options_that_do_not_apply_are_refused(more: dict[str, Any]) -> None:
         check_options(_options(**more))
 
 
-@pytest.mark.parametrize(
-    "part",
-    [{"recipe": "native-fp8"}, {"optimizer": "bf16"}, {"method": "unit"}, {"precision": "fp8"}, {"recover": True}],
-)
-def test_other_arithmetic_is_refused(part: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--lora"):
-        arithmetic(lora=4, **part)
-
-
 @pytest.mark.parametrize("rank", [0, -3])
 def test_ranks_below_one_are_refused(rank: int) -> None:
     with pytest.raises(UsageError, match="--lora"):
         make(FinetuneOptions, {"lora": rank})
-
-
-def test_ranks_above_the_model_s_width_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="129 exceeds 128"):
-        finetune("demo", tmp_path / "out", _options(129))
 
 
 def test_plans_and_too_little_memory_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
@@ -279,13 +265,6 @@ def test_plans_and_too_little_memory_are_refused(outputs: dict[str, Path], tmp_p
         plan("demo", _options())
     with pytest.raises(ResourceError):
         finetune(str(outputs["int4"]), tmp_path / "out", _options(max_memory=100_000))
-
-
-def test_classification_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
-    data = tmp_path / "rows.csv"
-    data.write_text("text,label\n" + "".join(f"line {i},{'ab'[i % 2]}\n" for i in range(40)))
-    with pytest.raises(LpconvError, match="--lora"):
-        finetune(str(outputs["int4"]), tmp_path / "out", _options(data=str(data)))
 
 
 def test_a_head_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError
+from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.forms.reader import StoredTensors
 from lpconv.forms.tiles import Tiles
 from lpconv.models.coded import CodedTensor
@@ -28,7 +28,7 @@ from lpconv.train.options import FinetuneOptions, check_options
 from lpconv.train.recipes import arithmetic
 from lpconv.train.recover import Distillation, Grid, TrainedScales
 from lpconv.train.recoverable import check_recoverable
-from lpconv.train.run import finetune, plan
+from lpconv.train.run import finetune
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers import small_models
@@ -190,11 +190,6 @@ def test_a_recovered_output_is_recovered_again(outputs: dict[str, Path], tmp_pat
     assert verify_output(tmp_path / "two", VerifyOptions(against="demo", level="weights"), progress=Silent()).passed
 
 
-def test_decoded_values_can_be_published(outputs: dict[str, Path], tmp_path: Path) -> None:
-    finetune(str(outputs["int4 groups"]), tmp_path / "out", _options(save="plain"))
-    assert _stored(tmp_path / "out")["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_of_a_grid_are_divided_and_rounded_to_themselves(outputs: dict[str, Path], form: str) -> None:
     with StoredTensors.open(outputs[form]) as reader:
@@ -322,18 +317,3 @@ def test_trained_outputs_are_refused(tmp_path: Path) -> None:
 def test_options_that_do_not_apply_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--recover"):
         check_options(_options(**more))
-
-
-@pytest.mark.parametrize(
-    "part", [{"recipe": "fp32"}, {"optimizer": "bf16"}, {"loss_scale": "dynamic"}, {"precision": "fp8"}]
-)
-def test_other_arithmetic_is_refused(part: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="--recover"):
-        arithmetic(recover=True, **part)
-
-
-def test_gaps_and_plans_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(LpconvError, match="--recover"):
-        finetune(str(outputs["NVFP4"]), tmp_path / "out", _options(gates=("loss_gap<=1",)))
-    with pytest.raises(UsageError, match="--dry-run"):
-        plan(str(outputs["NVFP4"]), _options())

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,7 @@ import numpy as np
 import pytest
 import transformers
 
-from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
-from lpconv.plan.files import write_sums
-from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.verify.compare import compare_files
@@ -23,51 +19,6 @@ from lpconv.verify.run import verify_output
 
 def _changed(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def _swap(folder: Path) -> None:
-    document = json.loads((folder / "tokenizer.json").read_text())
-    vocab = document["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (folder / "tokenizer.json").write_text(json.dumps(document))
-
-
-EDITS: dict[str, Callable[[Path], Any]] = {
-    "config.json: `hidden_act`": lambda d: _changed(d / "config.json", hidden_act="gelu"),
-    "config.json: `rope_parameters.rope_theta`": lambda d: _changed(
-        d / "config.json", rope_parameters={"rope_theta": 1e7, "rope_type": "default"}
-    ),
-    "config.json: `attention_multiplier`": lambda d: _changed(d / "config.json", attention_multiplier=2.0),
-    "generation_config.json: `eos_token_id`": lambda d: _changed(d / "generation_config.json", eos_token_id=3),
-    "generation_config.json: `repetition_penalty`": lambda d: _changed(
-        d / "generation_config.json", repetition_penalty=1.5
-    ),
-    "tokenizer: `tokenizer.json.model.vocab.a`": _swap,
-    "tokenizer: `padding_side`": lambda d: _changed(d / "tokenizer_config.json", padding_side="left"),
-    "tokenizer: `chat_template`": lambda d: (d / "chat_template.jinja").write_text("{{ messages }}"),
-}
-
-
-@pytest.mark.parametrize("told", EDITS)
-@pytest.mark.parametrize("is_converted", [False, True])
-def test_an_edit_is_named(told: str, is_converted: bool, tmp_path: Path, converted_demo: Path) -> None:
-    shutil.copytree(converted_demo if is_converted else demo_checkpoint(), tmp_path / "out")
-    EDITS[told](tmp_path / "out")
-    if is_converted:
-        (tmp_path / "out" / "SHA256SUMS").unlink()
-        write_sums(tmp_path / "out", ())
-    found = verify_output(tmp_path / "out", VerifyOptions(against="demo"), progress=Silent())
-    assert not found.passed
-    # The config of a conversion is made again and compared key by key.
-    key = told.partition(".rope_theta")[0] if is_converted else told
-    assert any(key in problem for problem in found.problems), found.problems
-
-
-@pytest.fixture(scope="module")
-def converted_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "out"
-    convert("demo", folder, ConvertOptions(verify="none"))
-    return folder
 
 
 def test_what_transformers_writes_anew_is_equal(tmp_path: Path) -> None:

@@ -127,13 +127,6 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     assert all(words in page for words in ("KL", "Perplexity", "kl<=1e-9"))
 
 
-def test_a_page_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
-    said = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "--html", str(tmp_path)])
-    assert said.exit_code == 8
-    assert "directory" in said.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "gate"),
     [((), "perplexity<=10"), (("--level", "logits"), "reverse_kl<=1"), (("--level", "values"), "kl<=1")],
