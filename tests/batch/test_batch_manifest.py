@@ -119,11 +119,6 @@ class TestLanguages:
             load_manifest(write(tmp_path, f"version: 1\njobs:\n  - &a0 [x, x]\n{anchors}"))
         assert len(caught.value.message) < 1000
 
-    def test_a_manifest_that_is_not_text(self, tmp_path: Path) -> None:
-        (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(UsageError, match="utf-8"):
-            load_manifest(tmp_path / "jobs.yaml")
-
 
 class TestYamlTraps:
     """YAML 1.1 would read `on`, `no`, `010` and `1e3` as a boolean, a boolean, eight and text."""
@@ -141,13 +136,6 @@ class TestYamlTraps:
 
     def test_a_model_called_no(self, tmp_path: Path) -> None:
         assert load_manifest(write(tmp_path, "version: 1\njobs: [{id: no, model: on}]")).jobs[0].model == "on"
-
-    def test_numbers(self, tmp_path: Path) -> None:
-        options = self.job(tmp_path, "workers: 2, max_memory: 512MiB").options
-        assert (options.workers, options.max_memory) == (2, 512 * 2**20)
-
-    def test_a_date_is_no_date(self, tmp_path: Path) -> None:
-        assert self.job(tmp_path, "revision: 2024-01-02").options.revision == "2024-01-02"
 
     def test_null_takes_the_default_back(self, tmp_path: Path) -> None:
         text = "version: 1\ndefaults: {method: collage, residual: int8}\njobs: [{id: a, model: gpt2, residual: null}]"

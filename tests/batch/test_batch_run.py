@@ -294,11 +294,6 @@ class TestResume:
         result = run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(dry_run=True, resume=True))
         assert statuses(result) == [UP_TO_DATE, "planned", "planned"]
 
-    def test_another_memory_bound_changes_no_output(self, tmp_path: Path) -> None:
-        self.run(tmp_path)
-        result, _ = self.run(tmp_path, workers=2, max_memory="1GB")
-        assert statuses(result) == [UP_TO_DATE] * 3
-
     def test_other_settings_are_refused_and_named(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         with pytest.raises(OutputExistsError, match=r'format .*"bf16" .*"fp16"'):
@@ -315,10 +310,6 @@ class TestResume:
         result, engine = self.run(tmp_path, force=True)
         assert statuses(result) == [UP_TO_DATE, "converted", UP_TO_DATE]
         assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (False, True)
-
-    def test_force_does_not_start_a_cut_off_job_anew(self, tmp_path: Path) -> None:
-        _, engine = self.run(tmp_path, jobs=("a",), force=True)
-        assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (True, False)
 
     @pytest.mark.parametrize(
         ("path", "text", "says"),
@@ -447,22 +438,6 @@ class TestKinds:
         assert waits.endswith(" a")
         assert bench.resumed == []
 
-    def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
-        manifest = write_mixed(tmp_path)
-        with pytest.raises(InputError, match=r"speed .* a, .*`"):
-            run_batch(manifest, Bench().runners(Engine()), BatchOptions(only=("speed",)))
-        planned_batch = run_batch(manifest, Bench().runners(Engine()), BatchOptions(dry_run=True))
-        assert statuses(planned_batch) == ["planned", "planned"]
-
-    def test_a_lock_from_before_there_were_kinds_is_read(self, tmp_path: Path) -> None:
-        manifest = write_manifest(tmp_path)
-        run_batch(manifest, Engine().runners)
-        document = json.loads(manifest.lock_path.read_text())
-        for entry in document["entries"]:
-            del entry["kind"]
-        manifest.lock_path.write_text(json.dumps(document))
-        assert statuses(run_batch(manifest, Engine().runners, BatchOptions(resume=True))) == [UP_TO_DATE] * 3
-
 
 class TestLock:
     def test_it_says_what_was_resolved_and_written(self, tmp_path: Path) -> None:
@@ -513,14 +488,6 @@ class TestLocked:
         assert statuses(result) == ["converted"] * 3
         assert [options.revision for _, options in engine.calls] == ["c" * 40, None, "c" * 40]
         assert manifest.lock_path.read_bytes() == lock
-
-    def test_touched_sources_without_a_hash_are_left_to_the_outputs(self, tmp_path: Path) -> None:
-        engine, manifest = Engine(hashes_sources=False), write_manifest(tmp_path)
-        run_batch(manifest, engine.runners)
-        (tmp_path / "out").rename(tmp_path / "kept")
-        (tmp_path / "local/model.safetensors").write_text("WEIGHTS")
-        with pytest.raises(VerificationError, match=r"b: files .*lock"):
-            run_batch(manifest, engine.runners, BatchOptions(locked=True))
 
     def test_another_output_fails_and_is_moved_aside(self, manifest: Manifest) -> None:
         engine = Engine(noise="!", version="2")
@@ -585,15 +552,6 @@ class TestReports:
         skipped = [element.get("message") for element in suite.iter("skipped")]
         assert skipped == [UP_TO_DATE, NOT_RUN]
 
-    def test_junit_counts_other_errors_as_errors(self, tmp_path: Path) -> None:
-        engine = Engine(failures={"a": InputError("gone"), "b": RuntimeError("bug")})
-        with pytest.raises(JobsFailedError) as caught:
-            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True))
-        root = ET.fromstring(junit_xml(caught.value.result))
-        assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("2", "0", "0")
-        assert [e.get("type") for e in root.iter("error")] == ["input", "bug"]
-        assert "Traceback" in "".join(e.text or "" for e in root.iter("error"))
-
     def test_the_table_has_a_line_per_job_and_the_hints(self, mixed: BatchResult, tmp_path: Path) -> None:
         rows = rows_of(mixed)
         assert [row["job"] for row in rows] == ["a", "b", "c"]
@@ -604,15 +562,6 @@ class TestReports:
         assert document.verdict is not None
         assert document.verdict.outcome == "failed"
         assert re.search(r"1 .*, 1 failed, 1 .*$", document.verdict.text)
-
-    def test_the_table_shows_what_was_measured(self, tmp_path: Path) -> None:
-        (row,) = rows_of(run_batch(write_manifest(tmp_path, jobs=("a",)), Engine().runners))
-        assert "71.2 dB" in row["result"]
-        assert "100 B" in row["result"]
-
-    def test_the_table_of_a_dry_run_shows_needs(self, tmp_path: Path) -> None:
-        rows = rows_of(run_batch(write_manifest(tmp_path), Engine().runners, BatchOptions(dry_run=True)))
-        assert re.search(r"7 B .*8 B .*2 s", rows[0]["note"])
 
 
 def rows_of(result: BatchResult) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from lpconv.convert.run import convert, plan
+from lpconv.convert.run import convert
 from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
@@ -122,12 +122,6 @@ class TestRight:
         (cache / "models--me--model" / f"{STATE}.part").mkdir()  # in the way, for root too
         assert Checkpoint.open(REPO).check_promised() == first
 
-    def test_a_plan_records_no_hash(self, serve: Any, tmp_path: Path) -> None:
-        with serve():
-            resolve(REPO)
-        (record,) = plan(REPO, tmp_path / "out", ConvertOptions(verify="weights")).source.files
-        assert record.sha256 is None
-
 
 class TestRefused:
     @pytest.mark.parametrize(
@@ -168,10 +162,6 @@ class TestRefused:
         with serve(api=fault) as hub, pytest.raises(InputError, match=says):
             convert(REPO, tmp_path / "out", ConvertOptions())
         assert len(hub.requests) == 1
-
-    def test_a_repository_that_is_not_there(self, serve: Any) -> None:
-        with serve(), pytest.raises(InputError, match="`me/other`"):
-            resolve("me/other")
 
 
 class TestNoNetwork:

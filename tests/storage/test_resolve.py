@@ -118,15 +118,6 @@ class TestDemo:
         assert (found.resolved, found.revision, found.directory) == ("demo", None, demo_checkpoint())
         assert has_weights(found.directory)
 
-    def test_a_directory_called_demo_is_reached_by_its_path(self, cache: Path) -> None:
-        Path("demo").mkdir()
-        assert resolve("demo").directory == demo_checkpoint()
-        assert resolve("./demo").directory == Path("demo").absolute()
-
-    def test_demo_has_no_revision(self) -> None:
-        with pytest.raises(UsageError, match="`main`"):
-            resolve("demo", revision="main")
-
 
 class TestCache:
     def test_an_alias_finds_its_hub_id_in_the_cache(self, cache: Path) -> None:
@@ -175,11 +166,6 @@ class TestCache:
         add_snapshot(cache, "me/model", files)
         with pytest.raises(InputError, match="`me/model`"):
             resolve("me/model")
-
-    def test_a_snapshot_whose_blob_was_deleted_is_partial(self, cache: Path) -> None:
-        snapshot = add_snapshot(cache, "me/model", FILES)
-        (snapshot / "model.safetensors").resolve().unlink()
-        assert not has_weights(snapshot)
 
     def test_the_index_of_weights_left_behind_does_no_harm(self, cache: Path) -> None:
         index = json.dumps({"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}).encode()
@@ -287,10 +273,6 @@ class TestWantedFiles:
             "onnx/model.onnx",
         ]
         assert wanted_files(["model.safetensors", *copies]) == ["model.safetensors"]
-
-    def test_side_files_and_code_come_along(self) -> None:
-        side = ["README.md", "1_Pooling/config.json", "merges.txt", "modeling_x.py", "spiece.model"]
-        assert set(side) < set(wanted_files(["model.safetensors", *side]))
 
     def test_weights_of_modules_of_sentence_transformers_come_along(self) -> None:
         dense = "2_Dense/model.safetensors"

@@ -78,11 +78,6 @@ class TestPublish:
         assert names(kept) == {"a", MARKER}
         assert not output.exists()
 
-    def test_parents_are_made(self, tmp_path: Path) -> None:
-        with Staging(tmp_path / "x" / "y" / "z", {}, resume=False, force=False) as run:
-            finish(run)
-        assert (tmp_path / "x" / "y" / "z" / MARKER).exists()
-
     @pytest.mark.parametrize("name", ["x" * 300, "file/output"], ids=["too long", "below a file"])
     def test_folders_that_cannot_be_made(self, tmp_path: Path, name: str) -> None:
         (tmp_path / "file").touch()
@@ -216,11 +211,6 @@ class TestForce:
         with pytest.raises(OutputExistsError, match=name):
             begin(force=True)
         assert names(output.parent) == {"output", *(f"output/{n}" for n in before)}
-
-    def test_an_empty_directory_is_free(self, begin: Begin, output: Path) -> None:
-        output.mkdir()
-        with begin() as run:
-            finish(run)
 
     def test_a_deletion_that_was_killed_leaves_a_folder_of_ours(
         self, begin: Begin, output: Path, monkeypatch: pytest.MonkeyPatch
@@ -359,15 +349,6 @@ class TestApart:
     def test_places_in_a_store_that_overlap(self, source: str, output: str, error: type[LpconvError]) -> None:
         with pytest.raises(error):
             check_apart(source, output)
-
-    @pytest.mark.parametrize("output", ["s3://b/ab", "s3://b/a%2Fc", "s3://c/a", "gs://b/a", "a"])
-    def test_neighbours_in_a_store(self, output: str) -> None:
-        check_apart("s3://b/a", output)
-
-    @pytest.mark.parametrize("output", ["b", "ab", "a-unit-fp16", "b/a"])
-    def test_neighbours(self, tmp_path: Path, output: str) -> None:
-        (tmp_path / "a").mkdir()
-        check_apart(tmp_path / "a", tmp_path / output)
 
     @pytest.mark.parametrize("output", [".", "..", "/", "a/.."])
     def test_directories_that_have_no_name_exist(
