@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -27,8 +26,8 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
-from tests.helpers.convert_models import minilm, tiny
 from tests.helpers.fresh_python import run_script
+from tests.helpers.models import minilm, tiny, tiny_model
 
 # Runs where lpconv cannot be imported, and saves what each model says.
 SCRIPT = """
@@ -143,12 +142,7 @@ def test_scales_of_integers_are_bf16_and_read_in_other_dtypes(dtype: torch.dtype
 def presets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Llama some of whose matrices end within a tile, in every layout; one row is much larger than the others."""
     folder = tmp_path_factory.mktemp("presets")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=256, intermediate_size=288, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=96, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=288, tie_word_embeddings=False)
     model.model.layers[0].mlp.up_proj.weight.data[7] *= 1000
     model.model.layers[0].mlp.up_proj.weight.data[9] = 0
     model.save_pretrained(folder / "source")

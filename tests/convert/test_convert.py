@@ -19,7 +19,7 @@ from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import write_checkpoint
-from tests.helpers.convert_models import albert, minilm, tiny
+from tests.helpers.models import albert, minilm, tiny
 
 
 def run(source: Path | str, out: Path, **options: object):  # type: ignore[no-untyped-def]

@@ -20,8 +20,8 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
-from tests.helpers.convert_models import tiny
 from tests.helpers.fresh_python import run_script
+from tests.helpers.models import tiny
 
 # Runs where lpconv cannot be imported, and saves what each model says and its experts.
 SCRIPT = """

@@ -34,7 +34,7 @@ from lpconv.verify.calibrate import job_windows
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import files_of, published, rehash
-from tests.helpers.convert_models import albert, tiny
+from tests.helpers.models import albert, tiny, with_demo_tokenizer
 
 FILE = "model.safetensors"
 COMPRESSED = {"layout": "compressed-tensors"}
@@ -55,26 +55,14 @@ INT4 = KINDS["int4 group:32"]
 
 def llama(folder: Path, **changed: Any) -> Path:
     """A random Llama of two layers that reads text as the demo does."""
-    settings = {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": num_words(), "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | changed)).save_pretrained(folder)
-    return with_tokenizer(folder)
+    settings = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": num_words(), "max_position_embeddings": 32}
+    return with_demo_tokenizer(tiny("llama", folder, **{**settings, "tie_word_embeddings": False, **changed}))
 
 
 def num_words() -> int:
     """The size of the demo's vocabulary."""
     config = json.loads((demo_checkpoint() / "config.json").read_text())
     return int(config["vocab_size"])
-
-
-def with_tokenizer(folder: Path) -> Path:
-    for file in demo_checkpoint().glob("token*"):
-        shutil.copyfile(file, folder / file.name)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +76,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("feedback") / "gpt2"
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    return with_tokenizer(folder)
+    return with_demo_tokenizer(folder)
 
 
 def rounded(model: Path, output: Path, **asked: Any) -> ConvertResult:
@@ -322,7 +310,7 @@ def test_zeros_that_become_numbers_are_no_overflow(plain: Path, tmp_path: Path) 
 def test_experts_meet_the_tokens_that_reach_them(tmp_path: Path, layout: str, rounding: str) -> None:
     """And one that none reaches is rounded to nearest, which the result says."""
     model = tiny("mixtral", tmp_path / "plain")
-    with_tokenizer(model)
+    with_demo_tokenizer(model)
     tensors = load_file(model / FILE)
     words = num_words()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -363,7 +351,7 @@ def test_experts_in_one_tensor_meet_the_tokens_that_reach_them(tmp_path: Path, k
         router = next(p for n, p in model.model.layers[1].named_parameters() if "router" in n)
         router.zero_()  # all tokens choose the same two experts
     model.save_pretrained(tmp_path / "plain")
-    with_tokenizer(tmp_path / "plain")
+    with_demo_tokenizer(tmp_path / "plain")
     result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
     records = {t.name: t.rounding for t in result.tensors if len(t.shape) == 3 and t.rounding is not None}
     assert len(records) == 4
@@ -414,7 +402,7 @@ def test_an_encoder_is_rounded_too(tmp_path: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "plain")
-    with_tokenizer(tmp_path / "plain")
+    with_demo_tokenizer(tmp_path / "plain")
     result = rounded(tmp_path / "plain", tmp_path / "output", **INT4)
     assert sum(t.rounding is not None for t in result.tensors) == 12
 

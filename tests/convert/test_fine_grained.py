@@ -30,6 +30,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions
 from tests.helpers.fresh_python import run_script
+from tests.helpers.models import tiny_model
 
 # Runs where lpconv cannot be imported, and saves the weights and what the model says.
 SCRIPT = """
@@ -63,12 +64,8 @@ def fine_grained(source: Path | str, output: Path, method: str = "fp8", **more: 
 def outputs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """A Llama with rows of zeros, of both zeros, of ties, of the largest and the least numbers, in both layouts."""
     folder = tmp_path_factory.mktemp("fine")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=256, intermediate_size=288, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=96, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model = tiny_model("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=288, **heads)
     for projection in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].mlp.up_proj):
         w = projection.weight.data
         w[7] *= 1000
@@ -181,12 +178,6 @@ def test_what_a_gpu_keeps_is_kept(
 
 
 def test_a_name_that_would_take_another_one_with_it_is_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=96,
-                                 num_attention_heads=2, num_key_value_heads=1)
-    )  # fmt: skip
-    model.save_pretrained(tmp_path / "source")
     settings = {"method": "unit", "format": "e4m3fn", "scale": "pow2", "granularity": "mx"}
     made = ConvertedFacts(config={}, settings=settings, formats={"model.up.weight": "e4m3fn"}, ignored=["model.down"])
     assert FineGrained.config_entries(made)

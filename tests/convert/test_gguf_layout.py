@@ -28,8 +28,8 @@ from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers.convert_models import minilm, tiny
 from tests.helpers.gguf_files import demo_with_merges
+from tests.helpers.models import minilm, tiny
 
 TYPES = {
     "F16": {"format": "fp16"}, "BF16": {"format": "bf16"}, "Q8_0": {"format": "int8", "granularity": "group:32"},

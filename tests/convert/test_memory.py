@@ -13,7 +13,7 @@ from lpconv.convert.run import convert, plan
 from lpconv.errors import ResourceError
 from lpconv.plan.options import ConvertOptions
 from tests.helpers.checkpoints import cli_environment, published, run_cli
-from tests.helpers.convert_models import minilm
+from tests.helpers.models import minilm
 
 MB = 10**6
 _MOST = 1.5 if torch.version.cuda else 1.2  # builds for CUDA differ by 170 MB

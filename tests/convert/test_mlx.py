@@ -22,7 +22,7 @@ from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
-from tests.helpers.convert_models import tiny
+from tests.helpers.models import tiny
 
 GRAINS = {"e2m1": "mx", "e4m3fn": "mx", "int4": "group:32", "int8": "group:32"}
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

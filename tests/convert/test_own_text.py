@@ -15,7 +15,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers.convert_models import minilm
+from tests.helpers.models import minilm
 
 OPTIONS = ConvertOptions(
     format="int4", granularity="group:32", rounding="gptq", calibrate="self", calibration_tokens=256, verify="weights"

@@ -31,7 +31,7 @@ from lpconv.storage import remote
 from lpconv.storage.urls import UNFINISHED
 from tests.convert.test_compressed import opened_without_lpconv
 from tests.helpers.checkpoints import files_of
-from tests.helpers.convert_models import tiny
+from tests.helpers.models import tiny, with_demo_tokenizer
 from tests.helpers.object_store import Fault, Request, Store
 from tests.helpers.stores import offered
 
@@ -46,16 +46,12 @@ HEAD = "lm_head"
 
 def source(folder: Path, **changed: Any) -> Path:
     """A Llama of one layer with a head of its own and the tokenizer of the demo."""
-    torch.manual_seed(0)
     words = json.loads((demo_checkpoint() / "config.json").read_text())["vocab_size"]
     settings = {
-        "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": words, "max_position_embeddings": 48, "tie_word_embeddings": False,
+        "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": words,
+        "max_position_embeddings": 48, "tie_word_embeddings": False,
     }  # fmt: skip
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings | changed)).save_pretrained(folder)
-    for file in demo_checkpoint().glob("token*"):
-        shutil.copyfile(file, folder / file.name)
-    return folder
+    return with_demo_tokenizer(tiny("llama", folder, **settings | changed))
 
 
 def text(folder: Path, words: str = "To be, or not to be, that is the question:\n") -> Path:

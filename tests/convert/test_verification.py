@@ -32,7 +32,7 @@ from lpconv.verify.run import verify_output
 from lpconv.verify.weights import whole_tensors
 from lpconv.verify.written import output_problems
 from tests.helpers.checkpoints import Run, published, rehash, write_checkpoint
-from tests.helpers.convert_models import tiny
+from tests.helpers.models import tiny
 
 FILE = "model.safetensors"
 

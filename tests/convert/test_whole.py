@@ -14,7 +14,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.reader import stored_shapes
 from lpconv.models.whole import Fit, check_complete, compare_with_model
 from lpconv.storage.checkpoint import Checkpoint
-from tests.helpers.convert_models import tiny
+from tests.helpers.models import tiny
 
 KINDS = ("clip", "gpt2", "llama", "mixtral", "t5", "vit", "wav2vec2")
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -21,7 +21,7 @@ from lpconv.export.write import check_graph, compare_with_torch
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
-from tests.helpers.export_models import tiny
+from tests.helpers.models import tiny
 
 AXES = {"x": {0: "batch", 1: "sequence"}}
 
@@ -35,7 +35,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return tiny("llama", tmp_path / "llama")
+    return tiny("llama", tmp_path / "llama", vocab_size=272)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from lpconv.export.trace import running
 from lpconv.export.write import compare_with_torch
 from lpconv.plan.options import ConvertOptions
 from lpconv.results.checkpoint import ExportResult
-from tests.helpers.export_models import tiny
+from tests.helpers.models import tiny
 
 # family, method, format → opset, ONNX types of the matrices, forms in the record
 CASES = {
@@ -42,7 +42,7 @@ class Exported:
     def __init__(self, key: tuple[str, str, str], folder: Path) -> None:
         family, method, fmt = key
         convert(
-            str(tiny(family, folder / "source")),
+            str(tiny(family, folder / "source", vocab_size=272)),
             folder / "low",
             ConvertOptions(method=method, format=fmt, verify="none"),
         )
@@ -119,7 +119,7 @@ def test_weights_that_are_tied_or_large_lie_once_and_where_they_should(exported:
 
 
 def test_a_model_with_experts_runs_and_names_the_weights_that_stay_fp32(tmp_path: Path) -> None:
-    source = tiny("qwen3-moe", tmp_path / "source")
+    source = tiny("qwen3-moe", tmp_path / "source", vocab_size=272)
     convert(str(source), tmp_path / "low", ConvertOptions(format="fp16", verify="none"))
     result = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions())
     assert result.check is not None
@@ -129,7 +129,9 @@ def test_a_model_with_experts_runs_and_names_the_weights_that_stay_fp32(tmp_path
 
 
 def test_a_plain_half_precision_checkpoint_keeps_its_dtype_and_tokenizer(tmp_path: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny("llama", tmp_path / "fp32"), dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny("llama", tmp_path / "fp32", vocab_size=272), dtype=torch.bfloat16
+    )
     model.save_pretrained(tmp_path / "plain")
     tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint())
     tokenizer.save_pretrained(tmp_path / "plain")
@@ -148,7 +150,7 @@ def test_a_plain_half_precision_checkpoint_keeps_its_dtype_and_tokenizer(tmp_pat
 @pytest.mark.parametrize("layout", ["lpconv", "compressed-tensors"])
 def test_fp8_with_a_scale_for_each_row_stays_fp8(tmp_path: Path, layout: str) -> None:
     options = ConvertOptions(format="e4m3fn", granularity="row", layout=layout, verify="none")
-    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", options)
+    convert(str(tiny("llama", tmp_path / "source", vocab_size=272)), tmp_path / "low", options)
     result = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions())
     assert result.check is not None
     assert result.check.max_rel_diff <= 1e-5
@@ -166,7 +168,9 @@ def test_fp8_with_a_scale_for_each_row_stays_fp8(tmp_path: Path, layout: str) ->
     "how", [{"format": "e4m3fn", "granularity": "mx"}, {"scheme": "MLX_MXFP4"}, {"scheme": "GGUF_Q8_0"}], ids=str
 )
 def test_codes_that_no_operator_decodes_come_in_fp32_and_that_is_said(tmp_path: Path, how: dict[str, Any]) -> None:
-    convert(str(tiny("llama", tmp_path / "source")), tmp_path / "low", ConvertOptions(**how, verify="none"))
+    convert(
+        str(tiny("llama", tmp_path / "source", vocab_size=272)), tmp_path / "low", ConvertOptions(**how, verify="none")
+    )
     (warning,) = export_onnx(str(tmp_path / "low"), tmp_path / "onnx", ExportOptions()).warnings
     assert "in fp32, because" in warning
 

@@ -18,7 +18,7 @@ from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
-from tests.helpers.export_models import tiny
+from tests.helpers.models import tiny
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 272, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
@@ -81,7 +81,7 @@ def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
     ],
 )
 def test_greedy_tokens_with_a_cache(family: str, options: dict[str, Any] | None, form: str, tmp_path: Path) -> None:
-    source = qwen(tmp_path / "source") if family == "qwen2" else tiny(family, tmp_path / "source")
+    source = qwen(tmp_path / "source") if family == "qwen2" else tiny(family, tmp_path / "source", vocab_size=272)
     if options is not None:
         convert(str(source), tmp_path / "low", ConvertOptions(**options, verify="none"))
         source = tmp_path / "low"
@@ -146,7 +146,7 @@ def refused(folder: Path, out: Path, *options: str) -> str:
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_models_that_are_not_decoders_have_no_cache(family: str, tmp_path: Path) -> None:
-    error = refused(tiny(family, tmp_path / family), tmp_path / "out", "--cache")
+    error = refused(tiny(family, tmp_path / family, vocab_size=272), tmp_path / "out", "--cache")
     assert "decoder" in error
     assert "--cache" in error
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
@@ -27,6 +26,7 @@ from lpconv.verify.reader import OutputReader
 from lpconv.verify.run import check_hashes, verify_output
 from lpconv.verify.written import output_problems
 from tests.helpers.checkpoints import rehash
+from tests.helpers.models import tiny_model
 
 __all__ = ["FORMS_TRIED", "Damage", "Pair", "Seen", "damages", "look", "make_outputs", "seen_in_outputs"]
 
@@ -111,12 +111,8 @@ class Seen:
 
 
 def make_source(directory: Path, seed: int, hidden: int) -> Path:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=hidden, intermediate_size=48, num_attention_heads=4, num_key_value_heads=4,
-        vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": hidden, "intermediate_size": 48, "num_key_value_heads": 4, "vocab_size": 64}
+    model = tiny_model("llama", seed=seed, num_hidden_layers=1, **sizes)
     model.model.layers[0].input_layernorm.weight.data += torch.randn(hidden) / 8
     model.save_pretrained(directory)
     return directory

@@ -12,10 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from lpconv.data import demo_checkpoint, demo_text
+from lpconv.data import demo_text
 from tests.helpers.checkpoints import shallow_demo
 from tests.helpers.foreign_files import MAKERS, make_foreign
 from tests.helpers.gguf_files import rewrite_as_gguf
+from tests.helpers.models import tiny, with_demo_tokenizer
 
 TUNE = ("--steps", "2", "--seq-len", "16", "--batch-size", "2", "--eval-batches", "1", "--track-every", "0",
          "--twin", "none", "-q")  # fmt: skip
@@ -85,15 +86,9 @@ def _lpconv(folder: Path, *arguments: str) -> None:
 
 
 def make_llama(target: Path, vocab_size: int = 272) -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=vocab_size, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=1, eos_token_id=1,
-        pad_token_id=1,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(target)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(demo_checkpoint() / name, target / name)
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)
+    tiny("llama", target, num_hidden_layers=1, intermediate_size=48, vocab_size=vocab_size, **special)
+    with_demo_tokenizer(target)
 
 
 def _bert(target: Path) -> None:

@@ -20,7 +20,7 @@ from lpconv.models.coded import CodedTensor
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.staging import MARKER
 from tests.helpers.foreign_files import gpt_oss, make_foreign
-from tests.helpers.small_models import IDS, MODELS, SMALL
+from tests.helpers.models import IDS, WIDE, tiny
 
 OURS: dict[str, dict[str, Any]] = {
     "unit": {"method": "unit", "format": "e4m3fn"},
@@ -51,9 +51,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(folder: Path, model: str = "llama") -> Path:
-    torch.manual_seed(0)
-    MODELS[model]().save_pretrained(folder / "plain")
-    return folder / "plain"
+    return tiny(model, folder / "plain", **WIDE[model])
 
 
 def ours(folder: Path, options: dict[str, Any], model: str = "llama") -> Path:
@@ -141,7 +139,7 @@ def test_a_decoded_weight_is_rounded_once_from_fp32(tmp_path: Path, layout: str,
             assert same_bytes({"": got}, {"": stored.tensor(name).to(dtype)}), name
 
 
-@pytest.mark.parametrize("model", [m for m in MODELS if m != "llama"])
+@pytest.mark.parametrize("model", [m for m in WIDE if m != "llama"])
 def test_kinds_of_models(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No matrix but GPT-2's, which lie on their side, is decoded whole."""
     directory = ours(tmp_path, OURS["rows"], model)
@@ -163,7 +161,11 @@ def test_kinds_of_models(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyP
 
 def test_experts_of_gpt_oss_stay_on_their_side(tmp_path: Path) -> None:
     config = transformers.GptOssConfig(
-        **SMALL, intermediate_size=64, num_key_value_heads=2, head_dim=16, num_local_experts=3, num_experts_per_tok=2
+        **WIDE["llama"] | {"intermediate_size": 64, "num_key_value_heads": 2},
+        vocab_size=96,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
     )
     torch.manual_seed(0)
     transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "out")
@@ -286,7 +288,7 @@ def test_gradients_to_inputs_are_those_of_the_decoded_weights(tmp_path: Path, la
     check_gradients(got, wanted)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", WIDE)
 def test_gradients_of_kinds_of_models(tmp_path: Path, model: str) -> None:
     path = ours(tmp_path, OURS["mx"], model)
     got = gradients(lpconv.load(path, dtype=torch.float32, resident=True), autocast=False)

@@ -5,20 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from lpconv.optim import CollageAdamW, fp32_state_dict
+from tests.helpers.models import tiny_model
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "variant": "plus", "compiled": False}
 
 
-def tiny_llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).bfloat16()
+def tiny_llama() -> Any:
+    return tiny_model("llama", hidden_size=16, intermediate_size=32).bfloat16()
 
 
 def trained(folder: Path, *, resume: bool = False) -> dict[str, torch.Tensor]:

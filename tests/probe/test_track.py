@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from lpconv.errors import UsageError
@@ -13,29 +12,12 @@ from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.probe.record import ROLES, ProbeResult
 from lpconv.probe.track import probe, track
 from lpconv.results import from_json, to_json
+from tests.helpers.models import tiny_model
 
 
 def two_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def tiny(kind: str) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, tie_word_embeddings=True,
-            )
-        )  # fmt: skip
-    if kind == "gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-    )
 
 
 def batch() -> dict[str, Tensor]:
@@ -82,7 +64,7 @@ def test_layers_that_share_an_input_get_their_own_gradient() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 def test_transformers_train_the_same_while_tracked(kind: str) -> None:
-    model = tiny(kind).eval()  # no dropout
+    model = tiny_model(kind).eval()  # no dropout
     plain = model(**batch())
     plain.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -142,14 +124,14 @@ def test_no_hook_stays_behind(fails: bool) -> None:
 
 
 def test_a_result_travels_as_json() -> None:
-    result = probe(tiny("llama"), [batch()])
+    result = probe(tiny_model("llama"), [batch()])
     back = from_json(ProbeResult, json.loads(json.dumps(to_json(result))))
     assert back == result
     assert back.tensors[0].exponents.rates("e4m3fn") == result.tensors[0].exponents.rates("e4m3fn")
 
 
 def test_a_probe_runs_its_steps_and_frees_gradients() -> None:
-    model = tiny("bert")
+    model = tiny_model("bert")
     result = probe(model, (batch() for _ in range(5)), steps=2)
     assert result.steps_recorded == len(result.losses) == 2
     assert all(math.isfinite(loss) for loss in result.losses)
@@ -161,8 +143,8 @@ def test_a_probe_runs_its_steps_and_frees_gradients() -> None:
     "call",
     [
         lambda: track(two_layers(), every=0),
-        lambda: probe(tiny("llama"), []),
-        lambda: probe(tiny("llama"), [{"input_ids": batch()["input_ids"]}]),
+        lambda: probe(tiny_model("llama"), []),
+        lambda: probe(tiny_model("llama"), [{"input_ids": batch()["input_ids"]}]),
     ],
 )
 def test_bad_requests_are_refused(call) -> None:  # type: ignore[no-untyped-def]

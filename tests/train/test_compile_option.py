@@ -1,20 +1,18 @@
 """`lpconv finetune --compile`, on a model of one layer and through a back end that compiles nothing slowly."""
 
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.results import RunRecord
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from tests.helpers.models import tiny, with_demo_tokenizer
 
 
 @pytest.fixture
@@ -25,15 +23,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     )
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=272, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, eos_token_id=0,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    for path in demo_checkpoint().glob("*token*"):
-        shutil.copy(path, tmp_path / "model")
-    return str(tmp_path / "model")
+    settings = {"num_hidden_layers": 1, "vocab_size": 272, "eos_token_id": 0, "tie_word_embeddings": False}
+    return str(with_demo_tokenizer(tiny("llama", tmp_path / "model", **settings)))
 
 
 def run(model: str, output: Path, recipe: str, **more: Any) -> RunRecord:

@@ -30,9 +30,8 @@ from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune, plan
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers import small_models
 from tests.helpers.checkpoints import converted_demo
-from tests.helpers.small_models import IDS
+from tests.helpers.models import IDS, WIDE, tiny_model
 
 FORMS: dict[str, dict[str, Any]] = {
     "int4": {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"},
@@ -41,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8 groups, ours": {"format": "int8", "granularity": "group:128"},
     "fp8": {"format": "e4m3fn", "layout": "compressed-tensors"},
 }
-MODELS = {name: make for name, make in small_models.MODELS.items() if name != "t5"}  # adapters train no encoder-decoder
+MODELS = [name for name in WIDE if name != "t5"]  # adapters train no encoder-decoder
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +134,7 @@ def test_steps_are_those_of_the_decoded_weights(outputs: dict[str, Path], form: 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_adapters_over_codes(tmp_path: Path, model: str) -> None:
     torch.manual_seed(0)
-    MODELS[model]().save_pretrained(tmp_path / "plain")
+    tiny_model(model, **WIDE[model]).save_pretrained(tmp_path / "plain")
     convert(tmp_path / "plain", tmp_path / "out", ConvertOptions(verify="none", format="e2m1", granularity="mx"))
     found: list[dict[str, Tensor]] = []
     for resident in (True, False):
@@ -227,7 +226,7 @@ def test_an_adapter_is_no_model(outputs: dict[str, Path], tmp_path: Path) -> Non
 
 def test_the_source_of_the_twin_must_fit(outputs: dict[str, Path], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    MODELS["llama"]().save_pretrained(tmp_path / "other")
+    tiny_model("llama", **WIDE["llama"]).save_pretrained(tmp_path / "other")
     with pytest.raises(InputError, match="tensor"):
         finetune(str(outputs["int4"]), tmp_path / "out", _options(source=str(tmp_path / "other")))
     shutil.copytree(demo_checkpoint(), tmp_path / "source")
@@ -281,7 +280,7 @@ def test_a_head_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
 def test_files_are_those_that_peft_writes(tmp_path: Path, model: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    plain = MODELS[model]()
+    plain = tiny_model(model, **WIDE[model])
     task = "mlm" if model == "bert" else "clm"
     plain.save_pretrained(tmp_path / "plain")
     ours = lpconv.load(tmp_path / "plain", dtype=torch.float32)
@@ -329,7 +328,7 @@ def test_peft_computes_our_logits(outputs: dict[str, Path], form: str, tmp_path:
 def test_peft_computes_our_logits_for_kinds_of_models(tmp_path: Path, model: str) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    MODELS[model]().save_pretrained(tmp_path / "plain")
+    tiny_model(model, **WIDE[model]).save_pretrained(tmp_path / "plain")
     ours = lpconv.load(tmp_path / "plain", dtype=torch.float32)
     before = _logits(ours)
     add_adapters(ours, 4, seed=0)

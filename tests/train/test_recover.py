@@ -31,9 +31,9 @@ from lpconv.train.recoverable import check_recoverable
 from lpconv.train.run import finetune
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
-from tests.helpers import small_models
 from tests.helpers.checkpoints import converted_demo
 from tests.helpers.gguf_files import demo_with_merges
+from tests.helpers.models import tiny
 
 COMPRESSED: dict[str, Any] = {"layout": "compressed-tensors"}
 FORMS: dict[str, dict[str, Any]] = {
@@ -288,8 +288,7 @@ def test_another_source_is_refused(outputs: dict[str, Path], tmp_path: Path) -> 
     ))  # fmt: skip
     with pytest.raises(InputError, match="`model"):
         finetune(str(outputs["NVFP4"]), tmp_path / "out", _options(source=str(tmp_path / "other")))
-    torch.manual_seed(0)
-    small_models.MODELS["llama"]().save_pretrained(tmp_path / "smaller")
+    tiny("llama", tmp_path / "smaller")
     with pytest.raises(InputError, match="tensor") as raised:
         check_recoverable(Checkpoint.open(outputs["NVFP4"]), str(tmp_path / "smaller"))
     assert "--source" in str(raised.value.hint)

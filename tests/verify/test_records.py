@@ -16,7 +16,7 @@ from lpconv.results import VerifyResult
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import files_of
-from tests.helpers.small_models import MODELS
+from tests.helpers.models import tiny
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
@@ -28,8 +28,7 @@ def verified(output: Path, source: Path | str, **options: Any) -> VerifyResult:
 @pytest.fixture
 def faint(tmp_path: Path) -> Path:
     """A Llama whose gate is far smaller than the weight that NVFP4 shares a scale with."""
-    source = tmp_path / "source"
-    MODELS["llama"]().save_pretrained(source)
+    source = tiny("llama", tmp_path / "source", hidden_size=64, intermediate_size=192)
     tensors = load_file(source / "model.safetensors")
     tensors[GATE] *= 1e-20
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
