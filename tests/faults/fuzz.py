@@ -79,9 +79,9 @@ def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
     """What is wrong with the way a command ended, None where nothing is."""
     code, out, err = ended.code, ended.out, ended.err
     if code < 0:
-        stack = [line.strip() for line in err.partition("Current thread")[2].splitlines()[1:4]]
+        stack = [line.strip() for line in err.splitlines() if line.startswith("  File ")][:3]
         return "too slow" if code == -signal.SIGALRM else " ".join([f"killed by signal {-code}", *stack])
-    if "Traceback (most recent call last)" in err:
+    if "Traceback" in err:
         return f"traceback, exit {code}: {err.strip().splitlines()[-1]}"
     if code not in _CODES:
         return f"exit {code}"
