@@ -20,27 +20,9 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions, FormatRule
-from tests.helpers.fresh_python import run_script
+from tests.helpers.elsewhere import opens_elsewhere, run_script
 from tests.helpers.models import tiny
 
-# Runs where lpconv cannot be imported, and saves what each model says and its experts.
-SCRIPT = """
-import sys
-sys.modules["lpconv"] = None
-import torch
-import transformers
-out, *paths = sys.argv[1:]
-found = {}
-for path in paths:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    if transformers.__version__.startswith("5.17."):  # names the scales that later ones ignore
-        info["unexpected_keys"] = {k for k in info["unexpected_keys"] if not k.endswith(".weight_global_scale")}
-    assert not any(info.values()), info
-    with torch.no_grad():
-        said = model(input_ids=torch.arange(3, 35).view(2, 16)).logits
-    found[path] = said, {n: p.detach() for n, p in model.named_parameters() if "experts." in n}
-torch.save(found, out)
-"""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "FP8": {},
     "FP8_DYNAMIC": {"granularity": "row"},
@@ -98,12 +80,11 @@ def test_plain_transformers_stacks_the_experts_that_we_decode(kind: str, tmp_pat
     paths = {layout: tmp_path / layout for layout in LAYOUTS}
     for layout, path in paths.items():
         convert(str(source), path, options_of(layout))
-    done = run_script(SCRIPT, tmp_path / "said.pt", *paths.values())
-    assert done.returncode == 0, done.stderr
-    opened = torch.load(tmp_path / "said.pt")
+    opened = dict(zip(paths, opens_elsewhere(*paths.values()), strict=True))
     names = MODELS[kind][2]
     for layout, path in paths.items():
-        logits, experts = opened[str(path)]
+        logits, _, weights = opened[layout]
+        experts = {n: x for n, x in weights.items() if "experts." in n}
         with StoredTensors.open(path) as stored:
             coded = [n for n, form in stored.forms.items() if form.format is not None]
             assert len(coded) == 4 + 3 * 3, layout

@@ -29,26 +29,9 @@ from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.plan.options import ConvertOptions
-from tests.helpers.fresh_python import run_script
+from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import tiny_model
 
-# Runs where lpconv cannot be imported, and saves the weights and what the model says.
-SCRIPT = """
-import sys
-sys.modules["lpconv"] = None
-import torch
-import transformers
-out, *paths = sys.argv[1:]
-found = []
-for i, path in enumerate(paths):
-    asked = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if i % 2 else {}
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **asked)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        said = model(input_ids=torch.arange(3, 35).view(2, 16)).logits
-    found.append((said, {n: p.detach() for n, p in model.named_parameters()}))
-torch.save(found, out)
-"""
 LAYOUTS = {"fp8": "128x128", "mxfp8": "mx"}
 # Of seven matrices: with blocks of 128 x 128 those with 288 rows or columns are kept.
 NUM_CODED = {"fp8": 4, "mxfp8": 7}
@@ -78,17 +61,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return {m: fine_grained(folder / "source", folder / m, m) for m in LAYOUTS}
 
 
-def opened_without_lpconv(*paths: Path) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    out = paths[0].with_suffix(".pt")
-    done = run_script(SCRIPT, out, *paths)
-    assert done.returncode == 0, done.stderr
-    found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = torch.load(out)
-    return found
-
-
 def test_plain_transformers_decodes_to_our_bits(outputs: dict[str, Path]) -> None:
-    found = opened_without_lpconv(*outputs.values())
-    for (method, path), (logits, theirs) in zip(outputs.items(), found, strict=True):
+    found = [opens_elsewhere(path, decodes=method == "mxfp8")[0] for method, path in outputs.items()]
+    for (method, path), (logits, _, theirs) in zip(outputs.items(), found, strict=True):
         with StoredTensors.open(path) as stored:
             coded = [n for n, form in stored.forms.items() if isinstance(form, FineGrained)]
             for name in stored.forms:

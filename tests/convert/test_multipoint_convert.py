@@ -26,7 +26,7 @@ from lpconv.results import ConvertResult
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.helpers.checkpoints import Run
-from tests.helpers.fresh_python import run_script
+from tests.helpers.elsewhere import run_script
 from tests.helpers.models import tiny
 
 ELEMENTS = ["int4", "int8", "e4m3fn", "e2m1"]

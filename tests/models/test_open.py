@@ -12,7 +12,7 @@ import lpconv.hf
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.plan.options import ConvertOptions, FormatRule
-from tests.helpers.fresh_python import run_script
+from tests.helpers.elsewhere import run_script
 
 FORMATS = [("unit", "fp32"), ("unit", "e4m3fn"), ("scalify", "fp16"), ("scalify", "e5m2")]
 
