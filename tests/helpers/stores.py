@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from benchmarks.attack.object_store import ENVIRONMENT, Store, serving
 
 from lpconv.storage.remote import store_at
 from tests.helpers.object_store import ENVIRONMENT, Store, serving
