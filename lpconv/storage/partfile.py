@@ -30,6 +30,7 @@ from lpconv.errors import (
 from lpconv.results import FileRecord
 from lpconv.storage.place import open_file
 
+PART = ".part"  # suffix of a file that is being written
 # Failed reads that are not the disk's fault.
 NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
@@ -46,7 +47,7 @@ class PartFile:
     def __init__(self, root: Path, name: str, size_bytes: int, flusher: ThreadPoolExecutor) -> None:
         self._name, self._size = name, size_bytes
         self._path = root / name
-        self._part = self._path.with_name(self._path.name + ".part")
+        self._part = self._path.with_name(self._path.name + PART)
         self._flusher, self._flushes = flusher, list[Future[None]]()
         self._hash = hashlib.sha256()
         self._hashed = self._flushed = 0
@@ -164,7 +165,7 @@ def write_small(path: Path, content: str | bytes) -> FileRecord:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(path.name + PART)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.unlink(missing_ok=True)  # a link that somebody has put there is not followed

@@ -27,7 +27,7 @@ from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
 from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.gguf import find_gguf
-from lpconv.storage.partfile import PartFile, check_writable, fsync_directory, sha256_of, writing
+from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, sha256_of, writing
 from lpconv.storage.place import open_regular
 from lpconv.storage.urls import check_url, is_url
 
@@ -260,10 +260,14 @@ def check_apart(source: Path | str, output: Path | str) -> None:
 
 
 def check_no_foreign(place: Path | str, names: Iterable[str], own: set[str], sums: bytes) -> None:
-    """Raise OutputExistsError for files that are neither in the `sums` of an output nor `own`, or in `own` folders."""
+    """Raise OutputExistsError for files that are neither in the `sums` of an output nor `own`, or in `own` folders.
+
+    What a killed run left of writing one of them is as good as the file.
+    """
     known = {*own, *NOT_SUMMED, JOURNAL, *(line[66:] for line in sums.decode(errors="replace").splitlines())}
     folders = tuple(name for name in own if name.endswith("/"))
-    if foreign := sorted(name for name in names if name not in known and not name.startswith(folders)):
+    foreign = sorted(n for n in names if n.removesuffix(PART) not in known and not n.startswith(folders))
+    if foreign:
         raise OutputExistsError(
             f"`{place}` contains files that are not of its run, so --force does not delete it: {code_list(foreign)}",
             hint="move or delete them, or choose another --output",

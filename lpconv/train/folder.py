@@ -27,7 +27,16 @@ from lpconv.options import fields_that_may_change
 from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import NOT_A_FILE, check_writable, read_error, read_small, sha256_of, write_small, writing
+from lpconv.storage.partfile import (
+    NOT_A_FILE,
+    PART,
+    check_writable,
+    read_error,
+    read_small,
+    sha256_of,
+    write_small,
+    writing,
+)
 from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 
@@ -54,7 +63,7 @@ def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force:
     check_writable(output)
     if is_locked(output):
         raise locked_error(output)
-    if is_unused(output) or (output.is_dir() and os.listdir(output) == [f"{MARKER}.part"]):  # killed at its start
+    if is_unused(output) or (output.is_dir() and os.listdir(output) == [MARKER + PART]):  # killed at its start
         return
     if not (output / MARKER).is_file():
         raise OutputExistsError(
@@ -65,7 +74,7 @@ def check_folder(output: Path, asked: Mapping[str, Any], *, resume: bool, force:
     elif not force:
         raise OutputExistsError(f"`{output}` exists", hint="continue it with --resume, or start over with --force")
     else:
-        check_ours(output, {MARKER, f"{MARKER}.part", "metrics.jsonl", f"{RUNS}/"})
+        check_ours(output, {MARKER, "metrics.jsonl", f"{RUNS}/"})
 
 
 @contextlib.contextmanager
