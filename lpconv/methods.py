@@ -9,34 +9,29 @@
   low-bit rows with a scale each, as many as the bit budget allows.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import Grain, default_grain
 from lpconv.formats.spec import Format, get_format
-from lpconv.gguf import GGUF
-from lpconv.storage.compressed import COMPRESSED_TENSORS
+from lpconv.forms import FORMS, Form
+from lpconv.layouts import LAYOUTS
 
-if TYPE_CHECKING:
-    from lpconv.forms import Form
-
-
-LPCONV, TRANSFORMERS = "lpconv", "transformers"
+LPCONV = "lpconv"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to store a weight as a short sum of scaled components, value = Σ_i scale_i · component_i.
 
-    `forms` maps each layout to the form of converted tensors, or to the form that selects another one.
-    `has_granularity`: scales finer than one per tensor are allowed, also in the formats of a `Grain`. `residuals` are
+    `own` is the kind of the form of converted tensors in lpconv's own layout, or of the form that selects another one.
+    `has_granularity`: scales finer than one per tensor are allowed, also in the formats of a `Grain`, and so are
+    third-party layouts. `residuals` are
     the residuals that a pair can have, the default first. `has_budget`: a bit budget decides how much is stored.
     """
 
     name: str
-    forms: Mapping[str, str]
+    own: str
     formats: tuple[str, ...]
     default_format: str
     has_granularity: bool = False
@@ -60,44 +55,43 @@ class Method:
             )
         return fmt
 
-    def form(self, layout: str) -> "type[Form]":
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The layouts that it can write, lpconv's own first."""
+        return (LPCONV, *(n for n, x in LAYOUTS.items() if x.form is not None)) if self.has_granularity else (LPCONV,)
+
+    def form(self, layout: str) -> type[Form]:
         """The form of converted tensors in `layout`, which the method must support."""
-        from lpconv.forms import FORMS  # imported late: the command line needs only the names of methods
-
-        return FORMS[self.forms[layout]]
+        return LAYOUTS[layout].form or FORMS[self.own]
 
 
-_WITH_SCALES = {
-    LPCONV: "tiles", COMPRESSED_TENSORS: "compressed tiles", TRANSFORMERS: "fine-grained", "mlx": "mlx",
-    GGUF: "gguf",
-}  # fmt: skip
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
         Method(
             name="unit",
-            forms=_WITH_SCALES,
+            own="tiles",
             has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),
         Method(
             name="scalify",
-            forms=_WITH_SCALES,
+            own="tiles",
             has_granularity=True,
             formats=("fp32", "fp16", "bf16", "e4m3fn", "e5m2"),
             default_format="fp16",
         ),
         Method(
             name="collage",
-            forms={LPCONV: "pair"},
+            own="pair",
             formats=("bf16", "fp16"),
             default_format="bf16",
             residuals=("bf16", "exact16", "int8"),
         ),
         Method(
             name="multipoint",
-            forms={LPCONV: "points"},
+            own="points",
             formats=("int4", "int8", "e4m3fn", "e2m1"),
             default_format="int4",
             has_budget=True,

@@ -29,9 +29,9 @@ from lpconv.formats.codes import decode, encode
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.kernels.linear import FP8_RECIPES, fp8_recipe
+from lpconv.layouts import SCHEMES, Scheme
 from lpconv.optim.storage import VARIANTS, Storage, Variant
 from lpconv.options import Option
-from lpconv.plan.schemes import SCHEMES, Scheme
 from lpconv.results.doctor import DeviceRecord
 from lpconv.scaled import fallbacks, scaled
 from lpconv.scaled.rules import RULES
@@ -105,7 +105,7 @@ def test_a_scaled_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = Scheme(options={"format": "bf16"}, bits=16, opens="lpconv", use="a toy that nobody serves")
+    toy = Scheme("TOY", "bf16", "", 16, "lpconv", "a toy that nobody serves")
     monkeypatch.setitem(SCHEMES, "TOY", toy)
 
     assert toy.use in run("convert", "--list-schemes")

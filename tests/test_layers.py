@@ -16,22 +16,24 @@ ROOT = Path(lpconv.__file__).parent
 ROWS = {
     "version": 0, "errors": 0, "options": 0, "results": 0, "gates": 0, "lazy": 0,
     "formats": 0, "lookup": 0, "summed": 0, "progress": 0, "data": 0, "machine": 0, "student": 0,
-    "layers": 1, "report": 1, "shards": 1,
+    "layers": 1, "shards": 1,
     "mcf": 2, "kernels": 2, "storage": 2,
     "forms": 3,
-    "scaled": 4, "optim": 4, "loss_scale": 4, "methods": 4, "models": 4,
-    "hf": 5, "inspect": 5, "probe": 5,
-    "plan": 6,
-    "verify": 7,
-    "convert": 8,
-    "train": 9, "export": 9, "init": 9,
-    "bench": 10, "doctor": 10,
-    "batch": 11, "advise": 11,
-    "cli": 12,
+    "layouts": 4,
+    "scaled": 5, "optim": 5, "loss_scale": 5, "methods": 5, "models": 5, "report": 5,
+    "hf": 6, "inspect": 6, "probe": 6,
+    "plan": 7,
+    "verify": 8,
+    "convert": 9,
+    "train": 10, "export": 10, "init": 10,
+    "bench": 11, "doctor": 11,
+    "batch": 12, "advise": 12,
+    "cli": 13,
 }  # fmt: skip
 # Files of a subject that has one folder but needs several rows: each counts as a file of this package.
 HOMES = {
     "gguf/__init__": "storage", "gguf/read": "storage", "gguf/model": "models", "gguf/vocabulary": "models",
+    "report/numbers": "lookup", "report/printable": "lookup",
 }  # fmt: skip
 
 

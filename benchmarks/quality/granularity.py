@@ -32,10 +32,10 @@ from benchmarks.reproduce.finetune import package_folder, smollm2
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.formats.grains import get_grain
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.compressed_tensors import preset_of
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
-from lpconv.storage.compressed import preset_of
 
 LENGTH, WINDOWS = 128, 4
 

@@ -214,8 +214,8 @@ def read(work: Path) -> dict[str, Any]:
 
 def compared(path: Path, work: Path) -> dict[str, Any]:
     from lpconv.errors import LpconvError
-    from lpconv.forms.reader import StoredTensors
     from lpconv.inspect.headers import inspect
+    from lpconv.layouts.reader import StoredTensors
     from lpconv.progress import Silent
     from lpconv.verify.compare import compare
 

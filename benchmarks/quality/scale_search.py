@@ -26,7 +26,7 @@ from benchmarks.quality.granularity import minilm, said, sqnr
 from benchmarks.reproduce.finetune import smollm2
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
 

@@ -24,7 +24,7 @@ from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.export.options import ExportOptions
 from lpconv.export.run import export_onnx
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 
 Decoded = Iterator[tuple[str, Tensor]]

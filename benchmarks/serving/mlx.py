@@ -56,7 +56,7 @@ def measure(python: Path, model: str, scheme: str, folder: Path) -> dict[str, An
 
     import lpconv
     from lpconv.forms import Kept
-    from lpconv.forms.reader import StoredTensors
+    from lpconv.layouts.reader import StoredTensors
 
     output, prompts = converted(model, ("--scheme", scheme), folder / scheme), prompts_of(model)
     ours = lpconv.load(output, dtype=torch.float32)

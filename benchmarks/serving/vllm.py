@@ -138,7 +138,7 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
     import torch
 
     import lpconv
-    from lpconv.forms.reader import StoredTensors
+    from lpconv.layouts.reader import StoredTensors
 
     low, high = (lpconv.load(path, dtype=d) for d in (getattr(torch, dtype), torch.float32))
     tokens = greedy(low, prompts, NUM_TOKENS)

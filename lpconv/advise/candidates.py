@@ -8,7 +8,6 @@ from typing import Any
 from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
-from lpconv.forms import FORMS
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 from lpconv.plan.options import GPTAQ, ConvertOptions, parse_rule
@@ -32,7 +31,7 @@ def conversions() -> dict[str, Settings]:
     candidates: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
         for settings in _settings(method):
-            kind = FORMS[method.forms[LPCONV]]
+            kind = method.form(LPCONV)
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             candidates.setdefault(same_bytes, settings)
     named = {describe_conversion(settings): settings for settings in candidates.values()}
@@ -82,7 +81,7 @@ def _formats_with(method: Method, grain: Grain) -> tuple[str, ...]:
 
 def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
     """The first layout that supports a format with a granularity: lpconv's own, except for NVFP4."""
-    return next(name for name in method.forms if method.form(name).holds(method.format(fmt, grain), grain))
+    return next(name for name in method.layouts if method.form(name).holds(method.format(fmt, grain), grain))
 
 
 def describe_conversion(settings: Settings) -> str:

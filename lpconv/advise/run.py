@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lpconv.advise.options import AdviseOptions, check_advise
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.progress import Progress, Silent
 from lpconv.results import AdviceResult
 from lpconv.storage.checkpoint import Openable

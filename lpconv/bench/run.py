@@ -12,7 +12,7 @@ from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.data.texts import num_positions
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_complete
@@ -20,7 +20,7 @@ from lpconv.options import PARALLEL, check
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import quantization_method
+from lpconv.storage.header import quantization_method
 
 # Model to measure if none is named, its number of layers, and the reason.
 _ON_GPU = ("bert-large", None, "it fits any GPU, and its small shapes are the hardest for fp8")

@@ -16,8 +16,8 @@ from lpconv.cli.command import (
     with_options,
 )
 from lpconv.errors import UsageError
+from lpconv.layouts import SCHEMES
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.schemes import SCHEMES
 
 
 def _list_schemes(context: typer.Context, wanted: bool) -> None:

@@ -42,8 +42,8 @@ def inspect(
 
       lpconv inspect ./llama-nvfp4 --strict
     """
-    from lpconv.forms.foreign import READ
     from lpconv.inspect.headers import check_against_model, inspect as inspect_headers
+    from lpconv.layouts import READ
     from lpconv.report.inspect import inspect_document
     from lpconv.results import to_json
     from lpconv.storage.checkpoint import Checkpoint

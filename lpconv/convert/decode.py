@@ -23,16 +23,15 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
-from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gguf import GGUF
+from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_config, weight_index, write_sums
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
 from lpconv.storage.checkpoint import Checkpoint, Openable, watch, watched_files
-from lpconv.storage.compressed import quantization_method
 from lpconv.storage.dtypes import TORCH_DTYPES
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
+from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out, quantization_method
 from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range

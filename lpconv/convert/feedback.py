@@ -36,8 +36,8 @@ from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
-from lpconv.forms.reader import StoredTensors
 from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
 from lpconv.models.opening import model_errors

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from lpconv.errors import UsageError
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.progress import Progress
 from lpconv.results import RestoreResult
-from lpconv.storage.compressed import quantization_method
+from lpconv.storage.header import quantization_method
 from lpconv.storage.staging import check_apart, check_free, check_is_output, is_output
 
 _DTYPES = ("fp32", "bf16", "fp16")

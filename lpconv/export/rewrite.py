@@ -16,9 +16,9 @@ from onnx_ir import tensor_adapters
 from torch import Tensor
 
 from lpconv.export.options import integer_grid
-from lpconv.forms.foreign.grid import Grid
 from lpconv.forms.form import Stored
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.grid import Grid
+from lpconv.layouts.reader import StoredTensors
 from lpconv.results import FormatCount
 from lpconv.storage.checkpoint import Checkpoint
 

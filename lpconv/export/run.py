@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lpconv.errors import ResourceError, check_installed
 from lpconv.export.options import ExportOptions, check_has_cache, choose_opset, oldest_opset
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.options import check
 from lpconv.progress import Progress, Silent
 from lpconv.results import ExportResult

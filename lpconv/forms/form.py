@@ -1,7 +1,7 @@
 """`Form`: how one tensor is stored, value = Σ_i scale_i · component_i.
 
 All questions of a conversion, reader, check or export about a stored tensor are answered here, and no other code tests
-which form it has. Readers need only its base class `Stored`, which is also that of third-party forms (`foreign/`), as
+which form it has. Readers need only its base class `Stored`, which is also that of third-party forms (`grid.py`), as
 these are only read. A `Form` belongs to one tensor: its name, shape, number format, and fields of the form (the kind of
 residual, the number of points). It is created by `of` when a conversion is planned, or by `recognise` from the headers
 of a checkpoint.
@@ -102,6 +102,11 @@ class Stored(ABC):
     def num_elements(self) -> int:
         """Number of elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all parts have the dtypes and sizes that the weight needs."""
+        return True
 
     @property
     def is_kept(self) -> bool:

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.facts import (
+    BlockFacts,
+    BlockStats,
+    Component,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+    PlaneNames,
+)
 from lpconv.forms.form import Form, Over, Side
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.forms.tiles import Tiles
@@ -95,9 +104,9 @@ class GgufBlocks(Tiles):
     """Tiles whose scales are stored between the codes; in memory, side tensors hold them."""
 
     kind: ClassVar[str] = "gguf"
+    names: ClassVar[PlaneNames] = PlaneNames()
     suffixes: ClassVar[tuple[str, ...]] = ()
     quantised_by: ClassVar[str | None] = GGUF
-    axis: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
@@ -199,7 +208,7 @@ class GgufBlocks(Tiles):
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         import torch
 
-        from lpconv.forms.foreign.plane import stored_numbers
+        from lpconv.forms.planes import stored_numbers
 
         size, num_bytes = BLOCKS[self.type]
         factors = self.code_scale(self.side_in(data), 0, stop - start).reshape(-1, 1)

@@ -21,8 +21,8 @@ from lpconv.forms.facts import (
     Measurement,
     checked_ranges,
 )
-from lpconv.forms.foreign.grid import is_positive
 from lpconv.forms.form import Form, Over, Side, not_finite_error
+from lpconv.forms.grid import is_positive
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
 from lpconv.mcf.point_layout import PointLayout, point_layout
 

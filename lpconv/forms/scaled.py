@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import OF_DTYPE, Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.facts import (
+    BlockFacts,
+    BlockStats,
+    Component,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+    PlaneNames,
+)
 from lpconv.forms.form import Form, Over, Side, Summand
 
 if TYPE_CHECKING:
@@ -35,7 +44,7 @@ class ScaledCodes(Form):
 
     kind: ClassVar[str] = "scaled"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX,)
-    axis: ClassVar[tuple[int, ...]] = (1,)  # leading axes of the codes
+    names: ClassVar[PlaneNames] = PlaneNames(axis=(1,))
 
     format: Format
     has_pow2_scale: bool = True
@@ -49,7 +58,7 @@ class ScaledCodes(Form):
         codes = headers.root[name]
         if headers.quantised_by != cls.quantised_by or codes.dtype not in OF_DTYPE:
             return None
-        form = cls(name=name, shape=codes.shape[len(cls.axis) :], format=OF_DTYPE[codes.dtype])
+        form = cls(name=name, shape=codes.shape[len(cls.names.axis) :], format=OF_DTYPE[codes.dtype])
         return form if all(map(headers.holds, form.components)) else None
 
     @property
@@ -66,7 +75,7 @@ class ScaledCodes(Form):
         assert dtype is not None, self.format.name
         return (
             Component(name=self.name + SCALE_SUFFIX, dtype="F32", shape=(1,)),
-            Component(name=self.name, dtype=dtype, shape=(*self.axis, *self.shape)),
+            Component(name=self.name, dtype=dtype, shape=(*self.names.axis, *self.shape)),
         )
 
     def scale(self, side: Side) -> float | None:

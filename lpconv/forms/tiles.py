@@ -5,7 +5,7 @@ with one scale, 4-bit codes and integers packed as in `encode_narrow_`, and `NAM
 along rows, tiles along columns]. So an outlier costs no other tile its precision. A `Grain` defines the dtype of scales
 and the size of tiles; `tile_scales.py` computes scales from weights.
 
-Decoding uses the arithmetic of `foreign/grid.py`, which also reads these layouts from other tools.
+Decoding uses the arithmetic of `grid.py`, which also reads these layouts from other tools.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -15,15 +15,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.foreign.grid import Grid, is_positive
-from lpconv.forms.foreign.plane import Plane, one_by_one, stored_numbers
+from lpconv.forms.facts import (
+    BlockFacts,
+    BlockStats,
+    Component,
+    EncodedBlock,
+    FormSettings,
+    Headers,
+    Measurement,
+    PlaneNames,
+)
 from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand, not_finite_error
-from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes
+from lpconv.forms.grid import Grid, is_positive
+from lpconv.forms.planes import Plane, one_by_one, stored_numbers
+from lpconv.forms.scaled import ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
 
@@ -38,7 +47,6 @@ if TYPE_CHECKING:
 FACTOR_SUFFIX = "_global_scale"
 # Packed codes: (stored dtype, kind of plane, offset of codes).
 _PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
-_TORCH = {"U8": "uint8", "I32": "int32"}
 _SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 
 
@@ -62,13 +70,8 @@ class Tiles(ScaledCodes):
 
     kind: ClassVar[str] = "tiles"
     encoded_per_second: ClassVar[float] = 8e7
-    suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX, FACTOR_SUFFIX)
-
-    scale_suffix: ClassVar[str] = SCALE_SUFFIX
-    # Dtypes in which a checkpoint may have scales that are numbers.
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("F32",)
-    # Whether readers keep the scales of integers in bf16.
-    has_short_scales: ClassVar[bool] = False
+    names: ClassVar[PlaneNames] = PlaneNames(axis=(1,), factor=FACTOR_SUFFIX, scale_dtypes=("F32",))
+    suffixes: ClassVar[tuple[str, ...]] = names.suffixes
 
     grain: Grain
     scale_dtype: str = ""  # if it is not that of the granularity
@@ -82,7 +85,15 @@ class Tiles(ScaledCodes):
             return cls.whole.of(name, shape, format, settings)
         is_searched = settings.scale == "search" and grain.is_searched(format)
         is_pow2 = settings.scale == "pow2" or (settings.scale == "search" and not format.twos_complement)
-        return cls(name=name, shape=shape, format=format, has_pow2_scale=is_pow2, grain=grain, searches=is_searched)
+        return cls(
+            name=name,
+            shape=shape,
+            format=format,
+            has_pow2_scale=is_pow2,
+            grain=grain,
+            scale_dtype=cls.names.integer_scale if format.twos_complement else "",
+            searches=is_searched,
+        )
 
     # The form for one scale per tensor: if the granularity is the tensor, or does not support the format.
     whole: ClassVar[type[ScaledCodes]] = ScaledCodes
@@ -112,17 +123,17 @@ class Tiles(ScaledCodes):
         return cls._of_codes(name, name, grain, headers.exceptions.get(name, headers.format), headers)
 
     @classmethod
-    def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers, **more: Any) -> Self | None:
-        """The form of the codes `stored`; `packed` is their format if the dtype does not tell it, `more` its fields."""
+    def _of_codes(cls, name: str, stored: str, grain: Grain, packed: str, headers: Headers) -> Self | None:
+        """The form of the codes `stored`; `packed` is their format if the dtype does not tell it."""
         codes = headers.root[stored]
         fmt = OF_DTYPE.get(codes.dtype) or FORMATS.get(packed)
-        shape = codes.shape[len(cls.axis) :]
+        shape = codes.shape[len(cls.names.axis) :]
         if fmt is None or not shape or not _holds(grain, fmt):
             return None
         cols = shape[-1] * DTYPE_BITS[codes.dtype] // fmt.storage_bits
-        form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain, **more)
+        form = cls(name=name, shape=(*shape[:-1], cols), format=fmt, grain=grain)
         scales = headers.root.get(form.scales.name)
-        if grain.scale_dtype == "F32" and scales is not None and scales.dtype in cls.scale_dtypes:
+        if grain.scale_dtype == "F32" and scales is not None and scales.dtype in cls.names.scale_dtypes:
             form = replace(form, scale_dtype=scales.dtype)
         return form if all(map(headers.holds, form.components)) else None
 
@@ -137,19 +148,22 @@ class Tiles(ScaledCodes):
 
     @property
     def codes(self) -> Component:
-        """The component with the codes."""
-        dtype = _PACKED[self.format.name][0] if self.format.name in _PACKED else self.format.safetensors
+        """The codes as an encoder makes them, for the component `data`."""
+        dtype, suffix = self.format.safetensors, ""
+        if self.format.name in _PACKED:
+            dtype, suffix = _PACKED[self.format.name][0], self.names.packed
         assert dtype is not None, self.format.name
         cols = self.cols * self.format.storage_bits // DTYPE_BITS[dtype]
         lead = self.shape[:-1] if self.shape else ()
-        return Component(name=self.name, dtype=dtype, shape=(*self.axis, *lead, *([cols] if self.shape else [])))
+        shape = (*self.names.axis, *lead, *([cols] if self.shape else []))
+        return Component(name=self.name + suffix, dtype=dtype, shape=shape)
 
     @property
     def scales(self) -> Component:
         """The component with a scale per tile."""
         shape = self.grain.grid(*self.matrix)
         dtype = self.scale_dtype or self.grain.scale_dtype
-        return Component(name=self.name + self.scale_suffix, dtype=dtype, shape=shape)
+        return Component(name=self.names.part(self.name, self.names.scale), dtype=dtype, shape=shape)
 
     @property
     def whole_scale(self) -> Component | None:
@@ -160,7 +174,14 @@ class Tiles(ScaledCodes):
     @property
     def size(self) -> Component | None:
         """The component that repeats the size of the matrix; None if there is none."""
-        return None
+        has_size = bool(self.names.size) and self.format.twos_complement
+        return Component(name=self.name + self.names.size, dtype="I64", shape=(2,)) if has_size else None
+
+    @property
+    def bias(self) -> Component | None:
+        """The component with the value of code 0 of each tile of integers; None if there is none."""
+        has_bias = bool(self.names.bias) and self.format.twos_complement
+        return replace(self.scales, name=self.names.part(self.name, self.names.bias)) if has_bias else None
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
@@ -168,11 +189,14 @@ class Tiles(ScaledCodes):
 
     @functools.cached_property
     def data(self) -> tuple[Component, ...]:
-        return (self.codes,)
+        if not self.names.word:
+            return (self.codes,)
+        cols = self.cols * self.format.storage_bits // DTYPE_BITS[self.names.word]
+        return (replace(self.codes, dtype=self.names.word, shape=(*self.shape[:-1], cols)),)
 
     @functools.cached_property
     def side(self) -> tuple[Component, ...]:
-        return tuple(c for c in (self.scales, self.whole_scale, self.size) if c is not None)
+        return tuple(c for c in (self.scales, self.bias, self.whole_scale, self.size) if c is not None)
 
     @property
     def cols(self) -> int:
@@ -206,12 +230,14 @@ class Tiles(ScaledCodes):
 
     @functools.cached_property
     def late_side(self) -> tuple[Component, ...]:
-        """The scales, if tiles are within rows and the scales are aligned behind the codes.
+        """The scales and biases, if tiles are within rows and the scales are aligned behind the codes.
 
         Blocks are whole rows, so each block determines its own scales.
         """
         is_aligned = self.codes.num_bytes * 8 % DTYPE_BITS[self.scales.dtype] == 0
-        return (self.scales,) if self.grain.tile[0] == 1 and is_aligned else ()
+        if self.grain.tile[0] != 1 or not is_aligned:
+            return ()
+        return (self.scales,) if self.bias is None else (self.scales, self.bias)
 
     @property
     def shares_scale(self) -> bool:
@@ -241,13 +267,19 @@ class Tiles(ScaledCodes):
         return self.scales if is_fine else None
 
     def with_scales(self, side: Side, scales: Tensor) -> Side:
-        return {**side, self.scales.name: scales}
+        if self.bias is None:
+            return {**side, self.scales.name: scales}
+        least = -(2.0 ** (self.format.storage_bits - 1))
+        return {**side, self.scales.name: scales, self.bias.name: scales * least}
 
     def is_valid_side(self, side: Side) -> bool:
         grid = self.grid
         (span,) = grid.spans(0, self.num_elements)
         scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
-        return grid.is_valid_side(side) and is_positive(scales)
+        if not grid.is_valid_side(side) or not is_positive(scales):
+            return False
+        wanted = self.with_scales(side, side[self.scales.name])
+        return self.bias is None or wanted[self.bias.name].equal(side[self.bias.name])
 
     def code_scale(self, side: Side, start: int, stop: int) -> Tensor:
         """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""
@@ -284,14 +316,19 @@ class Tiles(ScaledCodes):
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         encoded = super().encode(x, start, measured, work)
-        if self.format.name not in _PACKED:
+        (codes,) = encoded.data
+        if self.format.name not in _PACKED and not self.names.word:
             return encoded
-        import torch
-
         from lpconv.formats.codes import pack_nibbles
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
-        codes = encoded.data[0] if self.format.storage_bits == 8 else pack_nibbles(encoded.data[0], work.residual)
-        return replace(encoded, data=(codes.view(getattr(torch, _TORCH[self.codes.dtype])),))
+        codes = pack_nibbles(codes, work.residual) if self.format.storage_bits == 4 else codes
+        return replace(encoded, data=(codes.view(TORCH_DTYPES[self.data[0].dtype]),))
+
+    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
+        from lpconv.storage.dtypes import TORCH_DTYPES
+
+        return data[0].view(TORCH_DTYPES[self.codes.dtype]) if self.names.word else data[0]
 
     def begin(self, largest: float) -> Measurement:
         return Measurement(side=self._tensor_side(self._rule().factor(largest)), is_guess=True)
@@ -350,7 +387,7 @@ class Tiles(ScaledCodes):
             grid_scales = self._on_grid().scales(over, parts["absmax"], self._stored(rule, parts, factor))
         if grid_scales is None and self.searches and not is_encoded:
             scales = self._search(common).over_blocks(over, scales)
-        side = {**common, self.scales.name: scales if grid_scales is None else grid_scales}
+        side = self.with_scales(common, scales if grid_scales is None else grid_scales)
         is_other = is_encoded and grid_scales is not None and not torch.equal(grid_scales, scales)
         return Measurement(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
 
@@ -392,7 +429,7 @@ class Tiles(ScaledCodes):
             tile=self.grain.tile,
             cols=self.cols,
             has_pow2_scale=self.has_pow2_scale and not self.searches,
-            has_short_scales=self.has_short_scales and self.grain.is_fitted,
+            has_short_scales=self.names.integer_scale == "BF16" and self.grain.is_fitted,
         )
 
 

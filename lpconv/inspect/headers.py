@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_text
-from lpconv.forms import Headers, Stored, recognise
-from lpconv.forms.defects import Findings, from_headers
-from lpconv.forms.foreign import check_unwrapped, why_unreadable
+from lpconv.forms import Headers, Stored
+from lpconv.layouts.defects import Findings, from_headers
+from lpconv.layouts.headers import check_unwrapped, recognise, why_unreadable
 from lpconv.models.known import known_shapes
 from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list

@@ -10,14 +10,15 @@ from dataclasses import replace
 
 import torch
 
-from lpconv.forms import Headers, Stored, grid_of, recognise
+from lpconv.forms import Headers, Stored
 from lpconv.forms.blocks import Workspace, block_stats
-from lpconv.forms.defects import Findings
 from lpconv.forms.facts import BlockStats, block_ranges
-from lpconv.forms.foreign import READ
-from lpconv.forms.reader import DecodedSource, StoredTensors
-from lpconv.forms.scale_defects import FACTOR, from_scales
 from lpconv.inspect.headers import VALUES, describe, inspect
+from lpconv.layouts import READ
+from lpconv.layouts.defects import Findings
+from lpconv.layouts.headers import grid_of, recognise
+from lpconv.layouts.reader import DecodedSource, StoredTensors
+from lpconv.layouts.scale_defects import FACTOR, from_scales
 from lpconv.models.ties import find_ties, tie_warnings
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list

@@ -33,8 +33,8 @@ from transformers.core_model_loading import WeightRenaming
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Component, Stored
 from lpconv.forms.blocks import buffer_view
-from lpconv.forms.reader import StoredTensors
 from lpconv.kernels.buffers import Buffers
+from lpconv.layouts.reader import StoredTensors
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS
 

@@ -11,13 +11,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from lpconv.errors import ResourceError
 from lpconv.layers import embeddings, linears
+from lpconv.layouts.linears import LinearModules
 from lpconv.machine import available_memory
 from lpconv.models.load import load_from_state, missing_parameters
 from lpconv.models.opening import error_line, model_errors, transformers_config
 from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.progress import quiet_transformers
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import LinearModules
 
 _STACKED, _ALONE = "MergeModulelist", "renamed"
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")

@@ -7,8 +7,8 @@ config says. A test compares each family with the model that transformers builds
 from collections.abc import Mapping
 from typing import Any
 
+from lpconv.layouts.linears import LinearModules
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import LinearModules
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

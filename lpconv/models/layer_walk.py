@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
-from lpconv.forms.reader import StoredTensors
 from lpconv.layers import blocks_of
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor, watched_products
 from lpconv.models.load import load_from_files
 from lpconv.models.tasks import architecture

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lpconv.errors import InputError
-from lpconv.forms.foreign import READ
-from lpconv.forms.reader import StoredTensors, open_readable, stored_shapes
+from lpconv.layouts import READ
+from lpconv.layouts.reader import StoredTensors, open_readable, stored_shapes
 from lpconv.models.coded import CodedTensor, save_as_codes
 from lpconv.models.plugin import LOADER, register
 from lpconv.models.tasks import architecture, resolve_auto_class
@@ -21,7 +21,7 @@ from lpconv.progress import quiet_transformers
 from lpconv.report.numbers import code_list, plural
 from lpconv.shards import placed_on
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import quantization_method
+from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
 from lpconv.storage.residual import RESIDUAL_INDEX
 

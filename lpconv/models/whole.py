@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.forms.reader import stored_shapes
+from lpconv.layouts.reader import stored_shapes
 from lpconv.models.known import known_shapes
 from lpconv.report.numbers import code_list, plural
 from lpconv.storage.checkpoint import Checkpoint

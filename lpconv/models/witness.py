@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.forms.reader import StoredTensors
 from lpconv.gguf import GGUF, WEIGHTS
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.reader import StoredTensors
 from lpconv.machine import out_of_memory
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load_from_files, missing_parameters
@@ -32,7 +33,7 @@ from lpconv.models.tasks import architecture
 from lpconv.progress import quiet_transformers
 from lpconv.results import OpenedModel
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
+from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
 
 _LOADED = "_is_hf_initialized"  # set by transformers on tensors that it has read from files

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lpconv.errors import InputError
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.lookup import nearest
 from lpconv.mcf.pairs import nearest_by_cast
 from lpconv.mcf.split import BF16

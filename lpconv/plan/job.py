@@ -13,10 +13,10 @@ from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_text
 from lpconv.errors import ResourceError, UnsupportedError, check_installed
 from lpconv.forms import Headers
-from lpconv.forms.foreign import check_readable
-from lpconv.forms.reader import is_coded, open_readable, open_values
 from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.gguf import GGUF
+from lpconv.layouts.headers import check_readable
+from lpconv.layouts.reader import is_coded, open_readable, open_values
 from lpconv.models.known import linears_of
 from lpconv.models.ties import find_ties
 from lpconv.models.whole import Fit, check_complete

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, get_format
+from lpconv.layouts import SCHEMES
 from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
 from lpconv.options import (
@@ -24,9 +25,8 @@ from lpconv.options import (
     gate_option,
     size_option,
 )
-from lpconv.plan.schemes import SCHEMES
 
-LAYOUTS = tuple(dict.fromkeys(layout for m in METHODS.values() for layout in m.forms))
+LAYOUTS = METHODS["unit"].layouts
 VERIFY_LEVELS = ("none", "weights", "logits", "auto")
 POINTS_MAX = 3
 ROUNDINGS = NEAREST, GPTQ, GPTAQ = ("nearest", "gptq", "gptaq")

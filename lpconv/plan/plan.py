@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
-from lpconv.forms.defects import fused_groups
+from lpconv.layouts.compressed_tensors import cache_scale_name
+from lpconv.layouts.defects import fused_groups
+from lpconv.layouts.linears import LinearModules
 from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
-from lpconv.storage.compressed import LinearModules, cache_scale_name
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__

@@ -14,9 +14,9 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
+from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions, matches
-from lpconv.storage.compressed import LinearModules
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 # Weights left in 16 bits, by parts of their names in known architectures; other names follow the rule for matrices. The

@@ -12,7 +12,8 @@ import yaml
 from lpconv.formats.grains import TENSOR
 from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
-from lpconv.forms.reader import DecodedSource
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.reader import DecodedSource
 from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
@@ -21,7 +22,6 @@ from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
-from lpconv.storage.compressed import COMPRESSED_TENSORS
 from lpconv.storage.contents import hidden_files
 from lpconv.storage.header import is_lfs_pointer
 from lpconv.storage.place import open_regular

@@ -10,6 +10,8 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.gguf import GGUF
+from lpconv.layouts import LAYOUTS, SCHEMES
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, preset_of
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method
@@ -23,9 +25,7 @@ from lpconv.plan.options import (
     FormatRule,
     check_pattern,
 )
-from lpconv.plan.schemes import SCHEMES
 from lpconv.results import to_json
-from lpconv.storage.compressed import COMPRESSED_TENSORS, preset_of
 
 _WHY_NO_FEEDBACK = {
     "collage": "its residual keeps what rounding loses",
@@ -83,7 +83,7 @@ def fill_options(options: ConvertOptions) -> ConvertOptions:
             )
     _check_layout(options, method, fmt.name, grain)
     options = _with_rounding(options, method, fmt)
-    if options.kv_cache is not None and options.layout != COMPRESSED_TENSORS:
+    if options.kv_cache is not None and not LAYOUTS[options.layout].has_cache_scales:
         raise UsageError(
             f"layout `{options.layout}` has no scales of keys and values",
             hint=f"use --layout {COMPRESSED_TENSORS}, or leave --kv-cache out",
@@ -228,12 +228,12 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
 
 def _supports(method: Method, layout: str, fmt: Format, grain: Grain | None) -> bool:
     formats = grain.formats if grain is not None and grain.formats else method.formats
-    return layout in method.forms and fmt.name in formats and method.form(layout).holds(fmt, grain)
+    return layout in method.layouts and fmt.name in formats and method.form(layout).holds(fmt, grain)
 
 
 def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) -> str:
     """Hint that lists the layouts that support these options, and what this layout supports."""
-    others = [name for name in method.forms if _supports(method, name, fmt, grain)]
+    others = [name for name in method.layouts if _supports(method, name, fmt, grain)]
     grains_of: dict[str, list[str]] = {}
     for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # lpconv's own layout holds nearly everything
         formats = [f for f in FORMATS.values() if _is_supported(layout, f, get_grain(name.replace("N", "32")))]

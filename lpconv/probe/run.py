@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lpconv.data.texts import check_text
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.options import check
 from lpconv.probe.options import PROBE_FILE, ProbeOptions
 from lpconv.progress import Progress

@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import PurePath
 
+from lpconv.layouts import LAYOUTS
 from lpconv.report.convert import RUN_FIGURES, auto_class, figures, method_name, opening_lines, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
@@ -18,47 +19,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _WORST = 5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """Facts about a third-party layout for cards: how to open it, its tag and library on the hub.
-
-    `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
-    """
-
-    opening: str
-    tag: str
-    library: str = "transformers"
-    served: tuple[tuple[str, str], ...] = ()
-
-
-# Every layout but lpconv's own, by name.
-LAYOUTS = {
-    "compressed-tensors": _Layout(
-        opening="This directory has the layout of the package compressed-tensors: {codes}. vLLM reads it. "
-        "On a CPU, it serves FP8 with a scale per row (FP8_DYNAMIC) and int4 in groups (W4A16), but has no kernel for "
-        "weight-only FP8 with one scale per tensor, int8 in groups, MXFP8, MXFP4 or NVFP4. transformers opens it with "
-        "`pip install compressed-tensors`; lpconv is not needed:",
-        tag="compressed-tensors",
-        served=(("e4m3fn", "row"), ("int4", "group:")),
-    ),
-    "transformers": _Layout(
-        opening="This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
-        "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
-        tag="fp8",
-    ),
-    "mlx": _Layout(
-        opening="This directory has mlx-lm's layout: {codes}. mlx-lm opens it with `pip install mlx-lm`; lpconv is not "
-        "needed:",
-        tag="mlx",
-        library="mlx",
-    ),
-    "gguf": _Layout(
-        opening="This directory has a GGUF file for llama.cpp: {codes}. `llama-cli -m PATH/model.gguf` runs it, as do "
-        "programs that use llama.cpp; lpconv is not needed. In Python, with `pip install llama-cpp-python`:",
-        tag="gguf",
-        library="gguf",
-    ),
-}
 _REFUSED = (
     "Plain transformers refuses these weights on purpose. The codes are useless without their scales, so they are "
     "stored with one more axis than the model's weights, and loading them without lpconv ends in a size "

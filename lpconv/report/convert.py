@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from lpconv.layouts import LAYOUTS
 from lpconv.report.compare import compare_document
 from lpconv.report.document import Cell, Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import (
@@ -186,14 +187,8 @@ def _opening_section(result: ConvertResult) -> Section | None:
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
     """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
-    if layout == "lpconv":
-        return ("import lpconv", f"model = lpconv.load({path!r})")
-    if layout == "mlx":
-        return ("from mlx_lm import load", f"model, tokenizer = load({path!r})")
-    if layout == "gguf":
-        return ("from llama_cpp import Llama", f"model = Llama({path + '/model.gguf'!r})")
-    auto = auto_class(architecture)
-    return (f"from transformers import {auto}", f"model = {auto}.from_pretrained({path!r})")
+    words = {"auto": auto_class(architecture), "path": path, "file": f"{path}/model.gguf"}
+    return tuple(line.format(**words) for line in LAYOUTS[layout].python)
 
 
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.

@@ -201,3 +201,9 @@ def _tensor(name: str, entry: object, path: Path) -> TensorInfo:
     if bits % 8 or end - begin != bits // 8:
         raise _corrupt(path, f"tensor `{name}`: {end - begin} bytes do not fit {dtype} of shape {tuple(shape)}")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def quantization_method(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` in config.json, or None for an unquantised checkpoint."""
+    settings = config.get("quantization_config")
+    return str(settings.get("quant_method", "another method")) if isinstance(settings, dict) else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.forms.reader import stored_shapes
+from lpconv.layouts.reader import stored_shapes
 from lpconv.models.inputs import sequence_length, vocabulary_size
 from lpconv.models.objective import Objective, find_objective
 from lpconv.models.opening import Opened, open_to_train, transformers_config

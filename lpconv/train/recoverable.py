@@ -6,8 +6,8 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.reader import open_readable, stored_shapes
 from lpconv.gguf import GGUF
+from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options

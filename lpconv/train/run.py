@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lpconv.data.texts import check_text
 from lpconv.errors import UsageError
-from lpconv.forms.reader import open_readable
+from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan

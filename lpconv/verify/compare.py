@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
-from lpconv.forms.reader import DecodedSource, StoredTensors
 from lpconv.gates import Gate, with_gates
 from lpconv.gguf import GGUF
+from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.models.ties import tie_candidates, tied_by_model
 from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
 from lpconv.plan.provenance import lost_signals, sqnr_db

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
-from lpconv.forms.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX
+from lpconv.layouts.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.plan.options import NEAREST
 from lpconv.results import SourceRecord, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lpconv.data.texts import check_text
 from lpconv.errors import InputError, UsageError
-from lpconv.forms.reader import open_readable
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
+from lpconv.layouts.reader import open_readable
 from lpconv.plan.files import summed_files
 from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress

@@ -9,8 +9,9 @@ from typing import Any
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError, problem_text
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
-from lpconv.forms.reader import open_readable
 from lpconv.gates import Gate, needs_logits, with_gates
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.reader import open_readable
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
@@ -37,8 +38,8 @@ from lpconv.results import (
     from_json,
 )
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.compressed import COMPRESSED_TENSORS, quantization_method
 from lpconv.storage.contents import read_json
+from lpconv.storage.header import quantization_method
 from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
 from lpconv.verify.reader import OutputReader, open_recorded_source

@@ -20,11 +20,11 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace
-from lpconv.forms.compressed import Compressed, CompressedTiles
 from lpconv.forms.facts import FormSettings
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
+from lpconv.layouts.compressed_tensors import Compressed, CompressedTiles
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule, matches
 from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import minilm, tiny, tiny_model

@@ -17,8 +17,8 @@ import lpconv
 from lpconv.cli.main import app
 from lpconv.convert.run import convert, plan
 from lpconv.errors import UnsupportedError, VerificationError
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule
 from tests.helpers.elsewhere import opens_elsewhere, run_script
 from tests.helpers.models import tiny

@@ -20,8 +20,8 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
 from lpconv.formats.spec import FORMATS
-from lpconv.forms.reader import StoredTensors
 from lpconv.forms.scaled import ScaledCodes
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions, parse_rule
 from lpconv.plan.settings import fill_options

@@ -23,11 +23,10 @@ from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms.facts import ConvertedFacts
-from lpconv.forms.fine_grained import FineGrained
-from lpconv.forms.foreign import layouts
-from lpconv.forms.foreign.grid import Grid
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
+from lpconv.layouts.headers import grid_of
+from lpconv.layouts.reader import StoredTensors
+from lpconv.layouts.transformers_fp8 import FineGrained
 from lpconv.plan.options import ConvertOptions
 from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import tiny_model
@@ -80,8 +79,8 @@ def test_the_reader_of_others_decodes_the_same(method: str, outputs: dict[str, P
     """Codes and scales mean what they do when others wrote them, and `inspect` has nothing to say of either."""
     with StoredTensors.open(outputs[method]) as stored:
         for name, form in stored.forms.items():
-            theirs = layouts.find_fp8(name, stored._headers)
-            assert isinstance(theirs, Grid) == isinstance(form, FineGrained)
+            theirs = grid_of(form)
+            assert (theirs is not None) == isinstance(form, FineGrained), name
             if theirs is not None:
                 got = theirs.decode(theirs.read(stored._fetch, 0, form.num_elements, {}), 0, form.num_elements, {})
                 assert torch.equal(got.view(form.shape), stored.tensor(name))

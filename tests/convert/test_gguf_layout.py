@@ -21,8 +21,8 @@ import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged

@@ -18,8 +18,8 @@ from lpconv.convert.run import convert, plan
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.export.rewrite import stored_weights
-from lpconv.forms.reader import StoredTensors
-from lpconv.methods import METHODS
+from lpconv.layouts import LAYOUTS
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.plan.settings import command_line, fill_options, shaping_options
 from lpconv.progress import Silent
@@ -233,10 +233,8 @@ def test_what_has_no_rows_is_refused(options: dict[str, Any], message: str) -> N
 
 
 def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layout is known by the forms that methods give it, and by nothing else."""
-    unit = METHODS["unit"]
-    toy = dataclasses.replace(unit, forms={**unit.forms, "toy": "fine-grained"})
-    monkeypatch.setitem(METHODS, "unit", toy)
+    """A layout is known by its record, and by nothing else."""
+    monkeypatch.setitem(LAYOUTS, "toy", dataclasses.replace(LAYOUTS["transformers"], name="toy"))
     monkeypatch.setattr("lpconv.plan.settings.check", lambda options: None)  # of which it is no choice yet
 
     with pytest.raises(UsageError, match=r"`toy`.* fp16") as refusal:

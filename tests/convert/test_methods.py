@@ -13,7 +13,7 @@ from lpconv.convert.restore import restore
 from lpconv.convert.run import convert, plan
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, find_grain
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.methods import METHODS
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent

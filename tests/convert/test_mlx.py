@@ -17,9 +17,9 @@ from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
-from lpconv.forms.mlx import Mlx
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
+from lpconv.layouts.mlx import Mlx
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
 from tests.helpers.models import tiny

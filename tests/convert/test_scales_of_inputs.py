@@ -20,10 +20,10 @@ from lpconv.convert import run as run_module
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import LpconvError, OutputExistsError
-from lpconv.forms.compressed import Compressed, CompressedTiles
-from lpconv.forms.reader import StoredTensors
 from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import judge_scales
+from lpconv.layouts.compressed_tensors import Compressed, CompressedTiles
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.forms.reader import stored_shapes
+from lpconv.layouts.reader import stored_shapes
 from lpconv.models.whole import Fit, check_complete, compare_with_model
 from lpconv.storage.checkpoint import Checkpoint
 from tests.helpers.models import tiny

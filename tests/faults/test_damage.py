@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lpconv.forms import FORMS
+from lpconv.layouts import LAYOUTS
 from tests.faults.damage import FORMS_TRIED, Pair, Seen, make_outputs
 from tests.faults.damage_page import in_layouts, in_outputs, matrix, paragraphs
 from tests.faults.differences import make_layouts
@@ -29,8 +30,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def test_every_form_is_tried() -> None:
     # llama.cpp knows no tokenizer like the demo's: see tests/convert/test_gguf_layout.py.
-    in_gguf = {kind for kind in FORMS if kind.startswith("gguf")}
-    assert {form.split(" (")[0] for form in FORMS_TRIED} | {"kept"} | in_gguf == FORMS.keys()
+    written = {x.form.kind for x in LAYOUTS.values() if x.form is not None and x.name != "gguf"}
+    assert {form.split(" (")[0] for form in FORMS_TRIED} | {"kept"} == {*FORMS, *written, "compressed"}
 
 
 def test_nothing_is_silent(found: Found) -> None:

@@ -25,7 +25,7 @@ from lpconv.forms.facts import EncodedBlock, Measurement
 from lpconv.forms.form import Side
 from lpconv.forms.pair import RESIDUAL_DTYPES
 from lpconv.mcf.split import RESIDUALS
-from lpconv.methods import LPCONV, METHODS, Method
+from lpconv.methods import METHODS, Method
 from tests.forms import test_contract as contract
 from tests.helpers.checkpoints import bits_of
 
@@ -77,7 +77,7 @@ class Rounded(Form):
         return torch.equal(got, cast(value, "bf16"))
 
 
-TOY = Method(name="toy", forms={LPCONV: "rounded"}, formats=("bf16",), default_format="bf16")
+TOY = Method(name="toy", own="rounded", formats=("bf16",), default_format="bf16")
 
 
 @pytest.fixture

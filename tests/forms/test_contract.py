@@ -24,8 +24,9 @@ from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace, same_numbers
 from lpconv.forms.facts import ConvertedFacts, Measurement
 from lpconv.forms.pair import RESIDUAL_DTYPES
-from lpconv.forms.reader import StoredTensors
 from lpconv.gguf import GGUF
+from lpconv.layouts import LAYOUTS
+from lpconv.layouts.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import METHODS, Method
 from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
@@ -55,7 +56,7 @@ def _forms() -> Iterator[Form]:
     yield FORMS["kept"].of(NAME, SHAPE, FORMATS["fp32"], FormSettings())
     for method in METHODS.values():
         grains = [None, *GRAINS.values(), find_grain("group:32")] if method.has_granularity else [None]
-        layouts = [n for n in method.forms if n != GGUF]  # another container: tests/convert/test_gguf_layout.py
+        layouts = [n for n in method.layouts if n != GGUF]  # another container: tests/convert/test_gguf_layout.py
         for layout, grain, scale in itertools.product(layouts, grains, ("pow2", "exact", "search")):
             for name, residual in itertools.product(_formats(method, grain), method.residuals or ("bf16",)):
                 fmt, residual = FORMATS[name], "fp16" if name == "fp16" else residual
@@ -130,7 +131,8 @@ def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
 
 def test_kinds_are_the_keys() -> None:
     assert all(form.kind == kind for kind, form in FORMS.items())
-    assert {form.kind for form in _forms()} == {kind for kind in FORMS if not kind.startswith("gguf")}
+    written = {x.form.kind for x in LAYOUTS.values() if x.form is not None and x.name != GGUF}
+    assert {form.kind for form in _forms()} == {*FORMS, *written, "compressed"}
 
 
 def test_the_residuals_of_pairs_are_those_that_there_are() -> None:
@@ -283,7 +285,7 @@ def test_the_loader_module_decodes_as_the_form_does(form: Form, loader: ModuleTy
         pytest.skip("not opened by the loader module")
     assert form.format is not None
     stored = _store(form, _values(), ROWS)
-    method = next((m.name for m in METHODS.values() if form.kind in m.forms.values()), "unit")
+    method = next((m.name for m in METHODS.values() if form.kind == m.own), "unit")
     grain = vars(form).get("grain")
     told = {"granularity": grain.name} if grain else {}
     quantizer = loader.LpconvQuantizer(loader.LpconvConfig(method=method, format=form.format.name, **told))

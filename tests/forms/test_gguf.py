@@ -16,7 +16,7 @@ import lpconv
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import LpconvError
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.resolve import resolve

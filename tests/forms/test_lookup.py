@@ -11,9 +11,9 @@ from lpconv.formats.grains import find_grain
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import codes as module
 from lpconv.forms.blocks import Workspace, block_error, num_zeros
-from lpconv.forms.compressed import CompressedTiles
 from lpconv.forms.facts import FormSettings
 from lpconv.forms.scaled import ScaledCodes
+from lpconv.layouts.compressed_tensors import CompressedTiles
 
 NUM = 2**16
 NUMBERS = torch.randn(NUM, generator=torch.Generator().manual_seed(0)) * 0.02

@@ -19,6 +19,7 @@ from lpconv.forms import FORMS, Form, FormSettings
 from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import Measurement
 from lpconv.forms.on_grid import OnGrid, _may_be_codes
+from lpconv.layouts import LAYOUTS
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.report.convert import summary
@@ -27,6 +28,7 @@ from lpconv.verify.run import verify_output
 
 ROWS, COLS, CUT = 140, 160, 77  # tails of blocks, and blocks that end within a tile
 ALL = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = FORMS | {x.form.kind: x.form for x in LAYOUTS.values() if x.form is not None}
 
 
 def quantised(name: str, grain: str, divisor: float, scales: torch.dtype, *, pow2: bool = False) -> Tensor:
@@ -46,7 +48,7 @@ def stored(
     x: Tensor, name: str, grain: str, scale: str = "exact", kind: str = "tiles"
 ) -> tuple[Form, Measurement, Tensor]:
     """The form of some weights, what measuring them found, and the weights that are decoded; in two blocks."""
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
+    form = KINDS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
     flat, work, ranges = x.reshape(-1), Workspace(), [(0, CUT * COLS), (CUT * COLS, ROWS * COLS)]
     found = form.measure(lambda job: (job(flat[a:b], a, work) for a, b in ranges))
     data = [[d.clone() for d in form.encode(flat[a:b], a, found, work).data] for a, b in ranges]

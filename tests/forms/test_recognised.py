@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.forms.reader import StoredTensors
+from lpconv.forms.facts import ConvertedFacts, PlaneNames
 from lpconv.inspect.headers import inspect
+from lpconv.layouts import LAYOUTS, READ, Layout
+from lpconv.layouts.reader import StoredTensors
+from lpconv.layouts.transformers_fp8 import FineGrained
 from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.storage.staging import MARKER
 
@@ -86,3 +89,34 @@ def test_what_a_config_means_decides_and_not_its_words(layout: str, tmp_path: Pa
         assert all(torch.equal(now[1][n], x) for n, x in values.items()), name
     (tmp_path / "out" / MARKER).unlink()  # nor does it matter who wrote it
     assert _read(tmp_path / "out")[0] == forms
+
+
+class _Toy(FineGrained):
+    """Tiles in blocks whose scales have another name."""
+
+    kind = "toy"
+    names = PlaneNames(scale="_toy")
+    suffixes = names.suffixes
+    quantised_by = "toy"
+
+    @classmethod
+    def config_entries(cls, converted: ConvertedFacts) -> Config:
+        return {"quantization_config": {"quant_method": "toy", "weight_block_size": [128, 128]}}
+
+
+def test_a_layout_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/adding.md: a file with a record, and a line in `LAYOUTS`; it is then read, and its card says what it is."""
+    toy = Layout(name="toy", methods=("toy",), read=_Toy.recognise, form=_Toy, opening="A toy: {codes}.", tag="toys")
+    monkeypatch.setitem(LAYOUTS, "toy", toy)
+    monkeypatch.setitem(READ, "toy", toy)
+    monkeypatch.setattr("lpconv.plan.settings.check", lambda options: None)  # choices are read on import
+
+    asked = ConvertOptions(format="e4m3fn", granularity="128x128", layout="toy")
+    convert("demo", tmp_path / "out", asked)
+    with StoredTensors.open(tmp_path / "out") as stored:
+        coded = [n for n, form in stored.forms.items() if not form.is_kept]
+        assert coded
+        assert all(f"{n}_toy" in stored.entries for n in coded)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "A toy: e4m3fn codes" in card
+    assert "- toys" in card

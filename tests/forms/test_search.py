@@ -16,6 +16,7 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.form import Side
 from lpconv.forms.tile_scales import best_scales, candidates
 from lpconv.forms.tiles import Tiles
+from lpconv.layouts import LAYOUTS
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
 from tests.helpers.checkpoints import bits_of, files_of, write_checkpoint
@@ -34,11 +35,12 @@ ASKED = [
     ("tiles", "e4m3fn", "row"),
     ("compressed tiles", "e4m3fn", "128x128"),
 ]
+KINDS = FORMS | {x.form.kind: x.form for x in LAYOUTS.values() if x.form is not None}
 asked = pytest.mark.parametrize(("kind", "name", "grain"), ASKED)
 
 
 def form_of(kind: str, name: str, grain: str, scale: str = "search") -> Tiles:
-    form = FORMS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
+    form = KINDS[kind].of("w", (ROWS, COLS), FORMATS[name], FormSettings(scale=scale, grain=get_grain(grain)))
     assert isinstance(form, Tiles)
     return form
 

@@ -15,7 +15,7 @@ import lpconv
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
 from lpconv.forms import Kept
-from lpconv.forms.reader import StoredTensors
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.staging import MARKER

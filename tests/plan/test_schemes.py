@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.errors import UsageError
 from lpconv.formats.grains import get_grain
+from lpconv.layouts import SCHEMES
+from lpconv.layouts.compressed_tensors import preset_of
 from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
-from lpconv.plan.schemes import SCHEMES
 from lpconv.plan.settings import with_scheme
-from lpconv.storage.compressed import preset_of
 from lpconv.storage.header import TensorInfo
 
 ROWS, COLUMNS = 2048, 4096

@@ -16,8 +16,8 @@ from torch.nn import functional
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UnsupportedError, UsageError
-from lpconv.forms.reader import StoredTensors
 from lpconv.forms.tiles import Tiles
+from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import CodedTensor
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions

@@ -88,13 +88,13 @@ def test_it_is_what_whole_models_say(tmp_path: Path, kind: str, monkeypatch: pyt
 def test_no_matrix_is_ever_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lpconv.models.coded._BLOCK", 2**12)
     sizes: list[int] = []
-    read = lpconv.forms.reader.StoredTensors.values
+    read = lpconv.layouts.reader.StoredTensors.values
 
     def watched(stored: Any, name: str, start: int, stop: int) -> torch.Tensor:
         sizes.append(stop - start)
         return read(stored, name, start, stop)
 
-    monkeypatch.setattr(lpconv.forms.reader.StoredTensors, "values", watched)
+    monkeypatch.setattr(lpconv.layouts.reader.StoredTensors, "values", watched)
     demo = Path(demo_checkpoint())
     found = compare_on_text(demo, demo, text(tmp_path), seq_len=LENGTH, max_tokens=LENGTH, progress=Silent())
     assert found.bit_equal

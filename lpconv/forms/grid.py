@@ -1,8 +1,8 @@
 """A third-party weight: value = (code - zero point) · scale, with scales for a tensor, rows, blocks or groups.
 
-All readable layouts share this arithmetic over `Plane`s; they differ in where these are stored, which the other files
-here define. A weight may be transposed in the file (GPTQ, AWQ, the experts of gpt-oss): then a band of its rows is a
-band of the file's columns, read row by row, and `cols` is the size of a band, so that no read is too small.
+All readable layouts share this arithmetic over `Plane`s; `lpconv.layouts` defines where these are stored. A weight may
+be transposed in the file (GPTQ, AWQ, the experts of gpt-oss): then a band of its rows is a band of the file's columns,
+read row by row, and `cols` is the size of a band, so that no read is too small.
 
 Values are computed in fp32: codes and zero points are small integers or fp8, whose difference is exact, and the product
 with the scale is rounded once. A scale of two factors (NVFP4) is their product or quotient in fp32, as in its readers.
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component
-from lpconv.forms.foreign.plane import SHORT, Plane, Span, fill
 from lpconv.forms.form import Fetch, Side, Stored
+from lpconv.forms.planes import SHORT, Plane, Span, fill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 _WIDE, _INTEGERS = {"F32", "F16", "BF16"}, {"I32", "I64"}
+FP8_BLOCK = (128, 128)  # the usual block of fp8; the last ones may be smaller
 _BAND = 2**21  # numbers of a transposed weight that are read at once
 
 
@@ -100,7 +101,6 @@ class Grid(Stored):
 
     @property
     def agrees(self) -> bool:
-        """Whether all parts have the dtypes and sizes that the weight needs."""
         lead, matrix = math.prod(self.shape[:-2]), self.matrix[::-1] if self.is_transposed else self.matrix
         order, size, columns = self.order, self.size, self.columns
         ones = [c for c in (self.factor, self.cancelling) if c is not None]
@@ -224,3 +224,10 @@ def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...
         else:
             return None
     return block[0], block[1]
+
+
+def block_hint(value: object) -> tuple[int, int] | None:
+    """The block size that a config names, or None for anything but two positive sizes."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+        return None
+    return value[0], value[1]

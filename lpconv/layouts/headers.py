@@ -1,36 +1,21 @@
-"""Third-party layouts of low-precision weights, for reading, with the arithmetic in `grid.py`.
+"""The layout of a checkpoint, recognised by what its config and headers mean. No torch or data here.
 
-A layout is a function in `layouts.py` that makes a `Grid` from the headers of one weight, and a line in `_FINDERS` for
-each `quant_method` of its configs. `docs/reference/layouts.md` lists what lpconv reads, and what was tested.
+`docs/reference/layouts.md` lists what lpconv reads, and what was tested.
 """
 
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Mapping
+from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms.facts import Headers
-from lpconv.forms.foreign import layouts
-from lpconv.forms.foreign.gguf import Blocks, find_gguf
-from lpconv.forms.foreign.grid import Grid
-from lpconv.gguf import GGUF
-from lpconv.storage.compressed import COMPRESSED_TENSORS, INPUT_SCALES
+from lpconv.forms.form import Stored
+from lpconv.forms.grid import Grid
+from lpconv.forms.tiles import Tiles
+from lpconv.layouts import READ, Layout
+from lpconv.layouts.compressed_tensors import INPUT_SCALES, Compressed
+from lpconv.layouts.lpconv import read_own
 
-__all__ = ["ACTIVATIONS", "MLX", "READ", "check_readable", "check_unwrapped", "find", "is_part", "why_unreadable"]
-
-_FINDERS: Mapping[str, Callable[[str, Headers], Grid | Blocks | None]] = {
-    COMPRESSED_TENSORS: layouts.find_compressed_tensors,
-    "fp8": layouts.find_fp8,
-    "mxfp8": layouts.find_fp8,
-    "mxfp4": layouts.find_mxfp4,
-    "modelopt": layouts.find_modelopt,
-    "gptq": layouts.find_gptq,
-    "awq": layouts.find_awq,
-    GGUF: find_gguf,
-}
-
-MLX = "mlx"  # the `quant_method` of files in mlx-lm's layout that lpconv wrote
-# The values of `quant_method` that lpconv reads.
-READ = frozenset((*_FINDERS, MLX))
 # Prefixes that wrappers add to the names of a model's tensors.
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 # Last parts of names of activation and cache scales, which no weight needs.
@@ -52,11 +37,37 @@ _UNREAD = {
 }
 
 
-def find(name: str, headers: Headers) -> Grid | Blocks | None:
-    """The weight whose codes are stored as `name`, or None if it is not in the layout that the config names."""
-    find_in_layout = _FINDERS.get(headers.quantised_by or "")
-    weight = None if find_in_layout is None else find_in_layout(name, headers)
-    return weight if weight is not None and weight.agrees else None
+def recognise(headers: Headers) -> Mapping[str, Stored]:
+    """The form of every tensor of a checkpoint, by name. Components of other tensors are not listed.
+
+    Neither are the activation scales of third-party checkpoints.
+    """
+    layout = READ.get(headers.quantised_by or "")
+    forms = {n: _recognise_one(n, headers, layout) for n in headers.root}
+    parts = {c.name for n, form in forms.items() for c in form.components if c.name != n}
+    if layout is not None:
+        parts |= {n for n in forms if n.rpartition(".")[2] in ACTIVATIONS}
+    return {form.name: form for n, form in forms.items() if n not in parts}
+
+
+def _recognise_one(name: str, headers: Headers, layout: Layout | None) -> Stored:
+    form = None if layout is None else layout.read(name, headers)
+    return form if form is not None and form.agrees else read_own(name, headers)
+
+
+def grid_of(form: Stored) -> Grid | None:
+    """The codes and scales of a weight as a `Grid`; None for any other form."""
+    if isinstance(form, (Compressed, Tiles)):
+        return form.grid
+    return form if isinstance(form, Grid) else None
+
+
+def judged_grids(forms: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Grid]:
+    """The grids by name whose scales are judged; `settings` is the `quantization_config`."""
+    layout = READ.get(str(settings.get("quant_method")))
+    if layout is None or not layout.is_judged:
+        return {}
+    return {n: grid for n, form in forms.items() if (grid := grid_of(form)) is not None}
 
 
 def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
@@ -68,29 +79,16 @@ def is_part(name: str, dtype: str, weights: Container[str]) -> bool:
     return dtype.startswith(("F8_", "F6_", "F4")) or (name.endswith(".weight") and dtype in ("U8", "I8"))
 
 
-def _integer_bits(method: str | None, settings: object) -> Iterator[int]:
-    """Yield the integer widths in a config."""
-    groups = layouts.weight_settings(settings) if method == COMPRESSED_TENSORS else [settings]
-    for group in groups if method in (COMPRESSED_TENSORS, "gptq", "awq") else ():
-        bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
-        if isinstance(bits, int) and isinstance(group, dict) and group.get("type", "int") == "int":
-            yield bits
-
-
 def why_unreadable(headers: Headers) -> str | None:
     """Why lpconv cannot read the layout, from tensor names and the config; None if it can or need not."""
-    method, tool = headers.quantised_by, None
-    if method not in READ:
-        tool = None if method in (None, "lpconv") else f"`{method}`"
-        for name, pattern in _UNREAD.items():
-            match = next((n for n in headers.root if pattern.search(n)), None)
-            if match is not None and (name != "mlx" or _has_words(match, headers)):
-                tool = f"{name} (`{match}`)"
-    elif headers.quantization.get("quant_algo") == layouts.MODELOPT_SVD:
-        tool = f"ModelOpt's {layouts.MODELOPT_SVD} (a part of each weight is the product of two thin matrices)"
-    odd = {*_integer_bits(method, headers.quantization)} & {1, 3, 5, 6, 7}
-    if odd:
-        return f"the weights are {odd.pop()}-bit integers, which lpconv does not read in layout `{method}`"
+    method = headers.quantised_by
+    if method in READ:
+        return READ[method].why_unreadable(headers.quantization)
+    tool = None if method in (None, "lpconv") else f"`{method}`"
+    for name, pattern in _UNREAD.items():
+        match = next((n for n in headers.root if pattern.search(n)), None)
+        if match is not None and (name != "mlx" or _has_words(match, headers)):
+            tool = f"{name} (`{match}`)"
     return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import Component, Stored, judged_grids
-from lpconv.forms.defects import Findings, fused_groups
-from lpconv.forms.foreign.grid import Grid, is_positive
-from lpconv.forms.foreign.plane import Span
+from lpconv.forms import Component, Stored
 from lpconv.forms.form import Fetch, Side
+from lpconv.forms.grid import Grid, is_positive
+from lpconv.forms.planes import Span
+from lpconv.layouts.compressed_tensors import INPUT_SCALES
+from lpconv.layouts.defects import Findings, fused_groups
+from lpconv.layouts.headers import judged_grids
 from lpconv.report.numbers import code_list
-from lpconv.storage.compressed import INPUT_SCALES
 from lpconv.storage.source import Source, read_range, read_tensor
 from lpconv.summed import Summed, joined
 

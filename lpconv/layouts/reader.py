@@ -14,15 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.forms import Component, Headers, Stored, judged_grids, recognise
-from lpconv.forms.defects import Findings, from_headers
-from lpconv.forms.foreign import ACTIVATIONS, READ, check_readable, is_part
+from lpconv.forms import Component, Headers, Stored
 from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.gguf import GGUF
+from lpconv.layouts import READ
+from lpconv.layouts.defects import Findings, from_headers
+from lpconv.layouts.headers import ACTIVATIONS, check_readable, is_part, judged_grids, recognise
 from lpconv.storage.checkpoint import Checkpoint, Openable
-from lpconv.storage.compressed import quantization_method
-from lpconv.storage.header import check_not_pointer, lay_out
+from lpconv.storage.header import check_not_pointer, lay_out, quantization_method
 from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
@@ -106,7 +106,7 @@ class StoredTensors:
             if wrong is not None:
                 raise InputError(wrong, hint=FETCH_AGAIN)
             if not stored.is_ours:
-                from lpconv.forms.scale_defects import from_scales  # imports torch (seconds)
+                from lpconv.layouts.scale_defects import from_scales  # imports torch (seconds)
 
                 headers = stored._headers
                 _refuse(from_scales(stored.forms, stored._root, headers.quantization, is_ours=False), headers)
@@ -233,7 +233,7 @@ class StoredTensors:
 class DecodedSource:
     """The decoded values of stored tensors, under the weights' names. Closing it closes the stored tensors.
 
-    Memory is that of the requested blocks, and of a few decoded bands of transposed weights (see `foreign/grid.py`).
+    Memory is that of the requested blocks, and of a few decoded bands of transposed weights (see `forms/grid.py`).
     """
 
     def __init__(self, stored: StoredTensors) -> None:

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.forms import Headers, Stored, judged_grids
-from lpconv.forms.foreign import ACTIVATIONS, READ, is_part
-from lpconv.forms.foreign.gguf import Blocks
-from lpconv.forms.foreign.grid import Grid
+from lpconv.forms import Headers, Stored
+from lpconv.forms.grid import Grid
 from lpconv.gguf import GGUF
+from lpconv.layouts import READ
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, groups_for, input_scale_name
+from lpconv.layouts.headers import ACTIVATIONS, is_part, judged_grids
 from lpconv.report.numbers import code_list
-from lpconv.storage.compressed import COMPRESSED_TENSORS, groups_for, input_scale_name
 from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
@@ -54,8 +54,9 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     if method not in READ:
         return Findings()
     grids = judged_grids(forms, headers.quantization)
+    mixed = _mixed_fused_weights(forms) if method != GGUF else ()  # llama.cpp fuses none, and mixes types on purpose
     problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms, grids))
-    return Findings(problems=problems, warnings=(*_block_warnings(grids), *_mixed_fused_weights(forms)))
+    return Findings(problems=problems, warnings=(*_block_warnings(grids), *mixed))
 
 
 def fused_groups(names: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -189,12 +190,7 @@ def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:
 
 
 def _mixed_fused_weights(forms: Mapping[str, Stored]) -> Iterator[str]:
-    """Fused weights that are stored in different ways: readers refuse such files, or read all as the first.
-
-    llama.cpp fuses no weights and mixes types on purpose.
-    """
-    if any(isinstance(form, Blocks) for form in forms.values()):
-        return
+    """Fused weights that are stored in different ways: readers refuse such files, or read all as the first."""
     kinds = {n: None if form.format is None else (type(form).__name__, form.format.name) for n, form in forms.items()}
     mixed = [stem for stem, names in fused_groups(forms) if len({kinds[n] for n in names}) > 1]
     if mixed:

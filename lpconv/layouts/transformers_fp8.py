@@ -1,6 +1,10 @@
-"""transformers' own fp8 and mxfp8, as lpconv writes them: e4m3fn codes in the weight's own shape, a scale per block.
+"""transformers' own fp8 and mxfp8: e4m3fn codes in the weight's own shape, a scale per block.
 
-`find_fp8` in `foreign/layouts.py` reads the layout if other tools wrote it. The config says that inputs are rounded at
+Introduced by DeepSeek-V3: e4m3fn blocks, and `NAME_scale_inv`, which multiplies. Scales are fp32 or bf16 numbers, or
+powers of two as e8m0 or bytes (``scale_fmt`` ue8m0; "mxfp8" has one for 32 numbers of a row). Sources: transformers
+5.23, `integrations/finegrained_fp8.py`; the config of deepseek-ai/DeepSeek-V3.
+
+The config says that inputs are rounded at
 run time, where readers have no choice, and names unquantised modules: readers treat every other `Linear` as quantised.
 Blocks must be whole: transformers divides the size of a weight by the number of its scales, so it would treat smaller
 last blocks as equal.
@@ -12,11 +16,15 @@ from typing import Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
-from lpconv.formats.spec import Format
-from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
-from lpconv.forms.foreign.layouts import SCALE_INV
+from lpconv.formats.spec import OF_DTYPE, Format
+from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers, PlaneNames
+from lpconv.forms.form import Stored
+from lpconv.forms.grid import Grid, block_hint, block_of
+from lpconv.forms.planes import one_by_one
 from lpconv.forms.tiles import Tiles
+from lpconv.layouts.layout import Layout, Scheme
 
+_SCALE_INV = "_scale_inv"
 # Config entries that lpconv writes, by granularity.
 _WRITTEN: Mapping[str, Mapping[str, str]] = {
     "128x128": {"quant_method": "fp8"},
@@ -29,12 +37,10 @@ class FineGrained(Tiles):
     """Tiles in transformers' layout. With a scale for 32 numbers of a row the config says "mxfp8" instead of "fp8"."""
 
     kind: ClassVar[str] = "fine-grained"
-    scale_suffix: ClassVar[str] = SCALE_INV
-    suffixes: ClassVar[tuple[str, ...]] = (SCALE_INV,)
+    names: ClassVar[PlaneNames] = PlaneNames(scale=_SCALE_INV)
+    suffixes: ClassVar[tuple[str, ...]] = names.suffixes
     quantised_by: ClassVar[str | None] = "fp8"
     of_linears: ClassVar[bool] = True
-    axis: ClassVar[tuple[int, ...]] = ()
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("F32", "F16", "BF16")
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -54,8 +60,7 @@ class FineGrained(Tiles):
     def recognise(cls, name: str, headers: Headers) -> Self | None:
         block = headers.quantization.get("weight_block_size")
         grain = next((GRAINS[n] for n in _WRITTEN if block == list(GRAINS[n].tile)), None)
-        is_named = headers.quantised_by in {w["quant_method"] for w in _WRITTEN.values()}
-        return cls._of_codes(name, name, grain, "", headers) if is_named and grain else None
+        return cls._of_codes(name, name, grain, "", headers) if grain else None
 
     @classmethod
     def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
@@ -84,3 +89,38 @@ def _quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]
         "weight_block_size": list(grain.tile),
         "modules_to_not_convert": list(ignored),
     }
+
+
+def _read(name: str, headers: Headers) -> Stored | None:
+    """The weight whose codes are `name`: as lpconv writes it, else as a `Grid`."""
+    codes, scale = headers.component(name), headers.component(name + _SCALE_INV)
+    if codes is None or scale is None or codes.dtype not in ("F8_E4M3", "F8_E5M2") or len(codes.shape) < 2:
+        return None
+    form = FineGrained.recognise(name, headers)
+    hint = block_hint(headers.quantization.get("weight_block_size")) or ()
+    block = block_of(codes.shape, one_by_one(scale).size, hint)
+    if form is not None or block is None:
+        return form
+    return Grid(
+        name=name,
+        shape=codes.shape,
+        format=OF_DTYPE[codes.dtype],
+        codes=one_by_one(codes),
+        scales=one_by_one(scale, block),
+    )
+
+
+_OPENS = "transformers; SGLang and vLLM (not tested)"
+LAYOUT = Layout(
+    name="transformers",
+    methods=("fp8", "mxfp8"),
+    read=_read,
+    form=FineGrained,
+    schemes=(
+        Scheme("TRANSFORMERS_FP8", "e4m3fn", "128x128", 8, _OPENS, "plain transformers, in DeepSeek-V3's layout"),
+        Scheme("TRANSFORMERS_MXFP8", "e4m3fn", "mx", 8.25, _OPENS, "plain transformers, MXFP8"),
+    ),
+    opening="This directory has transformers' own layout: {codes}. transformers opens it with `pip install "
+    "accelerate`; lpconv is not needed. Without a GPU that multiplies fp8, it decodes the weights:",
+    tag="fp8",
+)

@@ -1,0 +1,73 @@
+"""`Layout`: what lpconv knows of the checkpoints of one tool, to read and to write them. No torch here."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lpconv.forms.facts import Headers
+from lpconv.forms.form import Form, Stored
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Values of `ConvertOptions` under one well-known name; "" for those that it leaves open.
+
+    `bits` are stored bits per weight including scales, for a matrix of 4096 columns. `opens` lists the readers of the
+    output, and `use` when to choose the scheme. `calibrated`: the input scales need a text (`--calibrate`).
+    """
+
+    name: str
+    format: str
+    granularity: str
+    bits: float
+    opens: str
+    use: str
+    calibrated: bool = False
+    method: str = ""
+    residual: str = ""
+    layout: str = ""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The values by option."""
+        given = {n: getattr(self, n) for n in ("method", "layout", "format", "granularity", "residual")}
+        return {n: value for n, value in given.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one tool stores checkpoints.
+
+    `methods` are the values of `quant_method` in config.json that name the layout. `read` finds the weight whose codes
+    have a name, or None if this layout has no such codes; the caller checks `Stored.agrees`. `why_unreadable` names the
+    settings of a config that lpconv does not read, and `is_judged` means that `inspect` judges the scales.
+
+    The rest is for layouts that lpconv writes: the `form` of converted tensors (None for lpconv's own, where methods
+    have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
+    lines of `python`, with `{auto}` and `{path}` or, for GGUF, `{file}`. `tag` and `library` are those of the hub;
+    `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
+    `has_cache_scales`: it can store scales of keys and values.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    read: Callable[[str, Headers], Stored | None]
+    why_unreadable: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
+    is_judged: bool = True
+    form: type[Form] | None = None
+    schemes: tuple[Scheme, ...] = ()
+    opening: str = ""
+    python: tuple[str, ...] = ("from transformers import {auto}", "model = {auto}.from_pretrained({path!r})")
+    tag: str = ""
+    library: str = "transformers"
+    served: tuple[tuple[str, str], ...] = ()
+    has_cache_scales: bool = False
+
+
+def odd_integers(weights: Iterable[object], layout: str) -> str | None:
+    """Why integers of an odd width are unreadable, from settings of weights in a config; None if there are none."""
+    for group in weights:
+        bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
+        if bits in (1, 3, 5, 6, 7) and isinstance(group, dict) and group.get("type", "int") == "int":
+            return f"the weights are {bits}-bit integers, which lpconv does not read in layout `{layout}`"
+    return None

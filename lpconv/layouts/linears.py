@@ -1,0 +1,37 @@
+"""The modules of a model that readers of third-party layouts may treat as quantised."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearModules:
+    """The modules of a model that readers may treat as quantised, by name.
+
+    Only the weights of `plain` modules can be codes; names are as in the files, and `in_model` maps them to the model's
+    names if these differ. `others` are modules of a subclass of `Linear`, which may use its weight without calling it,
+    modules kept in fp32, or modules with experts. `tables` are the modules that look ids up. `experts` maps the weight
+    of a single expert to the module that holds all of them in memory; `joined` are these and other stored tensors that
+    readers combine; `fused` are stored tensors that hold several experts.
+    """
+
+    plain: tuple[str, ...]
+    others: tuple[str, ...]
+    tables: frozenset[str] = frozenset()
+    in_model: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
+    joined: frozenset[str] = frozenset()
+    fused: frozenset[str] = frozenset()
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Names of the weights that can be codes."""
+        return frozenset(f"{name}.weight" for name in self.plain)
+
+    def unquantised(self, quantised: Iterable[str]) -> tuple[str, ...]:
+        """The modules whose weight is not in `quantised`, for `ignore`: by their names in the files and the model."""
+        weights = set(quantised)
+        unquantised = [name for name in self.plain if f"{name}.weight" not in weights]
+        return tuple(
+            dict.fromkeys(n for name in (*unquantised, *self.others) for n in (name, self.in_model.get(name, name)))
+        )

@@ -1,0 +1,107 @@
+"""mlx-lm's layout: codes in 32-bit words under the weight's own name, and a scale per group under `MODULE.scales`.
+
+MXFP4 and MXFP8 have the bytes of `Tiles`. Integers have mlx's affine form, q · scale + bias, where q is unsigned and
+the bias is -8 or -128 scales. Both numbers are fp32, since mlx computes in the dtype of the scales: bf16 would round
+q · scale to 8 bits, an error of up to 0.8 steps of int8 (measured with mlx 0.32), whereas in fp32 all values are exact.
+Sources: ml-explore, mlx 0.32, `mx.dequantize`; mlx-lm 0.32, `utils.load_model`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
+from lpconv.formats.spec import FORMATS, Format
+from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers, PlaneNames
+from lpconv.forms.form import Stored
+from lpconv.forms.tiles import Tiles
+from lpconv.layouts.layout import Layout, Scheme
+from lpconv.storage.header import DTYPE_BITS
+
+_MODES = {"e2m1": "mxfp4", "e4m3fn": "mxfp8", "int4": "affine", "int8": "affine"}
+_GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlx(Tiles):
+    """Tiles in mlx-lm's layout, for weights of `Linear` modules."""
+
+    kind: ClassVar[str] = "mlx"
+    names: ClassVar[PlaneNames] = PlaneNames(word="U32", scale=".scales", bias=".biases", of_module=True)
+    suffixes: ClassVar[tuple[str, ...]] = names.suffixes
+    quantised_by: ClassVar[str | None] = "mlx"
+    of_linears: ClassVar[bool] = True
+
+    @classmethod
+    def holds(cls, format: Format, grain: Grain | None) -> bool:
+        if grain is None or format.name not in _MODES or format.name not in grain.formats:
+            return False
+        return grain.name == "mx" or (format.twos_complement and grain.tile[1] in _GROUPS)
+
+    @classmethod
+    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
+        if settings.is_expert:
+            return "mlx-lm joins the experts of a layer itself"
+        return super().refusal(shape, format, settings)
+
+    @classmethod
+    def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
+        """The `quantization` that mlx-lm reads, and a `quantization_config` by which lpconv knows its own files."""
+        grain = get_grain(converted.settings["granularity"])
+        assert grain is not None, "refused"
+        usual = _quantization(converted.settings["format"], grain)
+        modes = {n.removesuffix(".weight"): _quantization(f, grain) for n, f in converted.formats.items()}
+        others = {module: mode for module, mode in modes.items() if mode != usual}
+        own = {"quantization": {**usual, **others}, "quantization_config": {"quant_method": cls.quantised_by, **usual}}
+        return own | _rotary_settings(converted.config)
+
+
+def _quantization(number: str, grain: Grain) -> dict[str, Any]:
+    """mlx's settings of codes in the format `number`."""
+    return {"group_size": grain.tile[1], "bits": FORMATS[number].storage_bits, "mode": _MODES[number]}
+
+
+def _rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings of a config of transformers 5 under their older names, as most families of mlx-lm 0.32 need."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    is_scaled = rope.get("rope_type", "default") != "default"
+    return {"rope_theta": rope["rope_theta"], **({"rope_scaling": rope} if is_scaled else {})}
+
+
+def _read(name: str, headers: Headers) -> Stored | None:
+    """The weight whose words are `name`; their group size is that of the config, or of MXFP4 and MXFP8."""
+    words, scales = headers.root[name], headers.root.get(Mlx.names.part(name, Mlx.names.scale))
+    group = headers.quantization.get("group_size")
+    if words.dtype != Mlx.names.word or scales is None or not isinstance(group, int):
+        return None
+    cols = scales.shape[-1] * group
+    bits = words.shape[-1] * DTYPE_BITS[words.dtype] // max(cols, 1)
+    grain = GRAINS["mx"] if scales.dtype == "U8" else find_grain(f"group:{group}")
+    fmt = next((f for n in _MODES if Mlx.holds(f := FORMATS[n], grain) and f.storage_bits == bits), None)
+    if fmt is None or grain is None:
+        return None
+    form = Mlx(name=name, shape=(*words.shape[:-1], cols), format=fmt, grain=grain)
+    return form if all(map(headers.holds, form.components)) else None
+
+
+_OPENS = "mlx-lm"
+LAYOUT = Layout(
+    name="mlx",
+    methods=("mlx",),
+    read=_read,
+    is_judged=False,
+    form=Mlx,
+    schemes=(
+        Scheme("MLX_MXFP4", "e2m1", "mx", 4.25, _OPENS, "Apple computers; 4-bit floats"),
+        Scheme("MLX_MXFP8", "e4m3fn", "mx", 8.25, _OPENS, "Apple computers; 8-bit floats"),
+        Scheme("MLX_INT4", "int4", "group:64", 5, _OPENS, "Apple computers; 4-bit integers"),
+        Scheme("MLX_INT8", "int8", "group:64", 9, _OPENS, "Apple computers; 8-bit integers"),
+    ),
+    opening="This directory has mlx-lm's layout: {codes}. mlx-lm opens it with `pip install mlx-lm`; lpconv is not "
+    "needed:",
+    python=("from mlx_lm import load", "model, tokenizer = load({path!r})"),
+    tag="mlx",
+    library="mlx",
+)
