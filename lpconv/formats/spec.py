@@ -12,6 +12,7 @@ the bias makes that step 1. int4 and int8 are symmetric, ±7 and ±127, in two's
 decode to these values, but rounding never produces them.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class Format:
         """Number of information bits: sign, exponent and mantissa."""
         return int(self.has_sign) + self.exponent_bits + self.mantissa_bits
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """The largest finite number."""
         mantissa = 1 + self.max_mantissa / 2**self.mantissa_bits

@@ -90,10 +90,6 @@ class TileScales:
         """Combine the parts of all rows to tiles: [tiles along rows, tiles along columns]."""
         return {k: self._reduce_rows(torch.cat([p[k] for p in parts]), f) for k, f in _JOIN.items() if k in parts[0]}
 
-    def sum_tiles(self, rows: Tensor) -> Tensor:
-        """Rows [rows, cols] summed over each tile's part: [rows, tiles along columns]."""
-        return self._reduce_columns(rows, lambda t: t.sum(-1))
-
     def factor(self, largest: float) -> Tensor | None:
         """The scale that divides all others, fp32 [1], if the grain has one.
 
@@ -312,30 +308,30 @@ def candidates(stored: Tensor, format: Format) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch:
-    """Finds the best scales of tiles of `height` rows, in a matrix of `cols` columns with codes in `format`.
+    """Finds the best scales of tiles of (height, width), in a matrix of `cols` columns with codes in `format`.
 
     `factor_of(stored, start, stop)` expands stored scales for the elements `start` to `stop`, to [rows, tiles, 1] or
-    [rows, cols]: what their codes are multiplied by. `sum_tiles` sums rows [rows, cols] over each tile's part of them,
-    to [rows, tiles]. `importance` weights the squared error of each column: fp32 [cols], or [matrices, cols] if the
+    [rows, cols]: what their codes are multiplied by. `importance` weights the squared error of each column: fp32 [cols], or [matrices, cols] if the
     `num_rows` rows belong to several matrices.
     """
 
     format: Format
-    height: int
+    tile: tuple[int, int]
     num_rows: int
     cols: int
     factor_of: Callable[[Tensor, int, int], Tensor]
-    sum_tiles: Callable[[Tensor], Tensor]
     importance: Tensor | None = None
 
     def in_rows(self, x: Tensor, usual: Tensor, work: Workspace, start: int = 0) -> Tensor:
         """The best scales, as stored, for a block (1-D) from element `start` on, whose tiles are parts of one row."""
-        tried, weights = candidates(usual, self.format), self._weights(start, len(x))
-        return best_scales(tried, [self._errors(x, 0, scales, weights, work) for scales in tried])
+        tried = candidates(usual, self.format)
+        factors = self.factor_of(torch.cat(tried), 0, len(tried) * len(x))
+        return best_scales(tried, self._errors(x, start, torch.split(factors, len(usual)), work))
 
     def over_blocks(self, over: Over, usual: Tensor) -> Tensor:
         """The best scales, as stored, for all tiles; blocks may end within tiles of several rows."""
-        if self.height == 1:
+        height = self.tile[0]
+        if height == 1:
 
             def find(x: Tensor, start: int, work: Workspace) -> Tensor:
                 return self.in_rows(x, usual[start // self.cols : (start + len(x)) // self.cols], work, start)
@@ -345,11 +341,11 @@ class ScaleSearch:
         sums = torch.zeros((len(tried), *usual.shape), dtype=torch.float64)
 
         def add(x: Tensor, start: int, work: Workspace) -> tuple[int, Tensor]:
-            tile_of_row = torch.arange(start // self.cols, (start + len(x)) // self.cols) // self.height
+            tile_of_row = torch.arange(start // self.cols, (start + len(x)) // self.cols) // height
             first = int(tile_of_row[0])
             num_rows = torch.bincount(tile_of_row - first).tolist()
-            weights = self._weights(start, len(x))
-            errors = torch.stack([self._errors(x, start, scales, weights, work) for scales in tried]).double()
+            factors = [self.factor_of(scales, start, start + len(x)) for scales in tried]
+            errors = torch.stack(self._errors(x, start, factors, work)).double()
             return first, torch.stack([part.sum(1) for part in torch.split(errors, num_rows, 1)], 1)
 
         for first, errors in over(add):
@@ -363,15 +359,24 @@ class ScaleSearch:
         rows = torch.arange(start // self.cols, (start + count) // self.cols)
         return self.importance[rows * len(self.importance) // self.num_rows]
 
-    def _errors(self, x: Tensor, start: int, stored: Tensor, weights: Tensor | None, work: Workspace) -> Tensor:
-        """Σ weight · (x - code · scale)² for each tile's part of the rows of a block (1-D), [rows, tiles]."""
+    def _errors(self, x: Tensor, start: int, factors: Sequence[Tensor], work: Workspace) -> list[Tensor]:
+        """Σ weight · (x - code · factor)² for each tile's part of the rows of a block (1-D), [rows, tiles] each."""
+        weights, sums = self._weights(start, len(x)), []
         rows = as_float32(x, work).view(-1, self.cols)
-        scales = self.factor_of(stored, start, start + len(x))
-        tiled = rows.view(*scales.shape[:-1], -1)
+        tiled = rows.view(*factors[0].shape[:-1], -1)
         error = work.scratch.coded[: len(x)].view(tiled.shape)
-        nearest_code_(torch.div(tiled, scales, out=error), self.format).mul_(scales).sub_(tiled).square_()
         squares = error.view(rows.shape)
-        return self.sum_tiles(squares if weights is None else squares.mul_(weights))
+        for factor in factors:
+            nearest_code_(torch.div(tiled, factor, out=error), self.format).mul_(factor).sub_(tiled).square_()
+            sums.append(_sum_tiles(squares if weights is None else squares.mul_(weights), self.tile[1]))
+        return sums
+
+
+def _sum_tiles(rows: Tensor, width: int) -> Tensor:
+    """Rows [rows, cols] summed over parts of `width` columns, of which the last may be smaller: [rows, tiles]."""
+    (height, cols), count = rows.shape, rows.shape[1] // width
+    sums = rows[:, : count * width].view(height, count, width).sum(-1)
+    return sums if count * width == cols else torch.cat([sums, rows[:, count * width :].sum(1, keepdim=True)], 1)
 
 
 def best_scales(tried: Sequence[Tensor], errors: Sequence[Tensor]) -> Tensor:

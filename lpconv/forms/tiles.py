@@ -146,7 +146,7 @@ class Tiles(ScaledCodes):
         """Number of rows of the tensor, and their length."""
         return math.prod(self.shape[:-1]), self.cols
 
-    @property
+    @functools.cached_property
     def codes(self) -> Component:
         """The codes as an encoder makes them, for the component `data`."""
         dtype, suffix = self.format.safetensors, ""
@@ -158,7 +158,7 @@ class Tiles(ScaledCodes):
         shape = (*self.names.axis, *lead, *([cols] if self.shape else []))
         return Component(name=self.name + suffix, dtype=dtype, shape=shape)
 
-    @property
+    @functools.cached_property
     def scales(self) -> Component:
         """The component with a scale per tile."""
         shape = self.grain.grid(*self.matrix)
@@ -198,7 +198,7 @@ class Tiles(ScaledCodes):
     def side(self) -> tuple[Component, ...]:
         return tuple(c for c in (self.scales, self.bias, self.whole_scale, self.size) if c is not None)
 
-    @property
+    @functools.cached_property
     def cols(self) -> int:
         return self.shape[-1] if self.shape else 1
 
@@ -414,11 +414,10 @@ class Tiles(ScaledCodes):
 
         return ScaleSearch(
             format=self.format,
-            height=self.grain.sizes(*self.matrix)[0],
+            tile=self.grain.sizes(*self.matrix),
             num_rows=self.matrix[0],
             cols=self.cols,
             factor_of=lambda scales, start, stop: self.code_scale({**common, self.scales.name: scales}, start, stop),
-            sum_tiles=self._rule().sum_tiles,
             importance=self.importance,
         )
 
