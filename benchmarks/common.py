@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
         return min(values), statistics.median(values), max(values)
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|\n")
+    return "".join(lines)
 
 
 def save(document: Any, out: Path | None) -> None:

@@ -1,14 +1,14 @@
-"""Compile what lpconv runs on a GPU to machine code, on a machine without one, and see what it costs and rounds.
+"""Compile everything that lpconv runs on a GPU to machine code, on a machine without a GPU.
 
     pip install triton     # 1 GB, for this benchmark alone
     python -m benchmarks.cross_compile --out benchmarks/cross_compile/results/cross_compile.json    # all targets
     python -m benchmarks.cross_compile --targets sm_90 --only "cast row"
 
-For each path (optimizer steps, casts, decoding, fp8 layers, training steps of small models) and target: kernels,
-registers, bytes that do not fit registers, bytes that the code reads and writes beside the least that it must. For
-optimizer steps, casts and decoding the PTX for sm_90 also runs on the CPU and is compared with eager mode bit for bit.
+For each path (optimizer steps, casts, decoding, fp8 layers, training steps of small models) and target, counts kernels,
+registers, spilled bytes, and the bytes that the code moves next to the least possible. For optimizer steps on sm_90 it
+also counts the roundings that the compiler dropped, and the products that it fused with a sum.
 
-What this cannot show: whether a GPU accepts the code, how fast it is, and the products, which cuBLASLt computes.
+Not shown: whether a GPU accepts the code, how fast it is, and the matrix products, which cuBLASLt computes.
 """
 
 import argparse
@@ -29,13 +29,11 @@ import torch
 from benchmarks import common
 from benchmarks.cross_compile.inductor import TARGETS
 
-_ROOT = Path(__file__).parents[2]
-_COMPARED = "sm_90"  # the target whose PTX also runs on the CPU
-_CHECKED = ("step", "round", "cast", "decode")  # paths without products
+_COUNTED = "sm_90"  # the target whose roundings are counted; the others get the same Triton code
 
 
 def main() -> int:
-    """Write the results of all targets, as many at a time as there are cores; rows of an existing file are replaced."""
+    """Compile for all targets in parallel and write the rows, replacing those of an existing file."""
     parser = common.parser(__doc__)
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--only", default="", help="only paths whose names match this regular expression")
@@ -45,14 +43,14 @@ def main() -> int:
         _work(options.worker, options.only)
         return 0
     start = time.perf_counter()
-    kept = common.load(options.out)["rows"] if options.out and options.out.exists() else []
-    rows = {(r["target"], r["path"]): r for r in kept}
-    targets = sorted(options.targets, key=lambda t: t != _COMPARED)  # the longest first
+    known = common.load(options.out)["rows"] if options.out and options.out.exists() else []
+    rows = {(r["target"], r["path"]): r for r in known}
+    targets = sorted(options.targets, key=lambda t: t != _COUNTED)  # the slowest first
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
         folders = [Path(tempfile.mkdtemp(dir=folder)) for _ in targets]
-        for found in pool.map(run_worker, targets, [options.only] * len(targets), folders):
-            rows |= {(r["target"], r["path"]): r for r in found}
+        for compiled in pool.map(run_worker, targets, [options.only] * len(targets), folders):
+            rows |= {(r["target"], r["path"]): r for r in compiled}
     seconds = round(time.perf_counter() - start)
     document = {
         "command": common.command().replace(".__main__", ""),
@@ -65,37 +63,21 @@ def main() -> int:
 
 
 def run_worker(target: str, only: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of one target."""
-    said = start_worker(["-m", "benchmarks.cross_compile", "--worker", target, "--only", only], folder)
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    """The rows of one target, from a process in which torch finds a device "cuda"."""
+    from benchmarks.cross_compile.fake_gpu import build_guard
 
-
-def start_worker(command: list[str], folder: Path) -> str:
-    """What a Python process prints that can compile for a GPU.
-
-    A torch for CPUs gets a device "cuda" from a library that is built in `folder`.
-    """
-    sys.path.append(str(_ROOT / "tests" / "cuda"))
-    from cuda_page import build_guard
-
-    library = folder / "guard.so"
-    if not torch.version.cuda and not library.exists():
-        build_guard(library)
-    paths = [str(_ROOT), str(_ROOT / "tests" / "cuda"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True,
-        env={
-            **os.environ, "LPCONV_COMPILE": "never", "PYTHONPATH": os.pathsep.join(paths),
-            **({"LD_PRELOAD": str(library)} if library.exists() else {}),
-        },
+    preloaded = {} if torch.version.cuda else {"LD_PRELOAD": str(build_guard(folder / "guard.so"))}
+    command = ["-m", "benchmarks.cross_compile", "--worker", target, "--only", only]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", *command], cwd=common.ROOT, stdout=subprocess.PIPE, text=True, check=True,
+        env={**os.environ, "LPCONV_COMPILE": "never", **preloaded},
     )  # fmt: skip
-    return done.stdout
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
 def _work(target_name: str, only: str) -> None:
-    """Print a row as JSON for each path."""
-    os.environ.pop("LD_PRELOAD", None)  # compilers start here
+    """Print one JSON row per path."""
+    os.environ.pop("LD_PRELOAD", None)  # not for the compilers that start from here
     from benchmarks.cross_compile.inductor import pretend
 
     target = TARGETS[target_name]
@@ -110,7 +92,6 @@ def _work(target_name: str, only: str) -> None:
 
 
 def _row(path: Any, target: Any) -> dict[str, Any]:
-    from benchmarks.cross_compile.check import compare, inputs_of
     from benchmarks.cross_compile.machine_code import NotSupported, compile_kernel
 
     graphs = path.graphs()
@@ -136,11 +117,11 @@ def _row(path: Any, target: Any) -> dict[str, Any]:
     if row["spilled"]:
         row["spills_in"] = [name for name, code in compiled if code.spilled]
     if path.name.startswith("step"):
-        row["instructions"] = compiled[0][1].instructions_per_element
-    if target.name == _COMPARED and path.name.split()[0] in _CHECKED:
-        found = [compare(g, inputs_of(g), target) for g in graphs]
-        row["unequal"] = sum(d.unequal for d in found)
-        row["compared"] = sum(d.elements for d in found)
+        ((_, code),) = compiled
+        row["instructions"] = code.instructions_per_element
+        if target.name == _COUNTED:
+            row["roundings"], row["wanted_roundings"] = code.roundings_per_element, graphs[0].num_roundings
+            row["fused"] = code.num_fused
     return row
 
 

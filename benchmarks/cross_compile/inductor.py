@@ -1,10 +1,10 @@
-"""The code that Inductor writes for a GPU that is not there.
+"""Capture the code that Inductor generates for a GPU, on a machine without one.
 
-lpconv's functions are compiled by `torch.compile` on fake tensors of device "cuda". Inductor asks the driver only for
-the properties of the device, which come from `TARGETS`. Instead of loading what it wrote, `captured` keeps it.
+`torch.compile` compiles lpconv's functions on fake tensors of device "cuda". Inductor asks the driver only for the
+properties of the device, which come from `TARGETS`. `captured` keeps the generated code instead of loading it.
 
-A process pretends to have one GPU, chosen before anything is compiled, and must be started with `guard.cpp` of
-tests/cuda preloaded if its torch is a build for CPUs.
+A process pretends to have one GPU, chosen before anything is compiled. If its torch is a build for CPUs, it must be
+started with the library of `fake_gpu.build_guard` preloaded.
 """
 
 import re
@@ -19,16 +19,16 @@ import torch
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('[^']*', '''(.*?)'''", re.DOTALL | re.MULTILINE)
 _CALL = re.compile(r"^ +(\w+)\.run\((.*), stream=", re.MULTILINE)
-_SCALES_BYTES = 1 << 15  # magnitudes of rows in the models here; their matrices are larger
+_SCALES_BYTES = 1 << 15  # upper bound for buffers of row magnitudes here; matrices are larger
 _NAME = re.compile(r"\b(?:arg\d+_\d+|primals_\d+|tangents_\d+|buf\d+|\w+)\b")
 
-
-_KEPT: list[torch.library.Library] = []  # a library ends with its last reference
+_LIBRARIES: list[torch.library.Library] = []  # torch unloads a library with its last reference
+_ROUNDING_OPS = {"add", "sub", "mul", "div", "sqrt", "rsqrt", "reciprocal", "pow", "exp", "lerp", "addcmul", "addcdiv"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A GPU to compile for. `bytes_per_second` is the memory's, from the data sheet."""
+    """A GPU to compile for."""
 
     name: str
     device: str
@@ -37,31 +37,24 @@ class Target:
     warp: int
     processors: int
     shared: int
-    bytes_per_second: float
 
 
 TARGETS: dict[str, Target] = {
     t.name: t
     for t in (
-        Target(name="sm_80", device="A100", backend="cuda", arch=80, warp=32, processors=108, shared=166912,
-               bytes_per_second=2.04e12),
-        Target(name="sm_89", device="L40S", backend="cuda", arch=89, warp=32, processors=142, shared=101376,
-               bytes_per_second=0.864e12),
-        Target(name="sm_90", device="H100", backend="cuda", arch=90, warp=32, processors=132, shared=232448,
-               bytes_per_second=3.35e12),
-        Target(name="sm_100", device="B200", backend="cuda", arch=100, warp=32, processors=148, shared=232448,
-               bytes_per_second=8.0e12),
-        Target(name="sm_120", device="RTX 5090", backend="cuda", arch=120, warp=32, processors=170, shared=101376,
-               bytes_per_second=1.79e12),
-        Target(name="gfx942", device="MI300X", backend="hip", arch="gfx942", warp=64, processors=304, shared=65536,
-               bytes_per_second=5.3e12),
+        Target(name="sm_80", device="A100", backend="cuda", arch=80, warp=32, processors=108, shared=166912),
+        Target(name="sm_89", device="L40S", backend="cuda", arch=89, warp=32, processors=142, shared=101376),
+        Target(name="sm_90", device="H100", backend="cuda", arch=90, warp=32, processors=132, shared=232448),
+        Target(name="sm_100", device="B200", backend="cuda", arch=100, warp=32, processors=148, shared=232448),
+        Target(name="sm_120", device="RTX 5090", backend="cuda", arch=120, warp=32, processors=170, shared=101376),
+        Target(name="gfx942", device="MI300X", backend="hip", arch="gfx942", warp=64, processors=304, shared=65536),
     )
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A kernel's launch: its source, and per pointer the buffer, its bytes, and how often it is read and written."""
+    """One kernel launch; `pointers` has the size of each buffer and how often the kernel reads and writes it."""
 
     kernel: str
     source: str
@@ -74,7 +67,7 @@ class Call:
 
     @property
     def purpose(self) -> str:
-        """What the kernel is for in fp8 training: "cast", "scale" or "decode"; "other" if bf16 has such a kernel."""
+        """Purpose in fp8 training: "cast", "scale", "decode", or "other" for kernels that bf16 training has too."""
         codes = {name for name in self.parameters if re.search(rf"'{name}': '\*fp8", self.source)}
         if any(f"tl.store({name} " in self.source for name in codes):
             return "cast"
@@ -86,24 +79,22 @@ class Call:
 
     @property
     def num_clamps(self) -> int:
-        """Minima and maxima that keep NaN, of clamps and looped reductions: instructions from torch 2.14 on."""
+        """Number of NaN-propagating minima and maxima (clamps, looped reductions), single instructions since 2.14."""
         return len(re.findall(r"triton_helpers\.(?:min|max)imum\(", self.source))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
-    """A compiled graph: its code, the graph that it was made from, and its kernels' launches."""
+    """A compiled graph with its kernel launches; `reference` is the graph before lowering."""
 
-    code: str
     reference: torch.fx.GraphModule
-    arguments: list[Any]  # fake tensors and sizes of its first run, in order
     calls: tuple[Call, ...]
     outputs: frozenset[str]
     num_products: int
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of every input that is read, and of every result, once; products' operands and results included."""
+        """Bytes of every input that is read and of every result, counted once, including those of matrix products."""
         kept = {b for c in self.calls for b, _, _, _ in c.pointers if not b.startswith("buf")} | self.outputs
         read = {b: size for c in self.calls for b, size, reads, _ in c.pointers if reads and not b.startswith("buf")}
         written = {b: size for c in self.calls for b, size, _, writes in c.pointers if writes and b in kept}
@@ -115,12 +106,32 @@ class Graph:
 
     @property
     def reads(self) -> dict[str, int]:
-        """How often each matrix among the inputs is read."""
-        found: Counter[str] = Counter()
+        """Number of reads of each input matrix."""
+        counts: Counter[str] = Counter()
         for buffer, size, reads, _ in (p for c in self.calls for p in c.pointers):
             if not buffer.startswith("buf") and size > 1 << 20:
-                found[buffer] += reads
-        return dict(found)
+                counts[buffer] += reads
+        return dict(counts)
+
+    @property
+    def num_roundings(self) -> int:
+        """Number of operations per element whose results eager mode rounds to 16 or 8 bits."""
+        return sum(_rounds(node) for node in self.reference.graph.nodes)
+
+
+def _rounds(node: torch.fx.Node) -> bool:
+    """Whether eager mode rounds the elements of this node's result."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dim() or not _is_low(value):
+        return False
+    if "convert_element_type" in str(node.target) or "_to_copy" in str(node.target):
+        source = node.all_input_nodes[0].meta["val"]
+        return bool(source.is_floating_point() and source.dtype.itemsize > value.dtype.itemsize)
+    return str(node.target).removeprefix("aten.").split(".")[0] in _ROUNDING_OPS
+
+
+def _is_low(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.dtype.itemsize < 4
 
 
 def pretend(target: Target) -> None:
@@ -157,9 +168,9 @@ def pretend(target: Target) -> None:
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign,assignment]
     torch.autograd.set_multithreading_enabled(False)  # type: ignore[no-untyped-call]  # fake modes are per thread
     if not torch.cuda._is_compiled():  # type: ignore[no-untyped-call]
-        # Without a kernel for it a build for CPUs takes this op apart above autograd, which no build for CUDA does.
-        _KEPT.append(torch.library.Library("aten", "IMPL"))
-        _KEPT[-1].impl("silu_backward", lambda *args: None, "CUDA")
+        # Without a CUDA kernel, a CPU build decomposes this op above autograd; CUDA builds do not.
+        _LIBRARIES.append(torch.library.Library("aten", "IMPL"))
+        _LIBRARIES[-1].impl("silu_backward", lambda *args: None, "CUDA")
     config.compile_threads = 1
     config.force_disable_caches = True
     config.joint_graph_constant_folding = False  # computes constants on the device
@@ -174,21 +185,15 @@ def pretend(target: Target) -> None:
 
 @contextmanager
 def captured() -> Iterator[list[Graph]]:
-    """The graphs that `torch.compile` compiles inside; they run as their reference."""
+    """Collect the graphs that `torch.compile` compiles inside; calls run the graph before lowering."""
     from torch._inductor.graph import GraphLowering
 
     graphs: list[Graph] = []
 
     def keep(lowered: Any) -> SimpleNamespace:
         code, _ = lowered.codegen()
-        graph = _graph(lowered, getattr(code, "value", code))
-        graphs.append(graph)
-
-        def call(arguments: list[Any]) -> Any:
-            graph.arguments[:] = graph.arguments or arguments
-            return graph.reference(*arguments)
-
-        return SimpleNamespace(call=call, __file__="", runner=None)
+        graphs.append(_graph(lowered, getattr(code, "value", code)))
+        return SimpleNamespace(call=lambda arguments: lowered.orig_gm(*arguments), __file__="", runner=None)
 
     before, GraphLowering.compile_to_module = GraphLowering.compile_to_module, keep  # type: ignore[assignment,method-assign]
     torch._dynamo.reset()
@@ -204,9 +209,7 @@ def _graph(lowered: Any, code: str) -> Graph:
     calls = tuple(_call(lowered, name, sources[name], args) for name, args in _CALL.findall(body))
     returned = re.findall(r"^        return \((.*)\)$", body, re.MULTILINE)[-1]
     return Graph(
-        code=code,
         reference=lowered.orig_gm,
-        arguments=[],
         calls=calls,
         outputs=frozenset(_NAME.findall(returned)),
         num_products=len(re.findall(r"extern_kernels\.\w*mm|_scaled_mm\w*\.default\(", body)),
@@ -235,7 +238,7 @@ def _call(lowered: Any, name: str, source: str, args: str) -> Call:
 
 
 def _split(args: str) -> list[str]:
-    """Arguments of a call, of which some are calls."""
+    """Split the arguments of a call at top-level commas."""
     parts, depth = [""], 0
     for character in args:
         depth += {"(": 1, ")": -1}.get(character, 0)

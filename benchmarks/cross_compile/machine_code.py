@@ -1,4 +1,4 @@
-"""Machine code of a Triton kernel for a GPU that is not there, and what it needs: registers, spills, conversions."""
+"""Compile Triton kernels to machine code without a GPU, and count registers, spills and roundings."""
 
 import functools
 import importlib.util
@@ -15,33 +15,49 @@ from benchmarks.cross_compile.inductor import Target
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MachineCode:
-    """A compiled kernel. `spilled` counts bytes per thread that do not fit the registers; `assembly` is PTX or GCN."""
+    """A compiled kernel; `spilled` is in bytes per thread, `assembly` is PTX or GCN."""
 
     assembly: str
     registers: int
     spilled: int
     cubin: bytes  # empty for GCN
     launch: dict[str, int]  # block sizes and warps
-    parameters: tuple[tuple[str, str], ...]  # name and type of those that reach the GPU
 
     @property
     def instructions_per_element(self) -> float:
-        """Instructions, without no-ops, that a kernel without loops has for each element of its block; 0 for GCN."""
+        """Machine instructions per element of a kernel without loops, not counting no-ops; 0 for GCN."""
         text = _dump(self.cubin, "--dump-sass") if self.cubin else ""  # slow, so only on demand
         instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?\s*(?!NOP)[A-Z]", text)
-        return len(instructions) * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]
+        return self._per_element(len(instructions))
 
-    def count(self, pattern: str) -> int:
-        """How many instructions match a regular expression."""
-        return len(re.findall(rf"^\s*(?:@!?%p\d+ +)?{pattern}", self.assembly, re.MULTILINE))
+    @property
+    def roundings_per_element(self) -> float:
+        """PTX operations per element, of a kernel without loops, whose result is rounded to bf16, fp16 or fp8."""
+        low = r"(?:bf16|f16|e4m3|e5m2)"
+        conversions = self._count(rf"cvt\.rn(?:\.\w+)*\.{low}(x2)?\.f32")
+        arithmetic = self._count(rf"(?:add|sub|mul|fma)(?:\.rn)?\.{low}(x2)?\s")
+        return self._per_element(conversions + arithmetic)
+
+    @property
+    def num_fused(self) -> int:
+        """Number of fused multiply-adds in fp32, which skip the rounding of the product."""
+        return self._count(r"fma\.rn\.f32()")
+
+    def _count(self, pattern: str) -> int:
+        """Number of operations in PTX instructions that match; instructions on pairs ("x2") count twice."""
+        matches = re.findall(rf"^\s*(?:@!?%p\d+ +)?{pattern}", self.assembly, re.MULTILINE)
+        return sum(2 if pair else 1 for pair in matches)
+
+    def _per_element(self, count: int) -> float:
+        return count * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]
 
 
 class NotSupported(Exception):
-    """The compiler refuses the kernel for this target; the message says why."""
+    """The compiler rejects the kernel for this target."""
 
 
 def load(name: str, source: str, folder: Path) -> Any:
-    """Inductor's kernel object of a source text, not compiled."""
+    """Load Inductor's kernel object from its source, without compiling it."""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     triton_heuristics.CachingAutotuner.precompile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
@@ -56,16 +72,13 @@ def load(name: str, source: str, folder: Path) -> Any:
     return getattr(module, name)
 
 
-def compile_kernel(name: str, source: str, target: Target, *, fuses_products: bool | None = None) -> MachineCode:
-    """Compile with the first of Inductor's configurations. Raises NotSupported.
-
-    `fuses_products` overrides whether a product and a sum may become one fused multiply-add, rounded once.
-    """
-    return _compiled(source.replace(name, "kernel"), target, fuses_products)
+def compile_kernel(name: str, source: str, target: Target) -> MachineCode:
+    """Compile with the first of Inductor's configurations. Raises NotSupported."""
+    return _compiled(source.replace(name, "kernel"), target)
 
 
 @functools.cache  # paths share kernels
-def _compiled(source: str, target: Target, fuses_products: bool | None) -> MachineCode:
+def _compiled(source: str, target: Target) -> MachineCode:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -84,29 +97,21 @@ def _compiled(source: str, target: Target, fuses_products: bool | None) -> Machi
                 options={
                     "num_warps": config.num_warps,
                     "num_stages": config.num_stages,
-                    "enable_fp_fusion": meta.get("enable_fp_fusion", True)
-                    if fuses_products is None
-                    else fuses_products,
+                    "enable_fp_fusion": meta.get("enable_fp_fusion", True),
                 },
             )
         except Exception as error:  # Triton raises many kinds
             raise NotSupported(_last_line(str(error))) from error
     launch = {**config.kwargs, "num_warps": config.num_warps}
-    names = tuple((n, t) for n, t in signature.items() if t != "constexpr" and n not in constants)
     if target.backend == "hip":
         text = built.asm["amdgcn"]
         spills = sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text))
         (registers,) = re.findall(r"\.vgpr_count: +(\d+)", text)
-        return MachineCode(
-            assembly=text, registers=int(registers), spilled=4 * spills, cubin=b"", launch=launch, parameters=names
-        )
+        return MachineCode(assembly=text, registers=int(registers), spilled=4 * spills, cubin=b"", launch=launch)
     cubin = built.asm["cubin"]
     used = _dump(cubin, "--dump-resource-usage")
     registers, stack = (int(re.findall(rf"{word}:(\d+)", used)[-1]) for word in ("REG", "STACK"))
-    return MachineCode(
-        assembly=built.asm["ptx"], registers=registers, spilled=stack, cubin=cubin, launch=launch,
-        parameters=names,
-    )  # fmt: skip
+    return MachineCode(assembly=built.asm["ptx"], registers=registers, spilled=stack, cubin=cubin, launch=launch)
 
 
 def _dump(cubin: bytes, option: str) -> str:

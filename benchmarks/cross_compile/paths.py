@@ -1,4 +1,4 @@
-"""What lpconv compiles for a GPU: each path runs once, on fake tensors, while its graphs are kept."""
+"""All code paths that lpconv compiles for a GPU; each runs once, on fake tensors, to capture its graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cuda_rehearsals import fake_gpu, fp8_layer, moved_to_gpu, on_gpu
 from torch import Tensor, nn
 
+from benchmarks.cross_compile.fake_gpu import fake_gpu, like, linear, moved, on_gpu
 from benchmarks.cross_compile.inductor import Graph, captured
 from lpconv.formats.spec import get_format
 from lpconv.kernels import quantise
@@ -27,14 +27,14 @@ _HIDDEN, _TOKENS = 512, 256  # of models
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A path by name; `elements` is what bytes are counted per, None if no number of elements says much."""
+    """A code path by name; `elements` divides its byte counts, None for layers and models."""
 
     name: str
     run: Callable[[], None]
     elements: int | None = None
 
     def graphs(self) -> list[Graph]:
-        """The graphs that it compiles."""
+        """Run the path and return the graphs that it compiles."""
         with captured() as graphs:
             self.run()
         return graphs
@@ -42,12 +42,14 @@ class Path:
 
 def paths() -> Iterator[Path]:
     """All paths, by kind: optimizer steps, casts, layers, models."""
+    num_stepped = _CHECKED["cuda"]
     for name in STEPS:
         for variant in [v.name for v in VARIANTS.values() if (v.rule or "adamw") == name] or ["plus"]:
-            yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=_CHECKED["cuda"])
-    yield Path(
-        name="step adamw plus by bits", run=partial(_step, "adamw", "plus", by_bits=True), elements=_CHECKED["cuda"]
-    )
+            yield Path(name=f"step {name} {variant}", run=partial(_step, name, variant), elements=num_stepped)
+    options: dict[str, dict[str, Any]] = {"by bits": {"by_bits": True}, "without options": {"options": {}}}
+    for how, changed in options.items():
+        run = partial(_step, "adamw", "plus", **changed)
+        yield Path(name=f"step adamw plus {how}", run=run, elements=num_stepped)
     for kernel in (quantise._NEAREST, quantise._WIDE, quantise._STOCHASTIC):
         name = kernel.function.__name__.strip("_")
         yield Path(name=f"round {name} bf16", run=partial(_round, kernel), elements=131_200)
@@ -66,16 +68,7 @@ def paths() -> Iterator[Path]:
     yield Path(name="llama step unit fp8, static", run=partial(_model, "llama", "unit", operand_scale="static"))
 
 
-def on_fake_gpu(x: Tensor) -> Tensor:
-    """A fake CUDA tensor like `x`, which `real_value` finds again."""
-    fake = on_gpu(*x.shape, dtype=x.dtype)
-    fake.real_value = x  # type: ignore[attr-defined]
-    if x.dim() == 2:  # rows of an optimizer step, whose length is constant
-        torch._dynamo.mark_static(fake, 1)
-    return fake
-
-
-def _step(name: str, variant: str, *, by_bits: bool = False) -> None:
+def _step(name: str, variant: str, *, by_bits: bool = False, options: dict[str, Any] = EXACT_OPTIONS) -> None:
     storages = (VARIANTS[variant].weight, *VARIANTS[variant].moments)
     storages = storages[: 1 + (1 if name in ("sgd", "lion") else 2)]
     kind = STEPS[name]
@@ -85,15 +78,14 @@ def _step(name: str, variant: str, *, by_bits: bool = False) -> None:
     parts, gradient = tuple(tuple(map(_in_rows, p)) for p in parts), _in_rows(gradient)
     random = None if random is None else _in_rows(random)
     with fake_gpu():
-        fakes = tuple(tuple(map(on_fake_gpu, p)) for p in parts), on_fake_gpu(gradient)
-        rest = tuple(map(on_fake_gpu, coefficients)), None if random is None else on_fake_gpu(random)
-        _compile(step, None if by_bits else EXACT_OPTIONS)(*fakes, *rest)
+        arguments = tuple(tuple(map(like, p)) for p in parts), like(gradient), tuple(map(like, coefficients))
+        _compile(step, None if by_bits else options)(*arguments, None if random is None else like(random))
 
 
 def _round(kernel: Any) -> None:
     examples = kernel.examples(torch.bfloat16, torch.device("cpu"))
     with fake_gpu(), torch.no_grad():
-        torch.compile(kernel.function, dynamic=True, fullgraph=True)(*map(on_fake_gpu, examples))
+        torch.compile(kernel.function, dynamic=True, fullgraph=True)(*map(like, examples))
 
 
 def _cast(scale: str, axis: int) -> None:
@@ -102,9 +94,8 @@ def _cast(scale: str, axis: int) -> None:
     def function(x: Tensor, state: Tensor | None) -> tuple[Tensor, float | Tensor]:
         return tuple(encode_operand(x, cast, axis=axis, state=state))  # type: ignore[return-value]
 
-    quarter = torch.tensor(0.25)  # calibrated scales are powers of two
     with fake_gpu(), torch.no_grad():
-        state = on_fake_gpu(quarter) if scale == "static" else None
+        state = on_gpu(dtype=torch.float32) if scale == "static" else None
         torch.compile(function, fullgraph=True)(on_gpu(_ROWS, _COLUMNS), state)
 
 
@@ -118,36 +109,23 @@ def _decode(name: str) -> None:
 
 def _linear(recipe: str | None) -> None:
     with fake_gpu():
-        layer: Any = nn.Linear(1, 1) if recipe is None else fp8_layer(recipe, _COLUMNS, 2 * _COLUMNS)
-        if recipe is None:
-            layer.weight, layer.bias = nn.Parameter(on_gpu(_COLUMNS, 2 * _COLUMNS)), nn.Parameter(on_gpu(_COLUMNS))
-        x = on_gpu(_TOKENS, 2 * _COLUMNS).requires_grad_()
+        layer, x = linear(recipe, _COLUMNS, 2 * _COLUMNS), on_gpu(_TOKENS, 2 * _COLUMNS).requires_grad_()
         torch.compile(layer, fullgraph=True)(x).float().square().sum().backward()
 
 
 def _model(kind: str, method: str, **scales: str) -> None:
-    model = _LLAMA() if kind == "llama" else _BERT()
+    model: Any = _llama() if kind == "llama" else _bert()
     if method == "plain":
         model.to(torch.bfloat16)
-        with fake_gpu():
-            _to_gpu(model)
     else:
         model = scaled(model, method=method, compute="fp8", strict=True, **scales)  # type: ignore[arg-type]  # of options
     with fake_gpu():
-        model = model if method == "plain" else moved_to_gpu(model)
+        model = moved(model)
         ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="cuda")
         torch.compile(lambda: model(input_ids=ids, labels=ids).loss)().backward()
 
 
-def _to_gpu(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            module._parameters[name] = None if p is None else nn.Parameter(on_gpu(*p.shape, dtype=p.dtype))
-        for name, b in module._buffers.items():
-            module._buffers[name] = None if b is None else on_gpu(*b.shape, dtype=b.dtype)
-
-
-def _LLAMA() -> nn.Module:
+def _llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
@@ -156,7 +134,7 @@ def _LLAMA() -> nn.Module:
     ))  # fmt: skip
 
 
-def _BERT() -> nn.Module:
+def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(BertConfig(

@@ -200,6 +200,14 @@ def noise_table(found: Sequence[Noise]) -> str:
     return "\n".join([*lines, ""])
 
 
+def recorded_runs() -> list[Run]:
+    return [Run(**r) for r in common.recorded("four-bits/results")["runs"]]
+
+
+def recorded_noise() -> list[Noise]:
+    return [Noise(**n) for n in common.recorded("four-bits/results")["noise"]]
+
+
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=3)

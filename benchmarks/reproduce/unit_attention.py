@@ -141,6 +141,10 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join([*lines, ""])
 
 
+def recorded_runs() -> list[Run]:
+    return [Run(**r) for r in common.recorded("unit-attention")["runs"]]
+
+
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=6)

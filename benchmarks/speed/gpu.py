@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from lpconv.kernels.quantise import encode as fast_encode
 from lpconv.optim import CollageAdamW
 from lpconv.progress import Silent
 from lpconv.report.bench import COLUMNS, reasons
-from lpconv.results import BenchResult, from_json, to_json
+from lpconv.results import BenchResult, BenchRow, from_json, to_json
 from lpconv.results.doctor import ERROR, DeviceRecord
 from lpconv.scaled import ScaledTensor, scaled
 
@@ -168,11 +168,11 @@ class Suite:
         }
         common.save(document, self.output.with_suffix(".json"))
         lines = ["# GPU suite", "", f"{document['device']}, {document['seconds']} s"]
-        lines += ["", "| check | | |", "|---|---|---|"]
-        lines += [f"| {c.name} | {'ok' if c.passed else '**failed**'} | {c.detail} |" for c in self.checks]
-        lines += ["", *([] if self.kernels is None else gpu_kernels.table(self.kernels))]
+        checks = ((c.name, "ok" if c.passed else "**failed**", c.detail) for c in self.checks)
+        lines += ["", common.markdown(("check", "", ""), checks)]
+        lines += [] if self.kernels is None else [gpu_kernels.table(self.kernels)]
         for run in self.runs.values():
-            lines += ["", *_rows_of(run), *run.notes]
+            lines += [bench_table(run.rows), *(f"- {reason}" for reason in reasons(run.rows)), "", *run.notes]
         lines += ["", *(f"Left out, the budget was spent: {job}" for job in left_out)]
         self.output.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -323,11 +323,9 @@ def check_optimizer(device: str) -> tuple[bool, str]:
     return error < 2.0**-9, f"relative difference {error:.1e}"
 
 
-def _rows_of(run: BenchResult) -> list[str]:
-    """The rows of a bench as a table in Markdown, and why some of them have no figures."""
-    head = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * (len(COLUMNS) - 1)]
-    rows = ["| " + " | ".join(cell(r) for cell in COLUMNS.values()) + " |" for r in run.rows]
-    return [*head, *rows, "", *(f"- {reason}" for reason in reasons(run.rows)), ""]
+def bench_table(rows: Iterable[BenchRow]) -> str:
+    """The rows of a bench as a Markdown table."""
+    return common.markdown(tuple(COLUMNS), (tuple(cell(r) for cell in COLUMNS.values()) for r in rows))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main() -> None:
     device, size = ("cpu", TOY) if options.dry_run else ("cuda", FULL)
     limits, rows = measure(device, size, options.only)
     found = document(device, limits, rows)
-    print("\n".join(table(found)))
+    print(table(found))
     common.save(found, options.out)
 
 
@@ -242,17 +242,18 @@ def on_device(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
     return {name: [a.elapsed_time(b) / 1e3 for a, b in events] for name, events in pairs.items()}
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """The lines of a table in Markdown."""
-    limits = "; ".join(f"{name} {value / 1e12:.2f}" for name, value in found["limits"].items())
-    lines = [f"Limits of {found['gpu']}, in TB/s and TFLOP/s: {limits}", ""]
-    for group, rows in itertools.groupby(found["rows"], lambda r: str(r["group"])):
-        lines += ["", f"| {group} | ms | quartiles | of the limit |", "|---|---|---|---|"]
-        for r in rows:
-            low, high = r["quartiles_ms"]
-            share = "" if r["share"] is None else f"{r['share']:.2f}"
-            lines.append(f"| {r['name']} | {r['median_ms']:.3f} | {low:.3f} to {high:.3f} | {share} |")
-    return lines
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table per group."""
+    limits = "; ".join(f"{name} {value / 1e12:.2f}" for name, value in result["limits"].items())
+    groups = itertools.groupby(result["rows"], lambda r: str(r["group"]))
+    tables = (common.markdown((group, "ms", "quartiles", "of the limit"), map(_cells, rows)) for group, rows in groups)
+    return "\n".join([f"Limits of {result['gpu']}, in TB/s and TFLOP/s: {limits}\n", *tables])
+
+
+def _cells(r: dict[str, Any]) -> tuple[str, ...]:
+    low, high = r["quartiles_ms"]
+    share = "" if r["share"] is None else f"{r['share']:.2f}"
+    return r["name"], f"{r['median_ms']:.3f}", f"{low:.3f} to {high:.3f}", share
 
 
 if __name__ == "__main__":

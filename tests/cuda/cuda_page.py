@@ -180,7 +180,7 @@ python -m benchmarks.speed.gpu -o gpu
 ```
 
 This script checks all products, casts and recipes, and times them. One H200 has run it: [all checks
-passed](../gpu-code.md#measured-on-an-h200). Of the commands that ran there, `finetune --recover` failed, because its
+passed](../measured.md#on-an-h200). Of the commands that ran there, `finetune --recover` failed, because its
 scales stayed on the CPU; that is fixed.
 
 Of {total} functions that ask for CUDA, {done} are rehearsed, and {stood_in} were tested with stand-ins for the

@@ -1,18 +1,10 @@
-"""The tables of docs/export.md, from the recorded results of this group.
+"""The tables of docs/export.md, from the recorded results of this group (see `benchmarks.tables`)."""
 
-`python -m benchmarks.serving.table` prints them, and writes them into the page between their markers with `--write`.
-"""
-
-import argparse
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import ROOT, recorded
+from benchmarks.common import markdown, recorded
 
-RESULTS = Path(__file__).with_name("results")
-PAGE = ROOT / "docs" / "export.md"
-BEGIN, END = "<!-- serving tables -->\n", "<!-- end -->"
 Row = tuple[str, ...]
 
 
@@ -79,41 +71,13 @@ def _bits() -> Iterator[Row]:
         yield f"{layout}, {case}", f"{first['decoder']} {first['version']}", ", ".join(dtypes), *counts
 
 
-_SERVED = {"vllm": _vllm, "mlx": _mlx, "llama-cpp": _llama_cpp, "onnx-cache": _onnx}
-
-
 def _count(row: dict[str, Any]) -> str:
     return "refused" if "refused" in row else f"{row['equal']} of {row['read']}"
 
 
-def _markdown(rows: Iterable[Row]) -> str:
-    head, *body = rows
-    lines = [head, ("---",) * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def tables() -> str:
-    """Both tables in Markdown: how close runtimes come, and the weights that they decode to lpconv's bits."""
+    """How close runtimes come, and the weights that they decode to lpconv's bits."""
     head = ("written", "model", "runtime", "served", "equal greedy tokens", "log-probabilities differ by, in nats")
-    served = [row for name, rows in _SERVED.items() if _exists(name) for row in rows()]
-    return _markdown([head, *served]) + (f"\n{_markdown(_bits())}" if _exists("bits") else "")
-
-
-def _exists(name: str) -> bool:
-    """Whether a result was recorded."""
-    return (RESULTS / f"{name}.json").exists()
-
-
-def page() -> str:
-    """The page with current tables."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}"
-
-
-if __name__ == "__main__":
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--write", action="store_true", help="write docs/export.md")
-    if made.parse_args().write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(tables(), end="")
+    served = (row for rows in (_vllm, _mlx, _llama_cpp, _onnx) for row in rows())
+    bits, *counts = _bits()
+    return f"{markdown(head, served)}\n{markdown(bits, counts)}"
