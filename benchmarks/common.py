@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TESTS = ROOT / "tests"  # some benchmarks use the tests' writers of third-party files
 _LEFT_OPEN = {"--work": "DIRECTORY", "--before": "TREE", "--out": "FILE", "--te": "FILE", "--smollm2": "DIRECTORY"}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "LPCONV_COMPILE": "never"}
 
@@ -137,6 +136,29 @@ def load(path: Path) -> Any:
     """The document that `save` wrote."""
     raw = path.read_bytes()
     return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
+
+
+class Rows:
+    """Rows of a result file, saved after each, so that the same command resumes after a cut.
+
+    A row is known by its values of `keys`. `head` returns what the document has besides rows.
+    """
+
+    def __init__(self, out: Path | None, keys: Sequence[str], head: Callable[[], Mapping[str, Any]]) -> None:
+        self.out, self.keys, self.head = out, keys, head
+        self.rows: list[dict[str, Any]] = load(out)["rows"] if out and out.exists() else []
+
+    def has(self, *values: object) -> bool:
+        return any(self._key(row) == values for row in self.rows)
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Add a row in place of an older one with the same key, print it and save the document."""
+        self.rows = [*(r for r in self.rows if self._key(r) != self._key(row)), row]
+        print(json.dumps(row), flush=True)
+        save({**self.head(), "rows": self.rows}, self.out)
+
+    def _key(self, row: Mapping[str, Any]) -> tuple[object, ...]:
+        return tuple(row.get(k) for k in self.keys)
 
 
 def recorded(name: str) -> Any:

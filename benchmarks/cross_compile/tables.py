@@ -63,13 +63,15 @@ def _notes(rows: list[dict[str, Any]]) -> str:
     targets = ", ".join(dict.fromkeys(r["target"] for r in rows))
     spilling = {name for r in rows for name in r.get("spills_in", ())}
     are_rotary = all({"cos", "sin"} <= set(name.split("_")) for name in spilling)
-    words = "compute the rotary embeddings of transformers' code" if are_rotary else f"are {', '.join(sorted(spilling))}"
+    words = (
+        "compute the rotary embeddings of transformers' code" if are_rotary else f"are {', '.join(sorted(spilling))}"
+    )
     refused = [r for r in rows if "not_supported" in r]
     where = ", ".join(sorted({r["target"] for r in refused}))
     return (
         f"\nTargets: {targets}. "
         + (f"Kernels that spill {words}. " if spilling else "No kernel spills. ")
-        + f"Triton does not compile {len({r['path'] for r in refused})} paths for {where} (—): lpconv runs them eagerly.\n"
+        + f"Triton rejects {len({r['path'] for r in refused})} paths for {where} (—): lpconv runs them eagerly.\n"
     )
 
 

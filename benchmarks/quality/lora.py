@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.quality.feedback import INT4, converted, model_of, texts
+from benchmarks.models import model_folder
+from benchmarks.quality.feedback import INT4
+from benchmarks.quality.held_out import converted, texts
 
 # The conversion (None: the source) and whether adapters are trained.
 CASES: dict[str, tuple[str | None, bool]] = {
@@ -83,9 +85,9 @@ def main() -> None:
     with common.work_folder(asked.work) as folder:
         data = texts(folder)["python"]
         least = {**usual, "steps": 2, "seq_len": 16, "batch_size": 1, "eval_batches": 1}
-        found["imports_bytes"] = child(model_of("demo", folder), data, folder / "least", least, True)["peak_bytes"]
+        found["imports_bytes"] = child(model_folder("demo", folder), data, folder / "least", least, True)["peak_bytes"]
         for name in asked.model:
-            source, rows = model_of(name, folder), found.setdefault(name, {})
+            source, rows = model_folder(name, folder), found.setdefault(name, {})
             for case in (c for c in asked.cases if c not in rows):
                 conversion, lora = CASES[case]
                 base = source if conversion is None else folder / f"{name}-{case}".replace(" ", "-")

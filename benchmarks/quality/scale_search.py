@@ -12,7 +12,7 @@ measured again.
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,14 @@ from torch import Tensor
 
 import lpconv
 from benchmarks import common
-from benchmarks.quality.granularity import minilm, said, sqnr
-from benchmarks.reproduce.finetune import smollm2
+from benchmarks.models import model_folder
+from benchmarks.quality.granularity import sqnr
+from benchmarks.quality.held_out import LENGTH, kl_of, outputs_of, windows_of
 from lpconv.convert.run import convert
-from lpconv.data import demo_checkpoint, demo_text
+from lpconv.data import demo_text
 from lpconv.layouts.reader import StoredTensors
-from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan.options import ConvertOptions
 
-LENGTH = 128
 FORMS: dict[str, dict[str, str]] = {
     "int4, groups of 32": {"format": "int4", "granularity": "group:32"},
     "NVFP4": {"format": "e2m1", "granularity": "nvfp4"},
@@ -57,7 +56,7 @@ def figures(source: Tensor, outputs: Mapping[str, Tensor], *, has_head: bool) ->
     """What outputs with usual and with searched scales say, against the source."""
     if not has_head:
         return {n: {"rel_error": float((got - source).norm() / source.norm())} for n, got in outputs.items()}
-    kls = {n: (source.exp() * (source - got)).sum(-1).double() for n, got in outputs.items()}
+    kls = {n: kl_of(source, got) for n, got in outputs.items()}
     same = {n: (source.argmax(-1) == got.argmax(-1)).double() for n, got in outputs.items()}
     found: dict[str, Any] = {n: {"kl": float(kls[n].mean()), "top1": float(same[n].mean())} for n in outputs}
     difference = kls["search"] - kls["usual"]
@@ -68,18 +67,14 @@ def figures(source: Tensor, outputs: Mapping[str, Tensor], *, has_head: bool) ->
 def measure(path: Path, folder: Path, num_windows: int, found: dict[str, Any], save: Any) -> None:
     model = lpconv.load(path, dtype=torch.float32)
     plain = {n: p.detach().clone() for n, p in model.named_parameters()}
-    tokenizer, has_head = read_tokenizer(path), type(model).__name__.endswith("CausalLM")
-    windows = {
-        name: tokenize(text, tokenizer, seq_len=LENGTH, vocab_size=model.config.vocab_size).windows[:num_windows]
-        for name, text in texts(folder).items()
-    }
-    sources = {name: said(model, ids) for name, ids in windows.items()}
+    has_head, windows = type(model).__name__.endswith("CausalLM"), windows_of(path, texts(folder), num_windows)
+    sources = {name: outputs_of(model, ids) for name, ids in windows.items()}
 
     def outputs(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, x in weights.items():
                 model.get_parameter(name).copy_(x)
-            answers = {name: said(model, ids) for name, ids in windows.items()}
+            answers = {name: outputs_of(model, ids) for name, ids in windows.items()}
             for name in weights:
                 model.get_parameter(name).copy_(plain[name])
         return answers
@@ -110,15 +105,10 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16)
     asked = parser.parse_args()
     found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    makers: dict[str, Callable[[Path], Path]] = {
-        "demo": lambda _: demo_checkpoint(),
-        "minilm": lambda _: minilm(),
-        "smollm2": lambda f: Path(smollm2(f)["model"]),
-    }
     for model in asked.model:
-        with tempfile.TemporaryDirectory() as folder:
-            save = partial(common.save, found, asked.out)
-            measure(makers[model](Path(folder)), Path(folder), asked.windows, found.setdefault(model, {}), save)
+        with tempfile.TemporaryDirectory() as name:
+            folder, save = Path(name), partial(common.save, found, asked.out)
+            measure(model_folder(model, folder), folder, asked.windows, found.setdefault(model, {}), save)
 
 
 if __name__ == "__main__":

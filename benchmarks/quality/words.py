@@ -8,11 +8,9 @@ The wrong words are other nouns of the same lexicographer file. Needs Debian's w
 
 import json
 import random
-import re
 from collections import defaultdict
 
-from benchmarks import common
-from benchmarks.reproduce.finetune import WORDNET
+from benchmarks import common, wordnet
 
 COUNT, SEED = 400, 0
 _TASK = """task: words
@@ -28,21 +26,17 @@ metric_list: [{{metric: acc}}]
 
 
 def nouns() -> list[tuple[str, str, int]]:
-    """Each noun that its definition does not contain, the definition, and the number of its lexicographer file."""
-    found = []
-    for line in (WORDNET / "data.noun").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("  "):
-            continue  # the licence
-        definition = re.sub(r';?\s*".*', "", line.partition("| ")[2]).strip()
-        fields = line.split()
-        word = fields[4].replace("_", " ")
+    """Nouns that their definition does not contain, the definition, and the lexicographer file."""
+    rows = []
+    for synset in wordnet.synsets("noun"):
+        word, definition = synset.split()[4].replace("_", " "), wordnet.definition(synset)
         if word.islower() and 20 < len(definition) < 120 and word not in definition:
-            found.append((word, definition, int(fields[1])))
-    return found
+            rows.append((word, definition, wordnet.lexicographer_file(synset)))
+    return rows
 
 
 def questions() -> list[dict[str, object]]:
-    """The questions, the same ones every time."""
+    """The same questions on every call."""
     rows, generator = nouns(), random.Random(SEED)
     generator.shuffle(rows)
     words = defaultdict(list)

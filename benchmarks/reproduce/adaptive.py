@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import markdown
 from benchmarks.reproduce.figures import panels
 from benchmarks.reproduce.gradient_errors import gradients, relative_errors
 from benchmarks.reproduce.miniature import (
@@ -222,24 +223,26 @@ def sweep_table(name: str, found: list[Sweep]) -> str:
     constants = [s for s in found if s.power is not None]
     best = min((s for s in constants if s.finite), key=lambda s: (s.zeroed, s.worst_error))
     largest = max((s for s in constants if s.finite), key=lambda s: s.power or 0)
-    lines = ["| scale | gradients zeroed | worst relative error | largest scale |", "|---|---|---|---|"]
     shown = {s.scale: s for s in (constants[0], constants[10], best, largest)}
+    rows = []
     for s in (*shown.values(), *(s for s in found if s.power is None)):
         what = " (the best constant)" if s is best else " (the largest finite)" if s is largest else ""
-        lines.append(f"| {s.scale}{what} | {s.zeroed:.2%} | {s.worst_error:.2g} | 2^{math.log2(s.largest_scale):.0f} |")
-    return "\n".join([f"Gradients of one batch: {name}", "", *lines, ""])
+        power = f"2^{math.log2(s.largest_scale):.0f}"
+        rows.append((f"{s.scale}{what}", f"{s.zeroed:.2%}", f"{s.worst_error:.2g}", power))
+    head = ("scale", "gradients zeroed", "worst relative error", "largest scale")
+    return f"Gradients of one batch: {name}\n\n{markdown(head, rows)}"
 
 
 def task_table(runs: list[TaskRun]) -> str:
-    weights = " | ".join(f"weight 2^{math.log2(w):.0f}" for w in TASK_WEIGHTS)
-    lines = [f"| scale | {weights} | steps skipped | last scale |", "|---" * (len(TASK_WEIGHTS) + 3) + "|"]
+    head = ("scale", *(f"weight 2^{math.log2(w):.0f}" for w in TASK_WEIGHTS), "steps skipped", "last scale")
+    rows = []
     for scale in dict.fromkeys(r.scale for r in runs):
         mine = [r for r in runs if r.scale == scale]
         remaining = [sum(column) / len(mine) for column in zip(*(r.remaining for r in mine), strict=True)]
-        cells = " | ".join(f"{r:.4f}" for r in remaining)
         skipped = sum(r.skipped for r in mine) / len(mine)
-        lines.append(f"| {scale} | {cells} | {skipped:.1f} | 2^{math.log2(mine[0].final_scale):.0f} |")
-    return "\n".join(["Four tasks: loss left over of that at the start (1: nothing was learnt)", "", *lines, ""])
+        last = f"2^{math.log2(mine[0].final_scale):.0f}"
+        rows.append((scale, *(f"{r:.4f}" for r in remaining), f"{skipped:.1f}", last))
+    return f"Four tasks: loss left over of that at the start (1: nothing was learnt)\n\n{markdown(head, rows)}"
 
 
 def figure(swept: list[Sweep], runs: list[TaskRun], path: Path) -> None:

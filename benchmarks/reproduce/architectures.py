@@ -1,11 +1,11 @@
-"""Gradients of scaled models beside the plain model's, for every model class that transformers can build small.
+"""Gradients of scaled models next to the plain model's, for every model class that transformers can build small.
 
     python -m benchmarks.reproduce.architectures --out FILE.json [--only NAME…] [--workers 2]
 
-The classes are those of transformers' own mappings. Each is built from its config with two layers of width 32, random
+The classes come from transformers' own mappings. Each is built from its config with two layers of width 32, random
 weights and no dropout, and takes one training step in fp32: plain, and with `scaled` by unit scaling and by Scalify,
-with eager attention and with sdpa where the class has both. A class is "bitwise" if loss and all gradients are equal,
-"close" if no gradient is further than 1e-6 of its norm from the plain one, "refused" if an `LpconvError` names the
+with eager attention and with sdpa if the class has both. A class is "bitwise" if loss and all gradients are equal,
+"close" if no gradient differs from the plain one by more than 1e-6 of its norm, "refused" if an `LpconvError` names the
 reason, and "different" otherwise. Nothing may be different.
 """
 
@@ -22,7 +22,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
 )  # fmt: skip
 
 
-# What the names of fields do not tell, by model type.
+# Settings that cannot be derived from the names of fields, by model type.
 _CHANGES: dict[str, dict[str, Any]] = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
@@ -83,22 +83,22 @@ _CHANGES: dict[str, dict[str, Any]] = {
 
 def classes() -> dict[str, str]:
     """Model type of every model class in transformers' mappings, sorted by type."""
-    found = {}
+    types: dict[str, str] = {}
     for name in sorted(n for n in dir(modeling_auto) if n.startswith("MODEL_") and n.endswith("MAPPING_NAMES")):
         for model_type, named in getattr(modeling_auto, name).items():
             for each in (named,) if isinstance(named, str) else named:
-                found.setdefault(each, model_type)
-    return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
+                types.setdefault(each, model_type)
+    return dict(sorted(types.items(), key=lambda item: (item[1], item[0])))
 
 
-# Which mapping's class stands for a model type with --one-per-type.
+# Mappings that choose the class of a model type for --one-per-type.
 _PREFERRED = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "CTC",
               "IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "OBJECT_DETECTION",
               "SEQUENCE_CLASSIFICATION")  # fmt: skip
 
 
 def one_per_type() -> dict[str, str]:
-    """The class of each model type that has the most usual head, or none."""
+    """The class with the most usual head, or without one, for each model type."""
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{n}_MAPPING_NAMES") for n in _PREFERRED]
     chosen = {}
     for class_name, model_type in classes().items():
@@ -108,7 +108,7 @@ def one_per_type() -> dict[str, str]:
 
 
 def small_config(config_class: Any) -> Any:
-    """A config of two layers of width 32: the default one with its sizes replaced, in its sub-configs too."""
+    """The default config with two layers of width 32, in its sub-configs too."""
     default = config_class()
     parts = {name: getattr(default, name, None) for name in getattr(config_class, "sub_configs", {})}
     small = {k: small_config(type(part)).to_dict() for k, part in parts.items() if part is not None}
@@ -130,7 +130,7 @@ def small_config(config_class: Any) -> Any:
 
 
 def _two_kinds(kinds: list[Any]) -> list[Any]:
-    """Two layers, of different kinds where there are any."""
+    """Two layers, of different kinds if the model has several."""
     different = list(dict.fromkeys(kinds))
     return (different + kinds)[:2]
 
@@ -167,7 +167,7 @@ def _small(name: str, value: Any) -> Any:
 
 
 def build(class_name: str, model_type: str, attention: str) -> nn.Module:
-    """The model in training mode without dropout, its constant parameters spread so that each counts."""
+    """The model in training mode without dropout, with noise added to parameters that start as constants."""
     own = getattr(getattr(transformers, class_name), "config_class", None)
     config = small_config(own or configuration_auto.CONFIG_MAPPING[model_type])
     config._attn_implementation = attention
@@ -190,7 +190,7 @@ def build(class_name: str, model_type: str, attention: str) -> nn.Module:
 
 
 def inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Batches to try in turn, by what the forward pass is called with."""
+    """Batches to try in turn, with different sets of arguments of the forward pass."""
     known = inspect.signature(model.forward).parameters
     config: Any = model.config
     generator = torch.Generator().manual_seed(7)
@@ -247,7 +247,7 @@ def inputs(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def with_labels(model: nn.Module, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The batch with labels of the kinds that heads take, and without."""
+    """The batch with each kind of labels that heads take, and without labels."""
     if "labels" in inspect.signature(model.forward).parameters:
         for name in ("decoder_input_ids", "input_ids"):
             if name in batch:
@@ -331,10 +331,10 @@ def compare(plain: tuple[Tensor, dict[str, Tensor]], ours: tuple[Tensor, dict[st
     return {"verdict": "close" if worst <= CLOSE else "different", "error": worst, "where": where}
 
 
-def examine(class_name: str, model_type: str) -> dict[str, Any]:
-    """The record of a class: verdicts by attention and method, or why it could not be built."""
+def examine(class_name: str, model_type: str, attentions: Sequence[str]) -> dict[str, Any]:
+    """The record of a class: verdicts by attention and method, or the reason why it could not be built."""
     record: dict[str, Any] = {"class": class_name, "type": model_type, "runs": []}
-    for attention in ("eager", "sdpa"):
+    for attention in attentions:
         try:
             plain = build(class_name, model_type, attention)
             batch, reference = repeatable(plain)
@@ -357,8 +357,8 @@ def examine(class_name: str, model_type: str) -> dict[str, Any]:
     return record
 
 
-def in_a_child(class_name: str, model_type: str, out: Path) -> int:
-    """The id of a process that examines one class and writes the record to `out`."""
+def start_examining(class_name: str, model_type: str, attentions: Sequence[str], out: Path) -> int:
+    """Fork a process that examines one class and writes the record to `out`; returns its id."""
     child = os.fork()
     if child:
         return child
@@ -366,7 +366,7 @@ def in_a_child(class_name: str, model_type: str, out: Path) -> int:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            record = examine(class_name, model_type)
+            record = examine(class_name, model_type, attentions)
         out.write_text(json.dumps(record))
     except BaseException as e:
         out.write_text(
@@ -375,14 +375,14 @@ def in_a_child(class_name: str, model_type: str, out: Path) -> int:
     os._exit(0)
 
 
-def sweep(chosen: dict[str, str], folder: Path, workers: int) -> list[dict[str, Any]]:
-    """The records of all classes, each from a process of its own that ends after a minute."""
-    folder.mkdir(parents=True, exist_ok=True)
+def sweep(chosen: dict[str, str], attentions: Sequence[str], folder: Path, workers: int) -> list[dict[str, Any]]:
+    """The records of all classes, each from its own process, which is killed after a minute."""
     waiting, running, records = list(chosen.items()), {}, []
     while waiting or running:
         while waiting and len(running) < workers:
             name, model_type = waiting.pop(0)
-            running[in_a_child(name, model_type, folder / f"{name}.json")] = (name, model_type, time.monotonic())
+            child = start_examining(name, model_type, attentions, folder / f"{name}.json")
+            running[child] = (name, model_type, time.monotonic())
         time.sleep(0.02)
         for child, (name, model_type, begun) in list(running.items()):
             if time.monotonic() - begun > PATIENCE_S:
@@ -403,18 +403,18 @@ def sweep(chosen: dict[str, str], folder: Path, workers: int) -> list[dict[str, 
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, int]:
-    """Number of runs by attention, method and verdict; and of classes that could not be built."""
+    """Number of runs by attention, method and verdict, and of classes, all and built."""
     counts = Counter(f"{r['attention']} {r['method']} {r['verdict']}" for c in records for r in c["runs"])
     counts["classes"], counts["built"] = len(records), sum(bool(c["runs"]) for c in records)
     return dict(sorted(counts.items()))
 
 
 def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/architectures"))
+    parser = common.parser(__doc__, work="where each class leaves its record")
     parser.add_argument("--only", nargs="*", help="class names or model types")
     parser.add_argument("--one-per-type", action="store_true", help="one class for each model type")
     parser.add_argument("--resume", action="store_true", help="keep what --out has of classes that were built")
+    parser.add_argument("--attention", nargs="+", default=["eager", "sdpa"])
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     chosen = {
@@ -423,10 +423,12 @@ def main() -> None:
         if not args.only or n in args.only or t in args.only
     }
     transformers.logging.set_verbosity_error()
-    kept = common.load(args.out)["records"] if args.resume else []
-    kept = [r for r in kept if r["runs"] and all(run["verdict"] != "failed" for run in r["runs"])]
-    missing = {n: t for n, t in chosen.items() if n not in {r["class"] for r in kept}}
-    records = sorted([*kept, *sweep(missing, args.folder, args.workers)], key=lambda r: (r["type"], r["class"]))
+    known = common.load(args.out)["records"] if args.resume else []
+    known = [r for r in known if r["runs"] and all(run["verdict"] != "failed" for run in r["runs"])]
+    missing = {n: t for n, t in chosen.items() if n not in {r["class"] for r in known}}
+    with common.work_folder(args.work) as folder:
+        examined = sweep(missing, args.attention, folder, args.workers)
+    records = sorted([*known, *examined], key=lambda r: (r["type"], r["class"]))
     head = {"torch": torch.__version__, "transformers": transformers.__version__, "summary": summary(records)}
     print(json.dumps(head["summary"], indent=1))
     common.save({**head, "records": records}, args.out)

@@ -34,10 +34,15 @@ def build(kind: str, hidden: int, layers: int, length: int) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+def windows(ids: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Random windows of a text, [count, length]."""
+    starts = torch.randint(0, len(ids) - length, (count,), generator=generator)
+    return torch.stack([ids[s : s + length] for s in starts.tolist()])
+
+
 def batch_of(kind: str, text: Tensor, count: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Random windows; for BERT 15 % of the bytes are masked and predicted."""
-    starts = torch.randint(0, len(text) - length, (count,), generator=generator)
-    ids = torch.stack([text[s : s + length] for s in starts.tolist()])
+    ids = windows(text, count, length, generator)
     if kind == "llama":
         return {"input_ids": ids, "labels": ids}
     masked = torch.rand(ids.shape, generator=generator) < 0.15

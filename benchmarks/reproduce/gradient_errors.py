@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from benchmarks.common import markdown
 from benchmarks.reproduce.miniature import Size, draw, start_model
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import ScaledTensor
@@ -60,8 +61,8 @@ def gradient_errors(
 
 def error_table(title: str, heading: str, found: Sequence[GradientError], powers: Collection[int]) -> str:
     """A row for each model and arithmetic, a column for each of the powers."""
-    lines = [f"| model | {heading} | " + " | ".join(f"2^{p}" for p in powers) + " |", "|---" * (2 + len(powers)) + "|"]
+    rows = []
     for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in found):
         by_power = {g.power: g.median_error for g in found if (g.model, g.arithmetic) == (model, arithmetic)}
-        lines.append(f"| {model} | {arithmetic} | " + " | ".join(f"{by_power[p]:.2g}" for p in powers) + " |")
-    return "\n".join([title, "", *lines, ""])
+        rows.append((model, arithmetic, *(f"{by_power[p]:.2g}" for p in powers)))
+    return f"{title}\n\n{markdown(('model', heading, *(f'2^{p}' for p in powers)), rows)}"

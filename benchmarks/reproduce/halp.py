@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.common import markdown
 from benchmarks.reproduce.byte_models import corpus
 from benchmarks.reproduce.figures import panels
 from benchmarks.reproduce.miniature import QUICK, read_arguments, save
@@ -136,16 +137,12 @@ def trace(problem: Problem, method: str, epochs: int) -> Trace:
 
 
 def table(traces: list[Trace]) -> str:
-    lines = [
-        f"| problem | method | gradient norm over the first: lowest | at the end | epochs to {TARGET:.0e} | s |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for t in traces:
         reached = next((str(i) for i, n in enumerate(t.norms) if n <= TARGET), "never")
-        lines.append(
-            f"| {t.problem} | {t.method} | {min(t.norms):.1e} | {t.norms[-1]:.1e} | {reached} | {t.time_s:.0f} |"
-        )
-    return "\n".join([*lines, ""])
+        rows.append((t.problem, t.method, f"{min(t.norms):.1e}", f"{t.norms[-1]:.1e}", reached, f"{t.time_s:.0f}"))
+    lowest = "gradient norm over the first: lowest"
+    return markdown(("problem", "method", lowest, "at the end", f"epochs to {TARGET:.0e}", "s"), rows)
 
 
 def figure(traces: list[Trace], path: Path) -> None:

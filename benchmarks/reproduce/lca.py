@@ -10,32 +10,26 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks import common
-from lpconv.data import demo_checkpoint, demo_text
+from benchmarks.reproduce.byte_models import batch_of, corpus
+from lpconv.data import demo_checkpoint
 from lpconv.optim import LowPrecisionAdamW
 from lpconv.optim.storage import VARIANTS
 from lpconv.probe.lca import LossChange, LossChangeStep, summarise
 
 
-def windows(text: Tensor, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    starts = torch.randint(0, len(text) - 128, (count,), generator=generator)
-    ids = torch.stack([text[s : s + 128] for s in starts.tolist()])
-    return {"input_ids": ids, "labels": ids}
-
-
 def run(variant: str, lr: float, steps: int) -> LossChangeStep:
-    play = torch.frombuffer(bytearray(demo_text("heldout").read_bytes()), dtype=torch.uint8).long()
+    play = corpus("heldout")
     cut = len(play) * 2 // 3
     model = LlamaForCausalLM.from_pretrained(demo_checkpoint(), dtype=torch.bfloat16)
     optimizer = LowPrecisionAdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), variant=variant, compiled=False)
-    lca = LossChange(model, optimizer, [windows(play[cut:], 8, torch.Generator().manual_seed(1))])
+    lca = LossChange(model, optimizer, [batch_of("llama", play[cut:], 8, 128, torch.Generator().manual_seed(1))])
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(**windows(play[:cut], 8, generator)).loss.backward()
+        model(**batch_of("llama", play[:cut], 8, 128, generator)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with lca.measure():
             optimizer.step()

@@ -175,12 +175,13 @@ def training_table(title: str, curves: Sequence[Curve]) -> str:
     """Means over seeds at the last step; the excess over the first arm is taken seed by seed, ± its deviation."""
     by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
     base = next(iter(by_arm.values()))
-    lines = [f"| arithmetic | held-out loss | over {base[0].arm} | steps skipped |", "|---|---|---|---|"]
+    rows = []
     for arm, runs in by_arm.items():
         excess = [c.held_out_loss[-1] - b.held_out_loss[-1] for c, b in zip(runs, base, strict=True)]
         loss, skipped = statistics.fmean(c.held_out_loss[-1] for c in runs), statistics.fmean(c.skipped for c in runs)
-        lines.append(f"| {arm} | {loss:.4f} | {spread(excess, '+.4f')} | {skipped:.1f} |")
-    return "\n".join([f"{title}, {len(base)} seeds", "", *lines, ""])
+        rows.append((arm, f"{loss:.4f}", spread(excess, "+.4f"), f"{skipped:.1f}"))
+    head = ("arithmetic", "held-out loss", f"over {base[0].arm}", "steps skipped")
+    return f"{title}, {len(base)} seeds\n\n{common.markdown(head, rows)}"
 
 
 def mean_curve(curves: Sequence[Curve], arm: str) -> tuple[list[int], list[float]]:

@@ -39,13 +39,14 @@ from benchmarks.reproduce.miniature import (
     Size,
     draw,
     observe,
+    rms,
     save,
     start_model,
     train,
     training_table,
 )
 from benchmarks.reproduce.scaled_training import plain_fp8
-from lpconv.scaled import AdamW, ScaledTensor, native, native_groups, scaled
+from lpconv.scaled import AdamW, native, native_groups, scaled
 
 WIDTH, LAYERS, VOCABULARY, HEADS, LENGTH = 128, 12, 512, 4, 64
 WITHIN = (0.5, 2.0)
@@ -79,11 +80,11 @@ TASKS = {
 
 def architectures(attention: str) -> dict[str, Callable[[], nn.Module]]:
     """12 layers of each architecture, without dropout."""
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": attention}
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, **common}
+    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": attention}
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, **shared}
     quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     gpt2 = hf.GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0,
-                         attn_pdrop=0, bos_token_id=0, eos_token_id=0, **common)  # fmt: skip
+                         attn_pdrop=0, bos_token_id=0, eos_token_id=0, **shared)  # fmt: skip
     return {
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(intermediate_size=4 * WIDTH, **sizes, **quiet)),
         "gpt2": lambda: hf.GPT2LMHeadModel(gpt2),
@@ -105,24 +106,19 @@ class Share:
     most: float
 
 
-def _size(x: Any) -> float:
-    data = x.data_part if isinstance(x, ScaledTensor) else x
-    return float(data.detach().double().square().mean().sqrt())
-
-
 def observed(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> dict[str, list[float]]:
     """Sizes of outputs, gradients and weight gradients of the linear layers, for 8 rows of 64 random tokens."""
     sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
 
     def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
-        sizes["outputs"].append(_size(out))
-        out.register_hook(lambda grad: sizes["gradients"].append(_size(grad)))
+        sizes["outputs"].append(rms(out))
+        out.register_hook(lambda grad: sizes["gradients"].append(rms(grad)))
 
     for module in model.modules():
         if isinstance(module, (nn.Linear, Conv1D)):
             module.register_forward_hook(on_output)
     loss(torch.randint(0, VOCABULARY, (8, LENGTH))).backward()
-    sizes["weight gradients"] = [_size(p.grad) for p in model.parameters() if p.dim() == 2 and p.grad is not None]
+    sizes["weight gradients"] = [rms(p.grad) for p in model.parameters() if p.dim() == 2 and p.grad is not None]
     return sizes
 
 
@@ -155,21 +151,18 @@ def measure_sizes(seeds: int) -> list[Share]:
 
 
 def sizes_table(found: list[Share]) -> str:
-    lines = ["| model | method | " + " | ".join(dict.fromkeys(s.what for s in found)) + " |", "|---|---|---|---|---|"]
+    kinds, rows = list(dict.fromkeys(s.what for s in found)), []
     for model, method in dict.fromkeys((s.model, s.method) for s in found):
         cells = []
-        for what in dict.fromkeys(s.what for s in found):
+        for what in kinds:
             here = [s for s in found if (s.model, s.method, s.what) == (model, method, what)]
-            inside, least, most = (
-                statistics.fmean(s.inside for s in here),
-                min(s.least for s in here),
-                max(s.most for s in here),
-            )
+            inside = statistics.fmean(s.inside for s in here)
+            least, most = min(s.least for s in here), max(s.most for s in here)
             cells.append(f"{inside:.0%} of {here[0].count} ({least:.2g} to {most:.2g})")
-        lines.append(f"| {model} | {method} | " + " | ".join(cells) + " |")
+        rows.append((model, method, *cells))
     seeds = len({s.seed for s in found})
     title = f"Share of tensors whose data has a size within [1/2, 2] (smallest to largest), {seeds} seeds"
-    return "\n".join([title, "", *lines, ""])
+    return f"{title}\n\n{common.markdown(('model', 'method', *kinds), rows)}"
 
 
 def drawn(compute: str) -> Callable[[nn.Module], nn.Module]:
@@ -251,10 +244,9 @@ def best(runs: list[Run]) -> Run:
 
 
 def rates_table(kind: str, found: dict[str, list[Run]]) -> str:
-    lines = ["| rule |" + 3 * " learning rate: loss |", "|---" * 4 + "|"]
-    for rule, runs in found.items():
-        lines.append(f"| {rule} | " + " | ".join(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs) + " |")
-    return "\n".join([f"Held-out loss in fp32 over learning rates, {kind}, seed 0", "", *lines, ""])
+    rows = [(rule, *(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs)) for rule, runs in found.items()]
+    table = common.markdown(("rule", *3 * ["learning rate: loss"]), rows)
+    return f"Held-out loss in fp32 over learning rates, {kind}, seed 0\n\n{table}"
 
 
 def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]:

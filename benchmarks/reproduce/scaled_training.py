@@ -135,17 +135,14 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The summary in Markdown."""
-    lines = [
-        "| model | setting | run | seeds | held-out loss | minus fp32, same seed | skipped steps |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for r in rows:
         loss = f"{r['held_out']:.4f}" + (f" ± {r['held_out_std']:.4f}" if "held_out_std" in r else "")
         gap = "" if "gap" not in r or r["run"] == "fp32" else f"{r['gap']:+.4f}"
         gap += f" ± {r['gap_std']:.4f}" if gap and "gap_std" in r else ""
-        start = f"| {r['model']} | {r['setting']} | {r['run']} | {r['num_seeds']}"
-        lines.append(f"{start} | {loss} | {gap} | {r['skipped']} |")
-    return "\n".join(lines) + "\n"
+        cells.append((r["model"], r["setting"], r["run"], str(r["num_seeds"]), loss, gap, str(r["skipped"])))
+    head = ("model", "setting", "run", "seeds", "held-out loss", "minus fp32, same seed", "skipped steps")
+    return common.markdown(head, cells)
 
 
 def save(path: Path | None, results: list[dict[str, Any]]) -> None:

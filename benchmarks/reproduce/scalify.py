@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.common import markdown
 from benchmarks.reproduce.figures import panels, plot_training
 from benchmarks.reproduce.gradient_errors import error_table, gradient_errors
 from benchmarks.reproduce.miniature import (
@@ -86,12 +87,13 @@ def stored(model: nn.Module, scales: str, step: int, size: Size) -> list[Stored]
 
 
 def stored_table(found: list[Stored]) -> str:
-    lines = ["| scales | after step | smallest RMS | largest RMS | largest over smallest |", "|---|---|---|---|---|"]
+    rows = []
     for scales, step in dict.fromkeys((s.scales, s.step) for s in found):
         sizes = [s.rms for s in found if (s.scales, s.step) == (scales, step)]
         ratio = max(sizes) / min(sizes)
-        lines.append(f"| {scales} | {step} | {min(sizes):.2g} | {max(sizes):.2g} | 2^{math.log2(ratio):.1f} |")
-    return "\n".join(["Magnitudes of stored gradients, modules with a weight", "", *lines, ""])
+        rows.append((scales, str(step), f"{min(sizes):.2g}", f"{max(sizes):.2g}", f"2^{math.log2(ratio):.1f}"))
+    head = ("scales", "after step", "smallest RMS", "largest RMS", "largest over smallest")
+    return f"Magnitudes of stored gradients, modules with a weight\n\n{markdown(head, rows)}"
 
 
 def figure(sizes: list[Stored], curves: list[Curve], path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.common import markdown
 from benchmarks.reproduce.figures import panels, plot_training
 from benchmarks.reproduce.gradient_errors import GradientError, error_table, gradient_errors
 from benchmarks.reproduce.miniature import (
@@ -85,12 +86,13 @@ def magnitudes(kind: str, size: Size) -> list[Magnitude]:
 
 
 def magnitude_table(found: list[Magnitude]) -> str:
-    lines = ["| stored values | of | smallest RMS | largest RMS | within 4 times of 1 |", "|---|---|---|---|---|"]
+    rows = []
     for form, direction in dict.fromkeys((m.form, m.direction) for m in found):
         sizes = [m.rms for m in found if (m.form, m.direction) == (form, direction)]
         near = sum(0.25 <= s <= 4 for s in sizes) / len(sizes)
-        lines.append(f"| {form} | {direction}s | {min(sizes):.2g} | {max(sizes):.2g} | {near:.0%} |")
-    return "\n".join(["Magnitudes at initialisation, modules with a weight", "", *lines, ""])
+        rows.append((form, f"{direction}s", f"{min(sizes):.2g}", f"{max(sizes):.2g}", f"{near:.0%}"))
+    head = ("stored values", "of", "smallest RMS", "largest RMS", "within 4 times of 1")
+    return f"Magnitudes at initialisation, modules with a weight\n\n{markdown(head, rows)}"
 
 
 def figure(errors: list[GradientError], sizes: list[Magnitude], curves: list[Curve], path: Path) -> None:

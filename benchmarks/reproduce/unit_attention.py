@@ -127,7 +127,7 @@ def run(model: str, compute: str, seed: int) -> Run:
 
 def table(runs: Sequence[Run]) -> str:
     """The mean loss in fp32, what fp8 adds, and how many fp8 runs have left their path."""
-    lines = ["| model | seeds | fp32 | fp8 over fp32 | left |", "|---" * 5 + "|"]
+    rows = []
     for model in MODELS:
         here = [r for r in runs if r.model == model]
         exact = {r.seed: r.loss for r in here if r.compute == "fp32"}
@@ -135,10 +135,10 @@ def table(runs: Sequence[Run]) -> str:
         if added:
             gap = estimate_mean(added)
             half = f" ± {gap.high - gap.value:.3f}" if len(added) > 1 else ""
-            left = sum(x > LEFT for x in added)
-            cells = [model, str(len(added)), f"{statistics.fmean(exact.values()):.3f}"]
-            lines.append("| " + " | ".join([*cells, f"{gap.value:+.3f}{half}", str(left)]) + " |")
-    return "\n".join([*lines, ""])
+            left = str(sum(x > LEFT for x in added))
+            mean = f"{statistics.fmean(exact.values()):.3f}"
+            rows.append((model, str(len(added)), mean, f"{gap.value:+.3f}{half}", left))
+    return common.markdown(("model", "seeds", "fp32", "fp8 over fp32", "left"), rows)
 
 
 def recorded_runs() -> list[Run]:

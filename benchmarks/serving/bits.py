@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import command, environment, load, machine, parser, save, versions, work_folder
+from benchmarks.common import Rows, command, environment, machine, parser, versions, work_folder
+from benchmarks.models import minilm
 from benchmarks.serving.mlx import PACKAGES
 from benchmarks.serving.vllm import random_experts
 from lpconv.convert.run import convert
@@ -175,31 +176,34 @@ def measure(model: Path, layout: str, case: str, folder: Path, *more: Path) -> d
 
 
 def main() -> None:
-    """Parse the arguments, run every case that the result lacks, and save it after each."""
-    from benchmarks.quality.granularity import minilm
-
+    """Run every case that the result lacks, and save the result after each."""
     made = parser(__doc__, work="where the environment with mlx and the converted models are kept")
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
+    made.add_argument("--models", nargs="+", help="only these models of the result")
     made.add_argument("--layouts", nargs="+", choices=CASES, default=list(CASES))
+    made.add_argument("--cases", nargs="+", help="only these cases of the layouts")
     options = made.parse_args()
-    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
+    shown = command().replace(str(options.model), "MODEL")
+    rows = Rows(options.out, ("model", "layout", "case"), lambda: {"command": shown, "machine": machine("gguf")})
     with work_folder(options.work) as folder:
-        python = environment(folder / "mlx-env", PACKAGES)
-        models = {"all-MiniLM-L6-v2": minilm(), "random Qwen3-MoE": random_experts(folder / "qwen3-moe", options.model)}
-        for name, model in {**models, options.model.name: options.model}.items():
+        for name in options.models or ("all-MiniLM-L6-v2", "random Qwen3-MoE", options.model.name):
+            model = model_of(name, folder, options.model)
             for layout in options.layouts:
                 package = _PACKAGES.get(layout, layout)
-                more = (python,) if layout == "mlx" else ()
-                release = versions(package).get(package) or version_in(python, package)
-                for case in CASES[layout]:
-                    if any((r["model"], r["layout"], r["case"]) == (name, layout, case) for r in rows):
+                more = (environment(folder / "mlx-env", PACKAGES),) if layout == "mlx" else ()
+                release = versions(package).get(package) or version_in(*more, package)
+                for case in (c for c in CASES[layout] if c in (options.cases or CASES[layout])):
+                    if rows.has(name, layout, case):
                         continue
-                    found = measure(model, layout, case, folder, *more)
                     facts = {"model": name, "layout": layout, "case": case, "decoder": package, "version": release}
-                    rows.append({**facts, **found})
-                    print(json.dumps(rows[-1]), flush=True)
-                    said = command().replace(str(options.model), "MODEL")
-                    save({"command": said, "machine": machine("gguf"), "rows": rows}, options.out)
+                    rows.put(facts | measure(model, layout, case, folder, *more))
+
+
+def model_of(name: str, folder: Path, model: Path) -> Path:
+    """The folder of a model by its name in the result."""
+    if name == "random Qwen3-MoE":
+        return random_experts(folder / "qwen3-moe", model)
+    return minilm() if name == "all-MiniLM-L6-v2" else model
 
 
 def version_in(python: Path, package: str) -> str:

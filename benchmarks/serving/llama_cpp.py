@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, load, machine, parser, save, work_folder
+from benchmarks.common import Rows, command, machine, parser, work_folder
 from benchmarks.serving.answers import (
     NUM_TOKENS,
     PROMPTS,
@@ -212,7 +212,7 @@ def main() -> None:
     made.add_argument("--families", nargs="*", help="only these small models, and not the model itself")
     made.add_argument("--caches", nargs="+", choices=CACHES, default=CACHES)
     options = made.parse_args()
-    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
+    rows = Rows(options.out, ("model", "scheme", "cache"), lambda: {"machine": machine("gguf")})
     with work_folder(options.work) as folder:
         node = environment(folder / "node")
         chosen = options.families
@@ -220,11 +220,7 @@ def main() -> None:
         schemes = options.schemes if chosen is None else ()
         for model, scheme in [*((options.model, s) for s in schemes), *((str(m), "GGUF_F16") for m in others)]:
             for row in measure(node, model, scheme, folder, options.caches):
-                facts = {key: row[key] for key in ("model", "scheme", "cache")}
-                row["command"] = command().replace(options.model, "MODEL")
-                rows = [*(r for r in rows if {k: r.get(k) for k in facts} != facts), row]
-                print(json.dumps(row), flush=True)
-                save({"machine": machine("gguf"), "rows": rows}, options.out)
+                rows.put({**row, "command": command().replace(options.model, "MODEL")})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, environment, load, machine, parser, save, work_folder
+from benchmarks.common import Rows, command, environment, machine, parser, work_folder
 from benchmarks.serving.answers import NUM_TOKENS, converted, difference, equal_first, greedy, logs_of, prompts_of
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
@@ -85,15 +85,12 @@ def main() -> None:
     made.add_argument("model", help="a Llama with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--schemes", nargs="+", default=SCHEMES)
     options = made.parse_args()
+    run = {"command": command().replace(options.model, "MODEL"), "model": Path(options.model).name}
+    rows = Rows(options.out, ("scheme",), lambda: {**run, "machine": machine()})
     with work_folder(options.work) as folder:
         python = environment(folder / "mlx-env", PACKAGES)
-        before = load(options.out)["rows"] if options.out and options.out.exists() else []
-        rows = [r for r in before if r["scheme"] not in options.schemes]
         for scheme in options.schemes:
-            rows.append(measure(python, options.model, scheme, folder))
-            print(rows[-1], flush=True)
-    run = {"command": command().replace(options.model, "MODEL"), "model": Path(options.model).name}
-    save({**run, "machine": machine(), "rows": rows}, options.out)
+            rows.put(measure(python, options.model, scheme, folder))
 
 
 if __name__ == "__main__":

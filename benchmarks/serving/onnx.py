@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import command, environment, load, machine, parser, save, work_folder
+from benchmarks.common import Rows, command, environment, machine, parser, work_folder
 from benchmarks.serving.answers import PROMPTS, converted, greedy, prompts_of
 
 # Optimum needs an older transformers, so it has an environment of its own.
@@ -171,10 +171,8 @@ def main() -> None:
     arguments.add_argument("--runtimes", nargs="*", choices=RUNTIMES, default=list(RUNTIMES))
     given = arguments.parse_args()
     prompts, model = prompts_of(given.model), Path(given.model).name
-    old = load(given.out)["rows"] if given.out and given.out.exists() else []
-    again = [(model, form, runtime) for form in given.forms for runtime in given.runtimes]
-    rows = [r for r in old if (r["model"], r["form"], r["runtime"]) not in again]
-    document = {"machine": machine("onnx", "onnxscript"), "prompts": PROMPTS, "rows": rows}
+    head = {"machine": machine("onnx", "onnxscript"), "prompts": PROMPTS}
+    rows = Rows(given.out, ("model", "form", "runtime"), lambda: head)
     with work_folder(given.work) as work:
         places = {RUNTIMES[r] for r in given.runtimes}
         pythons = {name: environment(work / name, ENVIRONMENTS[name]) for name in places}
@@ -193,9 +191,7 @@ def main() -> None:
                 "check_max_rel_diff": record["check"]["max_rel_diff"],
             }
             for runtime in given.runtimes:
-                rows.append({**facts, **compare(pythons[RUNTIMES[runtime]], runtime, folder, prompts, right)})
-                print(json.dumps(rows[-1]), flush=True)
-                save(document, given.out)
+                rows.put({**facts, **compare(pythons[RUNTIMES[runtime]], runtime, folder, prompts, right)})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import OFFLINE, command, environment, load, machine, parser, save, work_folder
+from benchmarks.common import OFFLINE, Rows, command, environment, machine, parser, work_folder
 from benchmarks.serving.answers import (
     NUM_TOKENS,
     common_prefix,
@@ -192,7 +192,7 @@ def main() -> None:
     made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = made.parse_args()
     prompts = prompts_of(options.model, PROMPTS)
-    rows = load(options.out)["rows"] if options.out and options.out.exists() else []
+    rows = Rows(options.out, ("model", "case", "dtype"), lambda: {"machine": machine("compressed-tensors")})
     with work_folder(options.work) as folder:
         python = vllm_environment(folder / "vllm-env")
         for model, name in cases(options.cases, options.model, folder):
@@ -201,12 +201,9 @@ def main() -> None:
             output = folder / f"{model.name}-{list(CASES).index(name)}"
             path = converted(model, CASES[name], output) if CASES[name] else model
             facts = {"model": model.name, "case": name, "dtype": options.dtype}
-            rows = [r for r in rows if {k: r[k] for k in facts} != facts]
-            found = measure(python, path, prompts, options.dtype)
-            said = command().replace(str(options.model), "MODEL")
-            rows.append({**facts, "options": CASES[name], "command": said, **found})
-            print(json.dumps(rows[-1]), flush=True)
-            save({"machine": machine("compressed-tensors"), "rows": rows}, options.out)
+            shown = command().replace(str(options.model), "MODEL")
+            compared = measure(python, path, prompts, options.dtype)
+            rows.put({**facts, "options": CASES[name], "command": shown, **compared})
 
 
 if __name__ == "__main__":

@@ -44,8 +44,6 @@ _SOURCE, _OUTPUT = "SOURCE", "OUTPUT"
 _COPY = 'cp -r "$0" "$1" && sync "$1"/*'
 _TRANSFORMERS = """
 import sys, torch, transformers
-
-from benchmarks import common
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16)
 model.save_pretrained(sys.argv[2])
 """
@@ -172,16 +170,15 @@ def _sha256_rate() -> float:
 
 def table(measurements: Sequence[Measurement]) -> str:
     """Markdown: one row per subject and case, medians over rounds."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     keys = dict.fromkeys((m.size, m.dtype, m.case) for m in measurements)
-    return "\n".join([*lines, *(_row(measurements, *key) for key in keys)]) + "\n"
+    return common.markdown(_COLUMNS, (_row(measurements, *key) for key in keys))
 
 
-def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) -> str:
+def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) -> tuple[str, ...]:
     of_subject = [m for m in measurements if (m.size, m.dtype) == (size, dtype)]
     runs = [m for m in of_subject if m.case == case]
     seconds = [m.wall_s for m in runs]
-    cells = (
+    return (
         f"{size} {dtype}",
         case,
         f"{(runs[0].bytes_in + runs[0].bytes_out) / 1e9:.2f}",
@@ -195,7 +192,6 @@ def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) 
         _median([m.cpu_s for m in runs]),
         f"{max(m.peak_rss_bytes for m in runs) / 1e6:.0f}",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def _ratios(runs: Sequence[Measurement], others: Sequence[Measurement]) -> list[float]:

@@ -39,6 +39,7 @@ from lpconv.results import BenchResult, BenchRow, from_json, to_json
 from lpconv.results.doctor import ERROR, DeviceRecord
 from lpconv.scaled import ScaledTensor, scaled
 
+_PARTS = ("checks", "kernels", "benches")
 _FP8 = ("e4m3fn", "e5m2")
 # M, K, N; some need padding, and of one row or column the strides count
 _SHAPES = ((16, 16, 16), (128, 96, 48), (17, 33, 65), (1, 64, 16), (32, 64, 1), (256, 4096, 1000))
@@ -92,29 +93,30 @@ TOY_JOBS = (Job(model="demo", layers=1, mode="train", batch=1, seq=32, methods=(
 
 
 def main() -> int:
-    """Checks, kernels, benches, two files; 1 where a check failed."""
+    """Run checks, kernels and benches, and write both files; returns 1 if a check failed."""
     parser = common.parser(__doc__)
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("gpu"), help="name of both files, without suffix (gpu)"
     )
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no timing begins (480)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options = parser.parse_args()
     device = "cpu" if options.dry_run else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch finds no GPU\nhint: --dry-run tries the script on the CPU", file=sys.stderr)
         return 4
     suite = Suite.begin(options.output, device)
-    if not suite.checks:
+    if not suite.checks and "checks" in options.parts:
         suite.checks = list(run_checks(device))
         suite.write()
-    if suite.kernels is None:
+    if suite.kernels is None and "kernels" in options.parts:
         suite.kernels = gpu_kernels.document(
             device, *gpu_kernels.measure(device, gpu_kernels.TOY if options.dry_run else gpu_kernels.FULL)
         )
         suite.write()
     jobs = TOY_JOBS if options.dry_run else JOBS
-    for job in jobs:
+    for job in jobs if "benches" in options.parts else ():
         if str(job) not in suite.runs and suite.seconds <= options.budget:
             suite.runs[str(job)] = run_job(job, dry=options.dry_run)
             suite.write()

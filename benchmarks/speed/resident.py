@@ -1,6 +1,6 @@
 """Memory and speed of SmolLM2-135M-Instruct whose weights stay codes, beside the plain model in fp32 and bf16.
 
-    PYTHONPATH=.:tests:benchmarks python -m benchmarks.speed.resident --work DIRECTORY --out FILE.json
+    python -m benchmarks.speed.resident --work DIRECTORY --out FILE.json
 
 The GGUF's values are stored in bf16, as the model was published, and converted: e4m3fn with a scale for a tensor by
 `lpconv convert`, MXFP4 (weights of linear layers; the embedding stays bf16) by the compressed-tensors package. Every
@@ -39,23 +39,21 @@ CASES = {
 
 
 def make(work: Path) -> None:
-    """The four checkpoints, where they are not there yet."""
+    """Make the four checkpoints, unless they exist."""
     if (work / "mxfp4").exists():
         return
     import torch
-    from finetune_real import smollm2  # type: ignore[import-not-found]
-    from foreign_files import make_foreign
     from transformers import AutoModelForCausalLM
 
+    from benchmarks.models import smollm2
     from lpconv.convert.run import convert
     from lpconv.plan.options import ConvertOptions
 
     work.mkdir(parents=True, exist_ok=True)
-    smollm2(work)
-    (work / "smollm2").rename(work / "fp32")
+    smollm2(work / "fp32")
     AutoModelForCausalLM.from_pretrained(work / "fp32", dtype=torch.bfloat16).save_pretrained(work / "bf16")
     convert(str(work / "bf16"), work / "e4m3fn", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
-    make_foreign("ct MXFP4", work / "bf16", work / "mxfp4")
+    convert(str(work / "bf16"), work / "mxfp4", ConvertOptions(scheme="MXFP4A16", verify="none"))
 
 
 def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import common
+from lpconv.cli.main import COMMANDS
 
 _OUT = "{new}"  # a folder that is not there yet
 _ASKING = ", without network"
@@ -108,12 +109,12 @@ def table(measurements: Sequence[Measurement]) -> str:
     """Markdown: a row for each command, medians over rounds, with the CPU time's lowest and highest."""
     trees = list(dict.fromkeys(m.tree for m in measurements))
     columns = [f"{t}: {what}" for t in trees for what in ("first, s", "end, s", "CPU, s")]
-    lines = ["| command | exit | " + " | ".join(columns) + " |", "|---" * (len(columns) + 2) + "|"]
+    rows = []
     for command in dict.fromkeys(m.command for m in measurements):
         of_command = [m for m in measurements if m.command == command]
         cells = [c for t in trees for c in _cells([m for m in of_command if m.tree == t])]
-        lines.append(f"| `lpconv {command}` | {of_command[-1].exit_code} | " + " | ".join(cells) + " |")
-    return "\n".join(lines).replace(_OUT, "out") + "\n"
+        rows.append((f"`lpconv {command.replace(_OUT, 'out')}`", str(of_command[-1].exit_code), *cells))
+    return common.markdown(("command", "exit", *columns), rows)
 
 
 def _cells(runs: Sequence[Measurement]) -> Iterator[str]:
@@ -141,6 +142,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[""], help="how the commands begin", metavar="WORDS")
     args = parser.parse_args()
+    for timed in (ERRORS, RESULTS):
+        if untimed := set(COMMANDS) - {c.split()[0] for c in timed if c}:
+            parser.error(f"ERRORS and RESULTS lack {', '.join(sorted(untimed))}")
     trees = {"before": args.before.resolve()} if args.before else {}
     trees["after"] = common.ROOT
     commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(tuple(args.only))]
