@@ -3,15 +3,19 @@
 import hashlib
 import json
 import math
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import lpconv
 from lpconv.data import demo_checkpoint, demo_text
 from lpconv.errors import UsageError
 
+SCRIPT = Path(lpconv.__file__).parents[1] / "benchmarks" / "reproduce" / "train_demo.py"
 METRICS = json.loads((demo_checkpoint() / "metrics.json").read_text(encoding="utf-8"))
 
 
@@ -65,3 +69,22 @@ def test_unknown_split_names_the_nearest() -> None:
     with pytest.raises(UsageError) as caught:
         demo_text("heldut")
     assert "`heldout`" in (caught.value.hint or "")
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="benchmarks/ is not part of the installed package")
+def test_script_makes_a_checkpoint_of_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from_file_location("train_demo", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = demo_text("train").read_text(encoding="ascii")[: 80 * script.BLOCK]
+    (tmp_path / "short.txt").write_text(text, encoding="ascii")
+    monkeypatch.setattr(script, "demo_text", lambda split: tmp_path / "short.txt")
+
+    metrics = script.make(["short"], text, tmp_path / "made", script.Options(steps=3, batch_size=2))
+
+    assert {p.name for p in (tmp_path / "made").iterdir()} == {p.name for p in demo_checkpoint().iterdir()}
+    assert json.loads((tmp_path / "made" / "metrics.json").read_text(encoding="utf-8")) == metrics
+    made, shipped = ((d / "tokenizer.json").read_bytes() for d in (tmp_path / "made", demo_checkpoint()))
+    assert made == shipped

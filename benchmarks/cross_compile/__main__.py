@@ -6,7 +6,8 @@
 
 For each path (optimizer steps, casts, decoding, fp8 layers, training steps of small models) and target, counts kernels,
 registers, spilled bytes, and the bytes that the code moves next to the least possible. For optimizer steps on sm_90 it
-also counts the roundings that the compiler dropped, and the products that it fused with a sum.
+also counts the roundings that the compiler dropped (numbers rounded to 16 bits in eager mode, of which the compiled
+code goes on with the fp32 value), and the products that it fused with a sum.
 
 Not shown: whether a GPU accepts the code, how fast it is, and the matrix products, which cuBLASLt computes.
 """
@@ -119,8 +120,8 @@ def _row(path: Any, target: Any) -> dict[str, Any]:
     if path.name.startswith("step"):
         ((_, code),) = compiled
         row["instructions"] = code.instructions_per_element
-        if target.name == _COUNTED:
-            row["roundings"], row["wanted_roundings"] = code.roundings_per_element, graphs[0].num_roundings
+        if target.name == _COUNTED and not path.name.endswith("by bits"):  # which round by integer operations
+            row["widened"], row["wanted_widened"] = code.widened_per_element, graphs[0].num_widened
             row["fused"] = code.num_fused
     return row
 

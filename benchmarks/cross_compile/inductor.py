@@ -23,7 +23,6 @@ _SCALES_BYTES = 1 << 15  # upper bound for buffers of row magnitudes here; matri
 _NAME = re.compile(r"\b(?:arg\d+_\d+|primals_\d+|tangents_\d+|buf\d+|\w+)\b")
 
 _LIBRARIES: list[torch.library.Library] = []  # torch unloads a library with its last reference
-_ROUNDING_OPS = {"add", "sub", "mul", "div", "sqrt", "rsqrt", "reciprocal", "pow", "exp", "lerp", "addcmul", "addcdiv"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,24 +113,17 @@ class Graph:
         return dict(counts)
 
     @property
-    def num_roundings(self) -> int:
-        """Number of operations per element whose results eager mode rounds to 16 or 8 bits."""
-        return sum(_rounds(node) for node in self.reference.graph.nodes)
+    def num_widened(self) -> int:
+        """Conversions from 16 or 8 bits to fp32 per element before Inductor changes the graph."""
+        return sum(_widens(node) for node in self.reference.graph.nodes)
 
 
-def _rounds(node: torch.fx.Node) -> bool:
-    """Whether eager mode rounds the elements of this node's result."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.dim() or not _is_low(value):
+def _widens(node: torch.fx.Node) -> bool:
+    if "convert_element_type" not in str(node.target):
         return False
-    if "convert_element_type" in str(node.target) or "_to_copy" in str(node.target):
-        source = node.all_input_nodes[0].meta["val"]
-        return bool(source.is_floating_point() and source.dtype.itemsize > value.dtype.itemsize)
-    return str(node.target).removeprefix("aten.").split(".")[0] in _ROUNDING_OPS
-
-
-def _is_low(x: torch.Tensor) -> bool:
-    return x.is_floating_point() and x.dtype.itemsize < 4
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    is_low = source.is_floating_point() and source.dtype.itemsize < 4
+    return bool(source.dim() and is_low and result.dtype == torch.float32)
 
 
 def pretend(target: Target) -> None:

@@ -31,22 +31,22 @@ class MachineCode:
         return self._per_element(len(instructions))
 
     @property
-    def roundings_per_element(self) -> float:
-        """PTX operations per element, of a kernel without loops, whose result is rounded to bf16, fp16 or fp8."""
-        low = r"(?:bf16|f16|e4m3|e5m2)"
-        conversions = self._count(rf"cvt\.rn(?:\.\w+)*\.{low}(x2)?\.f32")
-        arithmetic = self._count(rf"(?:add|sub|mul|fma)(?:\.rn)?\.{low}(x2)?\s")
-        return self._per_element(conversions + arithmetic)
+    def widened_per_element(self) -> float:
+        """Conversions from 16 bits to fp32 in the PTX, per element of a kernel without loops.
+
+        Arithmetic in bf16 rounds by itself and counts as two conversions, of its operands.
+        """
+        one, two = (self._count(rf"(?:add|sub|mul|fma)(?:\.rn)?\.{dtype}\s") for dtype in ("bf16", "bf16x2"))
+        return self._per_element(self._count(r"cvt\.f32\.(?:bf16|f16)") + 2 * one + 4 * two)
 
     @property
     def num_fused(self) -> int:
-        """Number of fused multiply-adds in fp32, which skip the rounding of the product."""
-        return self._count(r"fma\.rn\.f32()")
+        """Fused multiply-adds in fp32, which skip the rounding of the product."""
+        return self._count(r"fma\.rn\.f32")
 
     def _count(self, pattern: str) -> int:
-        """Number of operations in PTX instructions that match; instructions on pairs ("x2") count twice."""
-        matches = re.findall(rf"^\s*(?:@!?%p\d+ +)?{pattern}", self.assembly, re.MULTILINE)
-        return sum(2 if pair else 1 for pair in matches)
+        """Instructions in the PTX that match a regular expression."""
+        return len(re.findall(rf"^\s*(?:@!?%p\d+ +)?{pattern}", self.assembly, re.MULTILINE))
 
     def _per_element(self, count: int) -> float:
         return count * 32 * self.launch["num_warps"] / self.launch["XBLOCK"]

@@ -38,19 +38,19 @@ def machine_code() -> str:
     rows = _rows()
     paths = list(dict.fromkeys(r["path"] for r in rows))
     by_path = groupby(sorted(rows, key=lambda r: paths.index(r["path"])), lambda r: str(r["path"]))
-    head = ("path", "kernels", "bytes per element, least", "roundings, dropped", "fused", "registers, by target")
+    head = ("path", "kernels", "bytes per element, least", "dropped roundings", "fused", "registers, by target")
     return markdown(head, (_line(path, {r["target"]: r for r in same}) for path, same in by_path)) + _notes(rows)
 
 
 def _line(path: str, by_target: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     row = by_target.get("sm_90") or next(iter(by_target.values()))
     moved = [f"{row[k] / row['elements']:.2f}" for k in ("bytes_moved", "least_bytes") if "elements" in row]
-    roundings, fused = "", ""
-    if "roundings" in row:
-        wanted = row["wanted_roundings"]
-        roundings, fused = f"{wanted}, {max(0, wanted - round(row['roundings']))}", str(row["fused"])
+    dropped, fused = "", ""
+    if "widened" in row:
+        wanted = row["wanted_widened"]
+        dropped, fused = f"{max(0, wanted - row['widened']):.0f} of {wanted}", str(row["fused"])
     registers = ", ".join(_registers(r) for r in by_target.values())
-    return path, " + ".join(map(str, row["kernels"])), ", ".join(moved), roundings, fused, registers
+    return path, " + ".join(map(str, row["kernels"])), ", ".join(moved), dropped, fused, registers
 
 
 def _registers(row: dict[str, Any]) -> str:
