@@ -78,13 +78,13 @@ def machine(*packages: str) -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of those packages that are installed."""
-    found = {}
+    installed = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -135,11 +135,11 @@ def other_windows(subject: Subject) -> tuple[Any, ...]:
 def infer_truth(model: str, options: AdviseOptions) -> list[dict[str, Any]]:
     """Every conversion on windows that the advice did not see."""
     subject = open_subject(Checkpoint.open(model, revision=options.revision), options, Silent())
-    subject, found = dataclasses.replace(subject, windows=other_windows(subject), _own=[]), []
+    subject, truths = dataclasses.replace(subject, windows=other_windows(subject), _own=[]), []
     for name, settings in conversions().items():
-        found.append({"name": name} | _conversion_truth(subject, settings))
-        print(f"  {name}: {found[-1]}", flush=True)
-    return found
+        truths.append({"name": name} | _conversion_truth(subject, settings))
+        print(f"  {name}: {truths[-1]}", flush=True)
+    return truths
 
 
 def _conversion_truth(subject: Subject, settings: Settings) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def _conversion_truth(subject: Subject, settings: Settings) -> dict[str, Any]:
 def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[str, Any]]:
     """Every recipe for all the steps, from seeds of its own, beside the fp32 twin."""
     twins = {seed: _run(model, options, TWIN, seed, folder) for seed in SEEDS}
-    found = []
+    truths = []
     for recipe in (r for r in RECIPES if r != TWIN):
         row: dict[str, Any] = {"name": recipe, "gaps": []}
         for seed in SEEDS:
@@ -172,8 +172,8 @@ def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[s
             row["gaps"].append(next(g.gap for g in gap_records([run, twin]) if g.metric == "eval_loss"))
             row["memory_bytes"] = run.memory.measured_bytes if run.memory else None
         print(f"  {recipe}: {row}", flush=True)
-        found.append(row)
-    return found
+        truths.append(row)
+    return truths
 
 
 def _run(model: str, options: AdviseOptions, recipe: str, seed: int, folder: Path) -> RunRecord:

@@ -69,14 +69,14 @@ def page_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 def texts(revision: str) -> dict[str, dict[str, str]]:
     """All texts of a revision, by kind and name."""
     packed = subprocess.check_output(["git", "archive", revision, "lpconv", "docs", "README.md"])
-    found: dict[str, dict[str, str]] = {kind: {} for kind in COUNTS}
+    texts_by_kind: dict[str, dict[str, str]] = {kind: {} for kind in COUNTS}
     with tarfile.open(fileobj=BytesIO(packed)) as tar:
         for path in tar.getnames():
             if path.endswith(".py") or (path.endswith(".md") and not path.startswith("lpconv")):
                 source = tar.extractfile(path).read().decode()  # type: ignore[union-attr]  # a file
                 for kind, name, text in (code_texts if path.endswith(".py") else page_texts)(path, source):
-                    found[kind][name] = text
-    return found
+                    texts_by_kind[kind][name] = text
+    return texts_by_kind
 
 
 def earlier(kind: str, name: str, text: str, old: dict[str, str]) -> str | None:

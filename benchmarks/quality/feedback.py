@@ -42,8 +42,8 @@ CASES = {
 }
 
 
-def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    rows, windows = found.setdefault(name, {}), windows_of(model, texts(folder))
+def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
+    rows, windows = result.setdefault(name, {}), windows_of(model, texts(folder))
     source = predictions(model, windows)
     for case in asked.cases:
         row, options = case, CASES[case]
@@ -53,7 +53,7 @@ def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, fou
         if row not in rows:
             output = folder / f"{name}-{row}".replace(", ", "-").replace(" ", "-")
             rows[row] = {**converted(model, output, options), **compare_texts(source, predictions(output, windows))}
-            common.save(found, asked.out)
+            common.save(result, asked.out)
             print(name, row, json.dumps(rows[row]), flush=True)
 
 
@@ -63,11 +63,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--calibrate", default="demo", help="text of the calibration")
     asked = parser.parse_args()
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    found["machine"] = common.machine()
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, found)
+            measure(name, model_folder(name, folder), folder, asked, result)
 
 
 if __name__ == "__main__":

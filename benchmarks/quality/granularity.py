@@ -90,13 +90,13 @@ def sqnr(weights: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> float:
     return 10 * math.log10(signal / noise)
 
 
-def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
+def measure(path: Path, folder: Path, rows: dict[str, Any], save: Any) -> None:
     model = lpconv.load(path, dtype=torch.float32)
     plain = {n: p.detach().clone() for n, p in model.named_parameters()}
     (windows,) = windows_of(path, {"plays": demo_text("heldout")}, WINDOWS).values()
     source, has_head = outputs_of(model, windows), type(model).__name__.endswith("CausalLM")
-    if "source" not in found:
-        found["source"] = figures(source, source, windows, has_head=has_head)
+    if "source" not in rows:
+        rows["source"] = figures(source, source, windows, has_head=has_head)
 
     def with_weights(got: Mapping[str, Tensor]) -> dict[str, float]:
         with torch.no_grad():
@@ -108,7 +108,7 @@ def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
         return {"sqnr_db": sqnr(plain, got), **answer}
 
     for i, (name, asked) in enumerate(FORMS):
-        if name in found:
+        if name in rows:
             continue
         options = ConvertOptions(layout="compressed-tensors", verify="none", **asked)  # type: ignore[arg-type]
         result = convert(str(path), folder / str(i), options)
@@ -116,26 +116,26 @@ def measure(path: Path, folder: Path, found: dict[str, Any], save: Any) -> None:
         with StoredTensors.open(folder / str(i)) as stored:
             ours = {t.name: stored.tensor(t.name).float() for t in done}
         theirs = {n: rounded(plain[n], asked) for n in ours}
-        found[name] = {
+        rows[name] = {
             "tensors": len(done),
             "bits": 8 * sum(t.bytes_out for t in done) / sum(math.prod(t.shape) for t in done),
             "lpconv": with_weights(ours),
             "compressed-tensors": with_weights(theirs),
         }
         save()
-        print(name, json.dumps(found[name]))
+        print(name, json.dumps(rows[name]))
 
 
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
     asked = parser.parse_args()
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
 
     for model in asked.model:
         with tempfile.TemporaryDirectory() as name:
-            folder, save = Path(name), partial(common.save, found, asked.out)
-            measure(model_folder(model, folder), folder, found.setdefault(model, {}), save)
+            folder, save = Path(name), partial(common.save, result, asked.out)
+            measure(model_folder(model, folder), folder, result.setdefault(model, {}), save)
 
 
 if __name__ == "__main__":

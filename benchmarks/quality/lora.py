@@ -63,8 +63,8 @@ def child(model: Path, data: Path, output: Path, asked: dict[str, Any], lora: bo
     command = [sys.executable, "-m", "benchmarks.quality.lora", "--out", "-", "--one", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LPCONV_COMPILE": "never"}
     ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return row
 
 
 def main() -> None:
@@ -79,15 +79,15 @@ def main() -> None:
         model, data, output, options, lora = asked.one
         print(json.dumps(train(Path(model), data, Path(output), json.loads(options), lora == "1")))
         return
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    found["machine"], found["command"] = common.machine(), common.command()
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result["machine"], result["command"] = common.machine(), common.command()
     usual = {"batch_size": 2, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": asked.lr}
     with common.work_folder(asked.work) as folder:
         data = texts(folder)["python"]
         least = {**usual, "steps": 2, "seq_len": 16, "batch_size": 1, "eval_batches": 1}
-        found["imports_bytes"] = child(model_folder("demo", folder), data, folder / "least", least, True)["peak_bytes"]
+        result["imports_bytes"] = child(model_folder("demo", folder), data, folder / "least", least, True)["peak_bytes"]
         for name in asked.model:
-            source, rows = model_folder(name, folder), found.setdefault(name, {})
+            source, rows = model_folder(name, folder), result.setdefault(name, {})
             for case in (c for c in asked.cases if c not in rows):
                 conversion, lora = CASES[case]
                 base = source if conversion is None else folder / f"{name}-{case}".replace(" ", "-")
@@ -95,10 +95,10 @@ def main() -> None:
                     converted(source, base, conversion)
                 steps = 3 if case in SHORT else asked.steps
                 row = child(base, data, folder / "trained", {**usual, "steps": steps}, lora)
-                row["memory_bytes"] = row["peak_bytes"] - found["imports_bytes"]
+                row["memory_bytes"] = row["peak_bytes"] - result["imports_bytes"]
                 row["weight_bytes"] = sum(p.stat().st_size for p in base.glob("*.safetensors"))
                 rows[case] = row | {"load_average": os.getloadavg()[1]}
-                common.save(found, asked.out)
+                common.save(result, asked.out)
                 print(name, case, json.dumps(rows[case]), flush=True)
 
 

@@ -64,8 +64,8 @@ def auto_round(source: Path, work: Path) -> None:
 
     for layout, scheme in _EXPORTS:
         model, made = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), work / "made"
-        found = AutoRound(model, tokenizer(source), scheme=scheme, iters=0, disable_opt_rtn=True, device_map="cpu")
-        found.quantize_and_save(str(made), format=layout)
+        rounder = AutoRound(model, tokenizer(source), scheme=scheme, iters=0, disable_opt_rtn=True, device_map="cpu")
+        rounder.quantize_and_save(str(made), format=layout)
         (config,) = made.rglob("config.json")
         target = work / f"AutoRound {layout} {scheme}"
         shutil.copytree(config.parent, target)
@@ -137,7 +137,7 @@ def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
     from auto_round.export.export_to_awq.utils import dequantize_gemm  # type: ignore[import-not-found]
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear  # type: ignore[import-not-found]
 
-    found = {}
+    weights = {}
     for module in (n.removesuffix(".qweight") for n in stored if n.endswith(".qweight")):
         parts = {n.removeprefix(module + "."): x for n, x in stored.items() if n.startswith(module + ".")}
         groups, out_features = parts["scales"].shape
@@ -151,8 +151,8 @@ def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
             layer = QuantLinear(4, size, in_features, out_features, bias=False)  # groups are neighbours
             layer.load_state_dict(parts)
             weight = layer(torch.eye(in_features, dtype=parts["scales"].dtype))
-        found[f"{module}.weight"] = weight.t().contiguous()
-    return found
+        weights[f"{module}.weight"] = weight.t().contiguous()
+    return weights
 
 
 def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         NVFP4QTensor,
     )
 
-    found = {}
+    weights = {}
     for name, scale in ((n.removesuffix("_scale"), x) for n, x in stored.items() if n.endswith(".weight_scale")):
         codes, second = stored[name], stored.get(name + "_scale_2")
         settings: dict[str, Any] = {"scale": scale}
@@ -180,7 +180,7 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif codes.dtype == torch.uint8:
             columns = stored.get(f"{name.removesuffix('weight')}pre_quant_scale", torch.ones(1))
             wide = scale.repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
-            found[name] = unpacked(codes) * wide * columns.float()
+            weights[name] = unpacked(codes) * wide * columns.float()
             continue
         elif scale.dim() == 4:
             kind = FP8QTensor
@@ -189,8 +189,8 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             kind = FP8QTensor
             settings["scale"] = scale[:, None] if scale.dim() else scale
         shape = torch.Size((codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)))
-        found[name] = kind(shape, torch.float32, codes).dequantize(dtype=torch.float32, **settings).contiguous()
-    return found
+        weights[name] = kind(shape, torch.float32, codes).dequantize(dtype=torch.float32, **settings).contiguous()
+    return weights
 
 
 def unpacked(codes: Tensor) -> Tensor:
@@ -200,8 +200,8 @@ def unpacked(codes: Tensor) -> Tensor:
     numbers = torch.arange(-8, 8).float()
     pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)))
     made = pack_int4_in_uint8(pairs, torch.ones(2, 1), 256).view(-1)
-    found = pairs[:, made.argsort()][:, codes.long()]
-    return found.movedim(0, 1).reshape(-1, codes.shape[1])
+    integers = pairs[:, made.argsort()][:, codes.long()]
+    return integers.movedim(0, 1).reshape(-1, codes.shape[1])
 
 
 def read(work: Path) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def compared(path: Path, work: Path) -> dict[str, Any]:
         equal = [torch.equal(stored.tensor(n).to(theirs[n].dtype), theirs[n]) for n in coded]
         words = sorted({stored.forms[n].words for n in coded})
     logits = {"logits_rms_difference": logits_difference(path, theirs)} if _LOGITS in theirs else {}
-    found = inspect(path)
+    inspected = inspect(path)
     verified = compare(path, work / "source", gates=(), progress=Silent())
     assert verified.weights is not None
     return {
@@ -237,8 +237,8 @@ def compared(path: Path, work: Path) -> dict[str, Any]:
         "weights": len(coded),
         "equal": sum(equal),
         "dtype": str(theirs[coded[0]].dtype),
-        "problems": found.problems,
-        "warnings": found.warnings,
+        "problems": inspected.problems,
+        "warnings": inspected.warnings,
         "min_sqnr_db": verified.weights.min_sqnr_db,
         "passed": verified.passed,
         **logits,

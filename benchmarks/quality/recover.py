@@ -50,8 +50,8 @@ def recovered(output: Path, source: Path, trained: Path, options: str) -> dict[s
     }
 
 
-def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    rows, windows, data = found.setdefault(name, {}), windows_of(model, texts(folder)), asked.data
+def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
+    rows, windows, data = result.setdefault(name, {}), windows_of(model, texts(folder)), asked.data
     source = predictions(model, windows)
     for case in asked.cases:
         row = case if data == "demo" else f"{case}, recovered on {Path(data).stem}"
@@ -65,7 +65,7 @@ def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, fou
         before, after = (compare_texts(source, predictions(path, windows)) for path in (output, trained))
         rows[row] = {what: {"before": before[what], "after": after[what]} for what in windows}
         rows[row] |= {**cost, "load_average": os.getloadavg()[1]}
-        common.save(found, asked.out)
+        common.save(result, asked.out)
         print(name, row, json.dumps({k: v for k, v in rows[row].items() if k != "losses"}), flush=True)
 
 
@@ -76,11 +76,11 @@ def main() -> None:
     parser.add_argument("--data", default="demo", help="text to calibrate and train on")
     parser.add_argument("--options", default="", help="further options of finetune, such as '--steps 50'")
     asked = parser.parse_args()
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    found["machine"] = common.machine()
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, found)
+            measure(name, model_folder(name, folder), folder, asked, result)
 
 
 if __name__ == "__main__":

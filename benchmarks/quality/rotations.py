@@ -104,13 +104,15 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
-def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Every case of the source and of its rotated copies, each saved as it ends; rows that `found` has are kept."""
+def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Add every missing case of the source and of its rotated copies to the result, and save it after each."""
     windows = windows_of(source, texts(folder))
     wanted = predictions(source, windows)
     copies = [(kind, seed) for kind in asked.rotations for seed in (asked.seeds if kind != "fold" else [0])]
     for kind, seed in [("source", 0), *copies]:
-        rows = found.setdefault(name, {}).setdefault(kind if kind in ("source", "fold") else f"{kind}, seed {seed}", {})
+        rows = result.setdefault(name, {}).setdefault(
+            kind if kind in ("source", "fold") else f"{kind}, seed {seed}", {}
+        )
         missing = [case for case in asked.cases if case not in rows]
         model, output = source if kind == "source" else folder / "rotated", folder / "out"
         if missing and kind != "source":
@@ -120,7 +122,7 @@ def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, fo
             shutil.rmtree(output, ignore_errors=True)
             converted(model, output, options)
             rows[case] = compare_texts(wanted, predictions(output, windows))
-            common.save(found, asked.out)
+            common.save(result, asked.out)
             print(name, kind, seed, case, json.dumps(rows[case]), flush=True)
 
 
@@ -131,11 +133,11 @@ def main() -> None:
     parser.add_argument("--rotations", nargs="+", default=["fold", "block", "full"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     asked = parser.parse_args()
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    found["machine"] = common.machine()
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result["machine"] = common.machine()
     with common.work_folder(asked.work) as folder:
         for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, found)
+            measure(name, model_folder(name, folder), folder, asked, result)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,13 @@ def figures(source: Tensor, outputs: Mapping[str, Tensor], *, has_head: bool) ->
         return {n: {"rel_error": float((got - source).norm() / source.norm())} for n, got in outputs.items()}
     kls = {n: kl_of(source, got) for n, got in outputs.items()}
     same = {n: (source.argmax(-1) == got.argmax(-1)).double() for n, got in outputs.items()}
-    found: dict[str, Any] = {n: {"kl": float(kls[n].mean()), "top1": float(same[n].mean())} for n in outputs}
+    row: dict[str, Any] = {n: {"kl": float(kls[n].mean()), "top1": float(same[n].mean())} for n in outputs}
     difference = kls["search"] - kls["usual"]
-    found["difference"] = {"kl": float(difference.mean()), "error": float(difference.std()) / len(difference) ** 0.5}
-    return found
+    row["difference"] = {"kl": float(difference.mean()), "error": float(difference.std()) / len(difference) ** 0.5}
+    return row
 
 
-def measure(path: Path, folder: Path, num_windows: int, found: dict[str, Any], save: Any) -> None:
+def measure(path: Path, folder: Path, num_windows: int, rows: dict[str, Any], save: Any) -> None:
     model = lpconv.load(path, dtype=torch.float32)
     plain = {n: p.detach().clone() for n, p in model.named_parameters()}
     has_head, windows = type(model).__name__.endswith("CausalLM"), windows_of(path, texts(folder), num_windows)
@@ -80,7 +80,7 @@ def measure(path: Path, folder: Path, num_windows: int, found: dict[str, Any], s
         return answers
 
     for form, asked in FORMS.items():
-        if form in found:
+        if form in rows:
             continue
         row, answers = {}, {}
         for name, scale in (("usual", usual(asked)), ("search", "search")):
@@ -94,9 +94,9 @@ def measure(path: Path, folder: Path, num_windows: int, found: dict[str, Any], s
             text: figures(source, {n: a[text] for n, a in answers.items()}, has_head=has_head)
             for text, source in sources.items()
         }
-        found[form] = {"tensors": len(done), "tokens": num_windows * LENGTH, **row, **of_texts}
+        rows[form] = {"tensors": len(done), "tokens": num_windows * LENGTH, **row, **of_texts}
         save()
-        print(form, json.dumps(found[form]), flush=True)
+        print(form, json.dumps(rows[form]), flush=True)
 
 
 def main() -> None:
@@ -104,11 +104,11 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
     parser.add_argument("--windows", type=int, default=16)
     asked = parser.parse_args()
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
     for model in asked.model:
         with tempfile.TemporaryDirectory() as name:
-            folder, save = Path(name), partial(common.save, found, asked.out)
-            measure(model_folder(model, folder), folder, asked.windows, found.setdefault(model, {}), save)
+            folder, save = Path(name), partial(common.save, result, asked.out)
+            measure(model_folder(model, folder), folder, asked.windows, result.setdefault(model, {}), save)
 
 
 if __name__ == "__main__":

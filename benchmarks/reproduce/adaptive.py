@@ -150,32 +150,32 @@ def sweep(name: str, make: Callable[[], tuple[nn.Module, Callable[[nn.Module], T
     exact.double()
     loss(exact).backward()
     reference = gradients(exact)
-    found = []
+    sweeps = []
     for power in POWERS:
         model, loss = make()
         with HalfProducts(), amp_fp16():
             (loss(model) * 2.0**power).backward()
-        found.append(compare(name, f"constant 2^{power}", power, gradients(model, 2.0**power), reference, 2.0**power))
+        sweeps.append(compare(name, f"constant 2^{power}", power, gradients(model, 2.0**power), reference, 2.0**power))
     for scale, options in ADAPTIVE.items():
         model = adaptive_scaling(make()[0], compute="fp16", options=options)
         with HalfProducts():
             loss(model).backward()
         largest = max(s for s, _ in loss_scales(model).values())
-        found.append(compare(name, scale, None, gradients(model), reference, largest))
-    return found
+        sweeps.append(compare(name, scale, None, gradients(model), reference, largest))
+    return sweeps
 
 
 def compare(
-    name: str, scale: str, power: int | None, found: dict[str, Tensor], reference: dict[str, Tensor], largest: float
+    name: str, scale: str, power: int | None, got: dict[str, Tensor], reference: dict[str, Tensor], largest: float
 ) -> Sweep:
-    zeroed = sum(int(((found[n] == 0) & (g != 0)).sum()) for n, g in reference.items())
+    zeroed = sum(int(((got[n] == 0) & (g != 0)).sum()) for n, g in reference.items())
     return Sweep(
         model=name,
         scale=scale,
         power=power,
-        finite=all(bool(g.isfinite().all()) for g in found.values()),
+        finite=all(bool(g.isfinite().all()) for g in got.values()),
         zeroed=zeroed / sum(int((g != 0).sum()) for g in reference.values()),
-        worst_error=max(relative_errors(found, reference)),
+        worst_error=max(relative_errors(got, reference)),
         largest_scale=largest,
     )
 
@@ -192,8 +192,8 @@ def train_tasks(arm: Arm, seed: int, steps: int) -> TaskRun:
 
     def losses() -> tuple[Tensor, ...]:
         with arm.around():
-            found: tuple[Tensor, ...] = model(x, targets)
-        return found
+            per_task: tuple[Tensor, ...] = model(x, targets)
+        return per_task
 
     with HalfProducts():
         start = [loss.item() for loss in losses()]
@@ -219,13 +219,13 @@ def train_tasks(arm: Arm, seed: int, steps: int) -> TaskRun:
     )
 
 
-def sweep_table(name: str, found: list[Sweep]) -> str:
-    constants = [s for s in found if s.power is not None]
+def sweep_table(name: str, sweeps: list[Sweep]) -> str:
+    constants = [s for s in sweeps if s.power is not None]
     best = min((s for s in constants if s.finite), key=lambda s: (s.zeroed, s.worst_error))
     largest = max((s for s in constants if s.finite), key=lambda s: s.power or 0)
     shown = {s.scale: s for s in (constants[0], constants[10], best, largest)}
     rows = []
-    for s in (*shown.values(), *(s for s in found if s.power is None)):
+    for s in (*shown.values(), *(s for s in sweeps if s.power is None)):
         what = " (the best constant)" if s is best else " (the largest finite)" if s is largest else ""
         power = f"2^{math.log2(s.largest_scale):.0f}"
         rows.append((f"{s.scale}{what}", f"{s.zeroed:.2%}", f"{s.worst_error:.2g}", power))
@@ -276,12 +276,12 @@ def main() -> None:
         for arm in ARMS:
             runs.append(train_tasks(arm, seed, 30 if size is QUICK else TASK_STEPS))
             print(f"tasks, seed {seed}  {arm.name}", runs[-1].remaining, file=sys.stderr, flush=True)
-    every = [s for found in swept.values() for s in found]
+    every = [s for sweeps in swept.values() for s in sweeps]
     raw = {
         "sweeps": [asdict(s) for s in every],
         "tasks": [asdict(r) for r in runs],
     }
-    tables = [*(sweep_table(name, found) for name, found in swept.items()), task_table(runs)]
+    tables = [*(sweep_table(name, sweeps) for name, sweeps in swept.items()), task_table(runs)]
     save(out, asdict(size) | {"task_steps": TASK_STEPS}, raw, tables)
     figure(every, runs, out / "figure.png")
 

@@ -196,10 +196,10 @@ def mean_of(curves: list[Curve], value: Callable[[Curve], float]) -> float:
     return statistics.fmean(map(value, curves))
 
 
-def displacement_table(found: list[Displacement]) -> str:
+def displacement_table(displacements: list[Displacement]) -> str:
     rows = [
-        (arm, *(f"{d.displacement_error:.1e}; {d.v_ratio:.3f}" for d in found if d.arm == arm))
-        for arm in dict.fromkeys(d.arm for d in found)
+        (arm, *(f"{d.displacement_error:.1e}; {d.v_ratio:.3f}" for d in displacements if d.arm == arm))
+        for arm in dict.fromkeys(d.arm for d in displacements)
     ]
     head = ("variant", *(f"beta2 = {b}" for b in BETA2S))
     return f"Displacement error; v over fp64's v\n\n{common.markdown(head, rows)}"

@@ -168,28 +168,28 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
 def records(runs: Runs, recipe: str, role: str) -> list[RunRecord]:
     """The finished runs of a recipe, in a role that `gap_records` pairs by seed."""
     names = sorted(n for n in runs if n.rpartition("-seed")[0] == recipe)
-    found = [from_json(RunRecord, runs[n]["record"] | {"role": role}) for n in names]
+    run_records = [from_json(RunRecord, runs[n]["record"] | {"role": role}) for n in names]
     if recipe == "fp32":  # its weights in fp32 are what it computes with; older records leave that out
-        own = [tuple(s for s in r.evaluations if not s.name.endswith(IN_FP32)) for r in found]
-        found = [replace(r, evaluations=(*e, *rename_to_fp32(e))) for r, e in zip(found, own, strict=True)]
-    return found
+        own = [tuple(s for s in r.evaluations if not s.name.endswith(IN_FP32)) for r in run_records]
+        run_records = [replace(r, evaluations=(*e, *rename_to_fp32(e))) for r, e in zip(run_records, own, strict=True)]
+    return run_records
 
 
-def table(found: Mapping[str, Runs]) -> str:
+def table(result: Mapping[str, Runs]) -> str:
     """For each task, each recipe's held-out metrics and gaps to fp32 of the same seeds."""
     parts = [
         "Fine-tuning from the same start, order and dropout; gaps to fp32 are taken seed by seed, with the 95 %\n"
         "interval (Student's t) where there are two seeds or more. Times are left out: the machine was busy.\n"
     ]
     for name, task in TASKS.items():
-        twins = records(found.get(name, {}), "fp32", "twin")
+        twins = records(result.get(name, {}), "fp32", "twin")
         if not twins:
             continue
-        first = found[name][f"fp32-seed{twins[0].seed}"]
+        first = result[name][f"fp32-seed{twins[0].seed}"]
         settings = ", ".join(f"{k} {v}" for k, v in first["settings"].items())
         metrics = [s.name for s in twins[0].evaluations if not s.name.endswith(IN_FP32)]
         columns = (c for m in metrics for c in (m, "gap to fp32", "beyond noise", "gap of its weights in fp32"))
-        rows = (row for r in (*RECIPES, *task.variants) for row in _rows(found[name], r, twins, metrics))
+        rows = (row for r in (*RECIPES, *task.variants) for row in _rows(result[name], r, twins, metrics))
         parts.append(f"## {task.about}\n\n{first['data']}. {settings}.\n")
         parts.append(common.markdown(("recipe", "seeds", *columns, "skipped"), rows))
     return "\n".join(parts)
@@ -222,12 +222,12 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Runs] = common.load(options.out) if options.out.exists() else {}
+    result: dict[str, Runs] = common.load(options.out) if options.out.exists() else {}
     for name in () if options.table else options.task:
         with tempfile.TemporaryDirectory() as folder:
-            for _ in run_all(name, found.setdefault(name, {}), Path(folder), options):
-                common.save(found, options.out)
-    print(table(found))
+            for _ in run_all(name, result.setdefault(name, {}), Path(folder), options):
+                common.save(result, options.out)
+    print(table(result))
 
 
 def run_all(name: str, runs: Runs, folder: Path, options: argparse.Namespace) -> Iterator[None]:

@@ -120,13 +120,13 @@ def measure_noise(seed: int) -> Iterator[Noise]:
     recipes = {name: NOISE_RECIPES[name] for name in ("nvfp4", "quartet2", "mxfp4")}
     for step in steps(model, optimizer, seed):
         if step in NOISE_STEPS:
-            for found in gradient_noise(model, [batch], recipes=recipes, seed=seed):
+            for estimate in gradient_noise(model, [batch], recipes=recipes, seed=seed):
                 yield Noise(
-                    recipe=found.name,
+                    recipe=estimate.name,
                     seed=seed,
                     step=step,
-                    over_noise=found.ratio,
-                    over_bias=found.gradient / found.bias,
+                    over_noise=estimate.ratio,
+                    over_bias=estimate.gradient / estimate.bias,
                 )
 
 
@@ -169,9 +169,9 @@ def master(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, stored
 def gap(runs: Mapping[tuple[str, int], Run], arm: str, base: str, key: str) -> str:
     """Mean over seeds of the difference to the base, with its 95 % interval (Student's t)."""
     pairs = [(r, runs[base, seed]) for (name, seed), r in runs.items() if name == arm and (base, seed) in runs]
-    found = estimate_mean([getattr(r, key) - getattr(b, key) for r, b in pairs])
-    half = f" ± {found.high - found.value:.3f}" if len(pairs) > 1 else ""
-    return f"{found.value:+.3f}{half}"
+    estimate = estimate_mean([getattr(r, key) - getattr(b, key) for r, b in pairs])
+    half = f" ± {estimate.high - estimate.value:.3f}" if len(pairs) > 1 else ""
+    return f"{estimate.value:+.3f}{half}"
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -188,11 +188,11 @@ def table(runs: Sequence[Run]) -> str:
     return common.markdown(head, rows)
 
 
-def noise_table(found: Sequence[Noise]) -> str:
+def noise_table(measured: Sequence[Noise]) -> str:
     """A row for each recipe: gradient over noise, and over bias, after the steps of `NOISE_STEPS`; means over seeds."""
     rows = []
-    for recipe, kind in itertools.product(dict.fromkeys(n.recipe for n in found), ("noise", "bias")):
-        of_recipe = [n for n in found if n.recipe == recipe]
+    for recipe, kind in itertools.product(dict.fromkeys(n.recipe for n in measured), ("noise", "bias")):
+        of_recipe = [n for n in measured if n.recipe == recipe]
         means = (statistics.fmean(getattr(n, f"over_{kind}") for n in of_recipe if n.step == s) for s in NOISE_STEPS)
         rows.append((recipe, f"gradient / {kind}", *(f"{x:.1f}" for x in means)))
     return common.markdown(("recipe", "", *(f"step {s}" for s in NOISE_STEPS)), rows)

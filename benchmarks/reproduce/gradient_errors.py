@@ -34,9 +34,9 @@ def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def relative_errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
+def relative_errors(gradients_lp: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
     """|g - g_ref| / |g_ref| of every parameter; 1 means that nothing arrived."""
-    return [float((found[name] - g).norm() / g.norm()) for name, g in reference.items()]
+    return [float((gradients_lp[name] - g).norm() / g.norm()) for name, g in reference.items()]
 
 
 def gradient_errors(
@@ -47,7 +47,7 @@ def gradient_errors(
     exact = start_model(kind, size, 0).double()
     exact(**batch).loss.backward()
     reference = gradients(exact)
-    found = []
+    errors = []
     for arithmetic, prepare in arithmetics.items():
         model = prepare(start_model(kind, size, 0))
         for power in powers:
@@ -55,14 +55,14 @@ def gradient_errors(
             with HalfProducts():
                 (model(**batch).loss.float() * 2.0**power).backward()
             error = statistics.median(relative_errors(gradients(model, 2.0**power), reference))
-            found.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))
-    return found
+            errors.append(GradientError(model=kind, arithmetic=arithmetic, power=power, median_error=error))
+    return errors
 
 
-def error_table(title: str, heading: str, found: Sequence[GradientError], powers: Collection[int]) -> str:
+def error_table(title: str, heading: str, errors: Sequence[GradientError], powers: Collection[int]) -> str:
     """A row for each model and arithmetic, a column for each of the powers."""
     rows = []
-    for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in found):
-        by_power = {g.power: g.median_error for g in found if (g.model, g.arithmetic) == (model, arithmetic)}
+    for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in errors):
+        by_power = {g.power: g.median_error for g in errors if (g.model, g.arithmetic) == (model, arithmetic)}
         rows.append((model, arithmetic, *(f"{by_power[p]:.2g}" for p in powers)))
     return f"{title}\n\n{markdown(('model', heading, *(f'2^{p}' for p in powers)), rows)}"

@@ -49,12 +49,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args()
     print("| weights | change of the loss | rounding | share | closure error |\n|---|---|---|---|---|")
-    found: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     for variant in args.variants:
         total = run(variant, args.lr, args.steps)
-        found[variant] = asdict(total)
+        runs[variant] = asdict(total)
         print(row(variant, total), flush=True)
-    report = {"command": common.command(), "machine": common.machine(), "lr": args.lr, "runs": found}
+    report = {"command": common.command(), "machine": common.machine(), "lr": args.lr, "runs": runs}
     common.save(report, args.out)
 
 

@@ -124,9 +124,9 @@ def observed(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> dict[str, li
 
 def shares(name: str, method: str, seed: int, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> list[Share]:
     return [
-        Share(model=name, method=method, what=what, seed=seed, count=len(found), least=min(found), most=max(found),
-              inside=sum(WITHIN[0] <= s <= WITHIN[1] for s in found) / len(found))
-        for what, found in observed(model, loss).items()
+        Share(model=name, method=method, what=what, seed=seed, count=len(sizes), least=min(sizes), most=max(sizes),
+              inside=sum(WITHIN[0] <= s <= WITHIN[1] for s in sizes) / len(sizes))
+        for what, sizes in observed(model, loss).items()
     ]  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def own_loss(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def measure_sizes(seeds: int) -> list[Share]:
-    found: list[Share] = []
+    measured: list[Share] = []
     for seed in range(seeds):
         for attention in ("sdpa", "eager"):
             for kind, build in architectures(attention).items():
@@ -143,24 +143,24 @@ def measure_sizes(seeds: int) -> list[Share]:
                     torch.manual_seed(seed)
                     model = build()
                     model = native(model, seed=seed) if method == "native" else scaled(model, method="unit")
-                    found += shares(f"{kind}, {attention}", method, seed, model, own_loss(model))
+                    measured += shares(f"{kind}, {attention}", method, seed, model, own_loss(model))
         torch.manual_seed(seed)
         decoder = uu.TransformerDecoder(WIDTH, VOCABULARY, LAYERS, HEADS, 0.0)
-        found += shares("its own decoder", "unit-scaling package", seed, decoder, decoder.loss)
-    return found
+        measured += shares("its own decoder", "unit-scaling package", seed, decoder, decoder.loss)
+    return measured
 
 
-def sizes_table(found: list[Share]) -> str:
-    kinds, rows = list(dict.fromkeys(s.what for s in found)), []
-    for model, method in dict.fromkeys((s.model, s.method) for s in found):
+def sizes_table(measured: list[Share]) -> str:
+    kinds, rows = list(dict.fromkeys(s.what for s in measured)), []
+    for model, method in dict.fromkeys((s.model, s.method) for s in measured):
         cells = []
         for what in kinds:
-            here = [s for s in found if (s.model, s.method, s.what) == (model, method, what)]
+            here = [s for s in measured if (s.model, s.method, s.what) == (model, method, what)]
             inside = statistics.fmean(s.inside for s in here)
             least, most = min(s.least for s in here), max(s.most for s in here)
             cells.append(f"{inside:.0%} of {here[0].count} ({least:.2g} to {most:.2g})")
         rows.append((model, method, *cells))
-    seeds = len({s.seed for s in found})
+    seeds = len({s.seed for s in measured})
     title = f"Share of tensors whose data has a size within [1/2, 2] (smallest to largest), {seeds} seeds"
     return f"{title}\n\n{common.markdown(('model', 'method', *kinds), rows)}"
 
@@ -233,18 +233,18 @@ PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp1
 
 def sweep(runs: Runs, task: Task, size: Size) -> dict[str, list[Run]]:
     """One seed at each learning rate, by rule."""
-    found = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
+    by_rule = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
     for rule, rates in task.native_rates.items():
-        found[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
-    return found
+        by_rule[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
+    return by_rule
 
 
 def best(runs: list[Run]) -> Run:
     return min(runs, key=lambda r: r.loss)
 
 
-def rates_table(kind: str, found: dict[str, list[Run]]) -> str:
-    rows = [(rule, *(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs)) for rule, runs in found.items()]
+def rates_table(kind: str, by_rule: dict[str, list[Run]]) -> str:
+    rows = [(rule, *(f"2^{math.log2(r.lr):.0f}: {r.loss:.3f}" for r in runs)) for rule, runs in by_rule.items()]
     table = common.markdown(("rule", *3 * ["learning rate: loss"]), rows)
     return f"Held-out loss in fp32 over learning rates, {kind}, seed 0\n\n{table}"
 
@@ -303,9 +303,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("sizes", *TASKS))
     options = parser.parse_args()
     if options.only in (None, "sizes"):
-        found = measure_sizes(options.seeds)
-        write(options.out / "sizes", {"width": WIDTH, "layers": LAYERS}, {"sizes": [asdict(s) for s in found]},
-              [sizes_table(found)])  # fmt: skip
+        sizes = measure_sizes(options.seeds)
+        write(options.out / "sizes", {"width": WIDTH, "layers": LAYERS}, {"sizes": [asdict(s) for s in sizes]},
+              [sizes_table(sizes)])  # fmt: skip
     for name, task in TASKS.items():
         if options.only not in (None, name):
             continue

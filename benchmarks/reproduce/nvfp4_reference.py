@@ -59,9 +59,9 @@ def load_reference(file: Path) -> Any:
     spec = importlib.util.spec_from_file_location("reference_nvfp4", file)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _keep_usage(self: Any, *, rowwise: bool, columnwise: bool) -> None:
@@ -113,9 +113,9 @@ def compare_operands(te: Any) -> list[dict[str, Any]]:
     for name, x in inputs():
         for cast in CASTS:
             codes, scales, amax = theirs(te, x, cast)
-            found = ours(x, cast)
-            differ = int((found.codes.float() != values(te, codes, scales)).sum())
-            scale = abs(float(found.scale) * 448 * 6 / amax - 1)
+            operand = ours(x, cast)
+            differ = int((operand.codes.float() != values(te, codes, scales)).sum())
+            scale = abs(float(operand.scale) * 448 * 6 / amax - 1)
             rows.append({"input": name, "cast": cast, "elements": x.numel(), "differ": differ, "scale_error": scale})
     return rows
 
@@ -138,13 +138,13 @@ def compare_products(te: Any) -> list[dict[str, Any]]:
         "gradient of the weight": (qg.data_t, qg.scale_t, qx.data_t, qx.scale_t, types.WGRAD, qg, qx, b.grad),
     }
     rows = []
-    for name, (left, left_scale, right, right_scale, kind, of_left, of_right, found) in products.items():
+    for name, (left, left_scale, right, right_scale, kind, of_left, of_right, product) in products.items():
         expected = activation.qgemm(
             left, right, SimpleNamespace(), torch.float32, left_scale, right_scale,
             gemm_type=kind, qresult_x=of_left, qresult_w=of_right,
         )  # fmt: skip
         last_bit = float(expected.abs().max()) * torch.finfo(torch.float32).eps
-        rows.append({"product": name, "last_bits": float((found - expected).abs().max()) / last_bit})
+        rows.append({"product": name, "last_bits": float((product - expected).abs().max()) / last_bit})
     return rows
 
 
@@ -156,12 +156,12 @@ def golden_input(rows: int = 32, columns: int = 48) -> Tensor:
 
 def golden(te: Any) -> dict[str, Any]:
     """Their packed codes and scales of the small input, as hexadecimal digits."""
-    found = {}
+    cases = {}
     for cast in CASTS:
         codes, scales, amax = theirs(te, golden_input(), cast)
         raw = scales.view(torch.uint8)
-        found[cast] = {"codes": _digits(codes), "scales": _digits(raw), "amax": amax}
-    return found
+        cases[cast] = {"codes": _digits(codes), "scales": _digits(raw), "amax": amax}
+    return cases
 
 
 def _digits(x: Tensor) -> list[str]:

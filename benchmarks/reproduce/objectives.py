@@ -45,12 +45,12 @@ PATIENCE_S = 40
 
 def examine_classes() -> dict[str, str]:
     """The verdict on each class, by task and name."""
-    found: dict[str, str] = {}
+    verdicts: dict[str, str] = {}
     for task in TASKS.values():
         for model_type, names in task.mapping.items():
             for name in (names,) if isinstance(names, str) else names:
-                found.setdefault(f"{task.name}/{name}", verdict(task, name, model_type))
-    return found
+                verdicts.setdefault(f"{task.name}/{name}", verdict(task, name, model_type))
+    return verdicts
 
 
 def verdict(task: Task, name: str, model_type: str) -> str:
@@ -207,10 +207,10 @@ def difference(*folders: Path) -> dict[str, float] | str:
         return "refused"
     if len(two["loss"]) != len(one["loss"]):  # a rank's gradients are those of a mean over fewer rows, so larger
         return f"takes {len(two['loss'])} steps and skips the others, where one process takes {len(one['loss'])}"
-    found = {what: max(abs(a - b) / abs(b) for a, b in zip(two[what], one[what], strict=True)) for what in two}
+    differences = {what: max(abs(a - b) / abs(b) for a, b in zip(two[what], one[what], strict=True)) for what in two}
     pairs = ((two, two_fp32), (one, one_fp32))
     gaps = ([a - b for a, b in zip(x["held_out"], y["held_out"], strict=True)] for x, y in pairs)
-    return found | {"gap_nats": max(abs(a - b) for a, b in zip(*gaps, strict=True))}
+    return differences | {"gap_nats": max(abs(a - b) for a, b in zip(*gaps, strict=True))}
 
 
 def main() -> None:
@@ -223,16 +223,16 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     if asked.worker:
         return train(asked.worker, asked.recipe, asked.out)
-    found: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    found["machine"] = common.machine()
+    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result["machine"] = common.machine()
     if "classes" in asked.part:
-        found["classes"] = examine_classes()
-        print(Counter(f"{k.split('/')[0]}: {v.split(':')[0]}" for k, v in found["classes"].items()))
+        result["classes"] = examine_classes()
+        print(Counter(f"{k.split('/')[0]}: {v.split(':')[0]}" for k, v in result["classes"].items()))
     if "processes" in asked.part:
-        found["processes"] = found.get("processes", {}) | compare_processes(asked.recipe, asked.work)
-        for name, figure in found["processes"].items():
+        result["processes"] = result.get("processes", {}) | compare_processes(asked.recipe, asked.work)
+        for name, figure in result["processes"].items():
             print(name, figure)
-    common.save(found, asked.out)
+    common.save(result, asked.out)
     return None
 
 

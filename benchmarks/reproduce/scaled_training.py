@@ -129,8 +129,8 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
     """The mean of a sample and, from two values on, its standard deviation; rounded."""
-    found = {name: round(statistics.mean(values), 5)} if values else {}
-    return found | ({f"{name}_std": round(statistics.stdev(values), 5)} if len(values) > 1 else {})
+    fields = {name: round(statistics.mean(values), 5)} if values else {}
+    return fields | ({f"{name}_std": round(statistics.stdev(values), 5)} if len(values) > 1 else {})
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -86,10 +86,10 @@ def stored(model: nn.Module, scales: str, step: int, size: Size) -> list[Stored]
     return [Stored(scales=scales, step=step, module=m, rms=seen[m, "gradient"]) for m in modules]
 
 
-def stored_table(found: list[Stored]) -> str:
+def stored_table(gradients: list[Stored]) -> str:
     rows = []
-    for scales, step in dict.fromkeys((s.scales, s.step) for s in found):
-        sizes = [s.rms for s in found if (s.scales, s.step) == (scales, step)]
+    for scales, step in dict.fromkeys((s.scales, s.step) for s in gradients):
+        sizes = [s.rms for s in gradients if (s.scales, s.step) == (scales, step)]
         ratio = max(sizes) / min(sizes)
         rows.append((scales, str(step), f"{min(sizes):.2g}", f"{max(sizes):.2g}", f"2^{math.log2(ratio):.1f}"))
     head = ("scales", "after step", "smallest RMS", "largest RMS", "largest over smallest")
@@ -113,9 +113,9 @@ def main() -> None:
     errors = [error for kind in ("llama", "bert") for error in gradient_errors(kind, size, rescaled, POWERS)]
     watched = {arm.name: arm for arm in ARMS if arm.name in WATCHED}
     sizes = [
-        found
+        gradient
         for name, scales in WATCHED.items()
-        for found in stored(watched[name].prepare(start_model("llama", size, 0)), scales, 0, size)
+        for gradient in stored(watched[name].prepare(start_model("llama", size, 0)), scales, 0, size)
     ]
     curves = []
     for curve, model in train_all(ARMS, "llama", size):

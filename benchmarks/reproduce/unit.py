@@ -85,10 +85,10 @@ def magnitudes(kind: str, size: Size) -> list[Magnitude]:
     ]
 
 
-def magnitude_table(found: list[Magnitude]) -> str:
+def magnitude_table(magnitudes: list[Magnitude]) -> str:
     rows = []
-    for form, direction in dict.fromkeys((m.form, m.direction) for m in found):
-        sizes = [m.rms for m in found if (m.form, m.direction) == (form, direction)]
+    for form, direction in dict.fromkeys((m.form, m.direction) for m in magnitudes):
+        sizes = [m.rms for m in magnitudes if (m.form, m.direction) == (form, direction)]
         near = sum(0.25 <= s <= 4 for s in sizes) / len(sizes)
         rows.append((form, f"{direction}s", f"{min(sizes):.2g}", f"{max(sizes):.2g}", f"{near:.0%}"))
     head = ("stored values", "of", "smallest RMS", "largest RMS", "within 4 times of 1")

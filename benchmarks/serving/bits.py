@@ -3,7 +3,7 @@
 Converts SmolLM2, all-MiniLM-L6-v2 and a small random mixture of experts to every layout for other tools. Each weight is
 decoded by the decompressor of compressed-tensors, by mlx's `dequantize` in an environment of its own, by
 `gguf.dequantize` or by ONNX Runtime's `DequantizeLinear`, and compared with lpconv's bit for bit. If a decoder returns
-bf16, lpconv's numbers are rounded to bf16 first. `read` counts the weights that the decoder found as codes: mlx-lm and
+bf16, lpconv's numbers are rounded to bf16 first. `read` counts the weights that the decoder reads as codes: mlx-lm and
 ONNX have none for experts.
 """
 
@@ -33,12 +33,12 @@ Decoded = Iterator[tuple[str, Tensor]]
 MLX_CHILD = """
 import json, sys
 import mlx.core as mx
-found = mx.load(f"{sys.argv[1]}/model.safetensors")
+stored = mx.load(f"{sys.argv[1]}/model.safetensors")
 settings = json.load(open(f"{sys.argv[1]}/config.json"))["quantization"]
 decoded = {}
-for name in [n.removesuffix(".scales") for n in found if n.endswith(".scales")]:
+for name in [n.removesuffix(".scales") for n in stored if n.endswith(".scales")]:
     s = {k: v for k, v in {**settings, **settings.get(name, {})}.items() if k in ("group_size", "bits", "mode")}
-    parts = found[f"{name}.weight"], found[f"{name}.scales"], found.get(f"{name}.biases")
+    parts = stored[f"{name}.weight"], stored[f"{name}.scales"], stored.get(f"{name}.biases")
     decoded[f"{name}.weight"] = mx.dequantize(*parts, **s, dtype=mx.float32)
 mx.save_safetensors(sys.argv[2], decoded)
 """
@@ -191,7 +191,7 @@ def main() -> None:
             for layout in options.layouts:
                 package = _PACKAGES.get(layout, layout)
                 more = (environment(folder / "mlx-env", PACKAGES),) if layout == "mlx" else ()
-                release = versions(package).get(package) or version_in(*more, package)
+                release = version_in(more[0], package) if more else versions(package)[package]
                 for case in (c for c in CASES[layout] if c in (options.cases or CASES[layout])):
                     if rows.has(name, layout, case):
                         continue

@@ -47,9 +47,9 @@ const sequence = (await model.createContext({contextSize: 256, ...attention})).g
 for (const token of model.iterateAllTokens())
   if (model.isEogToken(token) && !never.includes(token)) throw new Error(`token ${token} ends a text`);
 const asked = token => [token, {generateNext: {logits: true}}];
-const found = [];
+const answers = [];
 for (const {text, ids} of prompts) {
-  const tokens = [], whole = texts[found.length];
+  const tokens = [], whole = texts[answers.length];
   await sequence.clearHistory();
   let input = [...ids.slice(0, -1), asked(ids.at(-1))];
   while (tokens.length < count) {
@@ -63,9 +63,9 @@ for (const {text, ids} of prompts) {
     const total = values.reduce((sum, x) => sum + Math.exp(x - largest), 0);
     return next.logits.get(whole[i + 1]) - largest - Math.log(total);
   });
-  found.push({ids: model.tokenize(text), tokens, logs});
+  answers.push({ids: model.tokenize(text), tokens, logs});
 }
-console.log(JSON.stringify({release: llama.llamaCppRelease.release, found}));
+console.log(JSON.stringify({release: llama.llamaCppRelease.release, answers}));
 process.exit(0);
 """
 
@@ -106,13 +106,13 @@ def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[
         row = {
             **facts,
             "release": theirs["release"],
-            "same_prompt_tokens": all(ids == f["ids"] for ids, f in zip(prompts, theirs["found"], strict=True)),
+            "same_prompt_tokens": all(ids == f["ids"] for ids, f in zip(prompts, theirs["answers"], strict=True)),
             "tokens": NUM_TOKENS * len(prompts),
-            "equal_first_tokens": equal_first(tokens, [f["tokens"] for f in theirs["found"]]),
-            "difference": difference(logs, [f["logs"] for f in theirs["found"]]),
+            "equal_first_tokens": equal_first(tokens, [f["tokens"] for f in theirs["answers"]]),
+            "difference": difference(logs, [f["logs"] for f in theirs["answers"]]),
         }
         if cache == "F32":
-            row["with_rounded_inputs"] = difference(rounded, [f["logs"] for f in theirs["found"]])
+            row["with_rounded_inputs"] = difference(rounded, [f["logs"] for f in theirs["answers"]])
         yield row
 
 

@@ -41,8 +41,8 @@ for prompt in prompts:
     tokens.append(new)
 for ids in texts:
     logits = model(mx.array([ids]))[0]
-    found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    logs.append([float(found[i, t]) for i, t in enumerate(ids[1:])])
+    logits -= mx.logsumexp(logits, axis=-1, keepdims=True)
+    logs.append([float(logits[i, t]) for i, t in enumerate(ids[1:])])
 versions = {n: importlib.metadata.version(n) for n in ("mlx", "mlx-lm")}
 print(json.dumps({"hashes": hashes, "tokens": tokens, "logs": logs, "versions": versions}))
 """

@@ -155,12 +155,12 @@ def compare(python: Path, runtime: str, folder: Path, prompts: list[list[int]], 
     said = json.loads(done.stdout.splitlines()[-1])
     equal = sum(a == b for p, x, y in zip(prompts, said["tokens"], wanted, strict=True)
                 for a, b in zip(x[len(p) :], y[len(p) :], strict=True))  # fmt: skip
-    found = {"runtime": runtime, "version": said["version"], "equal_tokens": equal, "of": NUM_TOKENS * len(prompts)}
+    row = {"runtime": runtime, "version": said["version"], "equal_tokens": equal, "of": NUM_TOKENS * len(prompts)}
     if runtime in ("onnxruntime-genai", "optimum-onnx"):
-        return found
+        return row
     read = [torch.from_numpy(np.load(folder / f"{i}.npy")).log_softmax(-1) for i in range(len(prompts))]
     gaps = torch.cat([(a - b).abs().flatten() for a, b in zip(read, logs, strict=True)])
-    return {**found, "difference": {"mean": float(gaps.mean()), "largest": float(gaps.max())}}
+    return {**row, "difference": {"mean": float(gaps.mean()), "largest": float(gaps.max())}}
 
 
 def main() -> None:

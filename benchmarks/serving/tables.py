@@ -12,8 +12,8 @@ def _figure(nats: float) -> str:
     return "0" if nats == 0 else f"{nats:.1g}" if nats < 0.001 else f"{nats:.3f}" if nats < 0.1 else f"{nats:.2f}"
 
 
-def _gap(found: dict[str, float]) -> str:
-    return f"{_figure(found['mean'])}, at most {_figure(found['largest'])}"
+def _gap(gap: dict[str, float]) -> str:
+    return f"{_figure(gap['mean'])}, at most {_figure(gap['largest'])}"
 
 
 def _vllm() -> Iterator[Row]:
@@ -30,12 +30,12 @@ def _vllm() -> Iterator[Row]:
 
 
 def _mlx() -> Iterator[Row]:
-    found = recorded("mlx")
-    for r in found["rows"]:
+    result = recorded("mlx")
+    for r in result["rows"]:
         tokens = f"{r['equal_first_tokens']} of {r['tokens']}"
         runtime = f"mlx-lm {r['versions']['mlx-lm']}, float32"
         gap = _gap(r["difference"]) if "difference" in r else ""
-        yield f"mlx, {r['scheme']}", found["model"], runtime, "yes", tokens, gap
+        yield f"mlx, {r['scheme']}", result["model"], runtime, "yes", tokens, gap
 
 
 def _llama_cpp() -> Iterator[Row]:
@@ -64,10 +64,10 @@ def _bits() -> Iterator[Row]:
     models = list(dict.fromkeys(r["model"] for r in rows))
     yield "layout", "decoded by", "returns", *models
     for layout, case in dict.fromkeys((r["layout"], r["case"]) for r in rows):
-        found = {r["model"]: r for r in rows if (r["layout"], r["case"]) == (layout, case)}
-        counts = [_count(found[m]) if m in found else "not run" for m in models]
-        first = next(iter(found.values()))
-        dtypes = sorted({r["dtype"] for r in found.values() if "dtype" in r})
+        by_model = {r["model"]: r for r in rows if (r["layout"], r["case"]) == (layout, case)}
+        counts = [_count(by_model[m]) if m in by_model else "not run" for m in models]
+        first = next(iter(by_model.values()))
+        dtypes = sorted({r["dtype"] for r in by_model.values() if "dtype" in r})
         yield f"{layout}, {case}", f"{first['decoder']} {first['version']}", ", ".join(dtypes), *counts
 
 

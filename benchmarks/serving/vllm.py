@@ -129,8 +129,8 @@ def run_vllm(python: Path, path: Path, *arguments: object) -> dict[str, Any]:
         (path.parent / f"{path.name}.log").write_text(run.stdout + run.stderr)
         errors = [line for line in run.stderr.splitlines() if "Error" in line]
         return {"failed": (errors or run.stderr.splitlines())[-1].removeprefix("[rank0]: ").strip()}
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    answers: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return answers
 
 
 def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> dict[str, Any]:

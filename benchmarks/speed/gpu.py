@@ -141,14 +141,14 @@ class Suite:
     def begin(cls, output: Path, device: str) -> "Suite":
         """What an earlier run left at `output`; nothing, if there is none."""
         path = output.with_suffix(".json")
-        found = common.load(path) if path.exists() else {}
+        known = common.load(path) if path.exists() else {}
         return cls(
             output=output,
             device=device,
-            checks=[Check(**c) for c in found.get("checks", ())],
-            kernels=found.get("kernels"),
-            runs={job: from_json(BenchResult, r) for job, r in found.get("runs", {}).items()},
-            seconds_before=found.get("seconds", 0.0),
+            checks=[Check(**c) for c in known.get("checks", ())],
+            kernels=known.get("kernels"),
+            runs={job: from_json(BenchResult, r) for job, r in known.get("runs", {}).items()},
+            seconds_before=known.get("seconds", 0.0),
         )
 
     @property
@@ -231,15 +231,15 @@ def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
 
 def check_cast(name: str, device: str) -> tuple[bool, str]:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    found = fast_encode(x.to(device), name).view(torch.uint8).cpu()
-    differing = int((found != encode(x, name).view(torch.uint8)).sum())
+    codes = fast_encode(x.to(device), name).view(torch.uint8).cpu()
+    differing = int((codes != encode(x, name).view(torch.uint8)).sum())
     return differing == 0, f"{differing} of 65536 differ"
 
 
 def check_decode(name: str, device: str) -> tuple[bool, str]:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(getattr(torch, f"float8_{name}"))
-    expected, found = decode(codes, name, torch.float32), fast_decode(codes.to(device), torch.float32).cpu()
-    same = torch.equal(expected.nan_to_num(1e9), found.nan_to_num(1e9))
+    expected, values = decode(codes, name, torch.float32), fast_decode(codes.to(device), torch.float32).cpu()
+    same = torch.equal(expected.nan_to_num(1e9), values.nan_to_num(1e9))
     return same, "equal" if same else "different"
 
 
@@ -256,8 +256,8 @@ def check_product(m: int, k: int, n: int, scales: str, device: str) -> tuple[boo
     worst = 0.0
     for right in (b.to(device).t(), b.t().contiguous().to(device)):
         moved = (None if s is None else s.to(device) for s in (scale_a, scale_b))
-        found = matmul(a.to(device), right, scale_a=next(moved), scale_b=next(moved)).double().cpu()
-        worst = max(worst, float((found - exact).norm() / exact.norm()))
+        product = matmul(a.to(device), right, scale_a=next(moved), scale_b=next(moved)).double().cpu()
+        worst = max(worst, float((product - exact).norm() / exact.norm()))
     return worst < _BF16_ERROR, f"relative error {worst:.1e}"
 
 
@@ -289,7 +289,7 @@ def _is_near(model: nn.Module, plain: nn.Module, x: Tensor) -> tuple[bool, str]:
     exact = _gradients(plain, plain, x)
     compiled = torch.compile(model, fullgraph=True, backend="inductor" if x.is_cuda else "aot_eager")
     runs = (_gradients(run, model, x.bfloat16()) for run in (model, compiled))
-    eager_error, error = (float((found - exact).norm() / exact.norm()) for found in runs)
+    eager_error, error = (float((gradients - exact).norm() / exact.norm()) for gradients in runs)
     return error < 1.1 * eager_error, f"relative error {error:.1e}, eager {eager_error:.1e}"
 
 
@@ -302,9 +302,9 @@ def _gradients(run: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor) -> 
 
 def check_layouts(device: str) -> tuple[bool, str]:
     """What `lpconv doctor` prints of this device."""
-    found = torch.cuda.get_device_capability() if device == "cuda" else None
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
     index = 0 if device == "cuda" else None
-    record = DeviceRecord(kind=device, name="", index=index, capability=found)
+    record = DeviceRecord(kind=device, name="", index=index, capability=capability)
     tried = try_products(record)
     return all(p.level != ERROR for p in tried), "; ".join(f"{p.layout}: {p.level} {p.note}" for p in tried)
 

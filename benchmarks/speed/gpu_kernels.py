@@ -69,9 +69,9 @@ def main() -> None:
     options = parser.parse_args()
     device, size = ("cpu", TOY) if options.dry_run else ("cuda", FULL)
     limits, rows = measure(device, size, options.only)
-    found = document(device, limits, rows)
-    print(table(found))
-    common.save(found, options.out)
+    result = document(device, limits, rows)
+    print(table(result))
+    common.save(result, options.out)
 
 
 def document(device: str, limits: dict[str, float], rows: list[Row]) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def casts(device: str, size: Size) -> Iterator[tuple[Row, str]]:
     for row in timed(device, "casts", runs, 3.0 * x.numel()):
         yield row, "copy"
     codes, scales = x.clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(size.cast, 1, device=device) + 0.5
-    found = {"decode and scale, compiled": partial(compiled(lambda c, s: decode(c) * s), codes, scales)}
-    for row in timed(device, "casts", found, 3.0 * x.numel()):
+    decoding = {"decode and scale, compiled": partial(compiled(lambda c, s: decode(c) * s), codes, scales)}
+    for row in timed(device, "casts", decoding, 3.0 * x.numel()):
         yield row, "copy"
 
 
@@ -194,8 +194,8 @@ def _torchao(layer: nn.Module, recipe: str, device: str) -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device == "cpu")
-    found: nn.Module = convert_to_float8_training(nn.Sequential(layer), config=config)
-    return found
+    converted: nn.Module = convert_to_float8_training(nn.Sequential(layer), config=config)
+    return converted
 
 
 GROUPS: dict[str, Callable[[str, Size], Iterator[tuple[Row, str]]]] = {"casts": casts, "layers": layers, "steps": steps}

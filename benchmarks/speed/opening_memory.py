@@ -80,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _row(peak: Callable[..., int], recipe: str, folder: Path) -> dict[str, Any]:
     """Bytes that each rank adds at its peak."""
     ways = {"by rows": peak(recipe, folder, by_rows=True), "whole": peak(recipe, folder, by_rows=False)}
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, ways)
-    return {"recipe": recipe} | {way: [rank[way] for rank in found] for way in ways}
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, ways)
+    return {"recipe": recipe} | {way: [rank[way] for rank in by_rank] for way in ways}
 
 
 def _peak(recipe: str, folder: Path, *, by_rows: bool) -> int:

@@ -66,7 +66,7 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
     from lpconv.machine import peak_rss_bytes
 
     transformers.utils.logging.disable_progress_bar()
-    found: dict[str, Any] = {}
+    row: dict[str, Any] = {}
     ids = torch.randint(0, 40_000, (1, _PROMPT), generator=torch.Generator().manual_seed(0))
     if directory is None:  # all that the others import, and a model of no size
         config = transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=40_000)
@@ -74,19 +74,19 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
         return {"peak_bytes": peak_rss_bytes()}
     start = time.process_time()
     model = lpconv.load(directory, dtype=getattr(torch, dtype), resident=resident)
-    found["load_s"], found["load_peak_bytes"] = time.process_time() - start, peak_rss_bytes()
+    row["load_s"], row["load_peak_bytes"] = time.process_time() - start, peak_rss_bytes()
     with torch.inference_mode():
         model(ids, logits_to_keep=1)  # as `generate` reads
         start = time.process_time()
         model(ids, logits_to_keep=1)
-        found["prompt_per_s"] = _PROMPT / (time.process_time() - start)
+        row["prompt_per_s"] = _PROMPT / (time.process_time() - start)
         start = time.process_time()
         out = model.generate(ids, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
-        found["tokens_per_s"] = _TOKENS / (time.process_time() - start)
+        row["tokens_per_s"] = _TOKENS / (time.process_time() - start)
         if resident:
-            found["decode_s"] = min(decode_all(model) for _ in range(3))
+            row["decode_s"] = min(decode_all(model) for _ in range(3))
     files = sum(p.stat().st_size for p in directory.glob("*.safetensors"))
-    return {**found, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "said": out[0, _PROMPT:].tolist()}
+    return {**row, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "said": out[0, _PROMPT:].tolist()}
 
 
 def decode_all(model: Any) -> float:
@@ -106,13 +106,13 @@ def child(*arguments: str, threads: int) -> dict[str, Any]:
     ran = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
     )
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return row
 
 
 def table(rounds: dict[str, list[dict[str, Any]]], imports: int) -> list[dict[str, Any]]:
     """The medians of each row, and what follows from them."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, runs in rounds.items():
         middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "said"}
         memory = middle["peak_bytes"] - imports

@@ -77,17 +77,17 @@ def paired(plain: nn.Module, ours: nn.Module, batch: Batch, rounds: int) -> dict
 
 def grads(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     step(model, batch)
-    found = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: g.dequantize() if isinstance(g, ScaledTensor) else g for n, g in found.items()}
+    gradients = {n.removeprefix("_orig_mod."): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: g.dequantize() if isinstance(g, ScaledTensor) else g for n, g in gradients.items()}
 
 
 def compile_error(plain: nn.Module, compiled: nn.Module, ours: nn.Module, batch: Batch) -> dict[str, float]:
     """The worst relative gradient error against eager: of the compiled plain model, and of ours."""
     reference, theirs, mine = grads(plain, batch), grads(compiled, batch), grads(ours, batch)
 
-    def worst(found: dict[str, torch.Tensor]) -> float:
+    def worst(gradients: dict[str, torch.Tensor]) -> float:
         kept = {n: g for n, g in reference.items() if not n.endswith("key.bias")}  # zero in exact arithmetic
-        return max(float((found[n] - g).norm() / g.norm()) for n, g in kept.items())
+        return max(float((gradients[n] - g).norm() / g.norm()) for n, g in kept.items())
 
     return {"compile_error_plain": worst(theirs), "compile_error_ours": worst(mine)}
 

@@ -30,7 +30,7 @@ _NOWHERE = "http://192.0.2.1"  # reserved for documentation, RFC 5737
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
 _LOST = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": _NOWHERE}
 
-# What is found by arguments alone, or with a look at a file; then, what a name on the hub takes without a network.
+# Errors that need only the arguments or a look at a file, then those of names on the hub without a network.
 ERRORS = (
     "convert demo --method units", "convert demo --gate snr>1", "convert nosuch", "convert demo -o done",
     "finetune demo --data none.txt", "finetune demo --data a.csv --text-column txet", "finetune demo --gate los<=1",
@@ -148,7 +148,7 @@ def main() -> None:
     trees = {"before": args.before.resolve()} if args.before else {}
     trees["after"] = common.ROOT
     commands = [c for c in (*ERRORS, *RESULTS) if c.startswith(tuple(args.only))]
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -156,24 +156,24 @@ def main() -> None:
         _round(commands, trees, folder)  # compiles modules
         loads.append(round(os.getloadavg()[0], 1))
         for _ in range(args.rounds):
-            found += _round(commands, trees, folder)
+            measurements += _round(commands, trees, folder)
             loads.append(round(os.getloadavg()[0], 1))
-            _save(loads, found, args.out)
-    print(table(found), end="")
+            _save(loads, measurements, args.out)
+    print(table(measurements), end="")
 
 
 def _round(commands: Sequence[str], trees: Mapping[str, Path], folder: Path) -> list[Measurement]:
     return [measure(c, tree, folder, label=label) for c in commands for label, tree in trees.items()]
 
 
-def _save(loads: Sequence[float], found: Sequence[Measurement], out: Path | None) -> None:
+def _save(loads: Sequence[float], measurements: Sequence[Measurement], out: Path | None) -> None:
     """After every round: one that is cut loses no other."""
     document = {
         "schema_version": 1,
         "command": common.command(),
         "machine": common.machine(),
         "load_averages": loads,
-        "measurements": [dataclasses.asdict(m) for m in found],
+        "measurements": [dataclasses.asdict(m) for m in measurements],
     }
     common.save(document, out)
 
