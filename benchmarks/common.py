@@ -27,7 +27,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "LPCONV_COMPILE": "never"}
 
 
 def parser(doc: str | None, *, work: str | None = None, needs_out: bool = False) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring and has `--out FILE`, and `--work FOLDER` if its help is given."""
+    """An argument parser with a module's docstring, `--out FILE`, and `--work FOLDER` if its help is given."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=needs_out, help="where to write the result")
     if work is not None:
@@ -37,7 +37,7 @@ def parser(doc: str | None, *, work: str | None = None, needs_out: bool = False)
 
 @contextmanager
 def work_folder(given: Path | None, **environment: str) -> Iterator[Path]:
-    """The folder given, made and kept, or a temporary one. Commands started inside are offline and do not compile."""
+    """Create and keep the given folder, or a temporary one; commands inside are offline and do not compile."""
     os.environ |= OFFLINE | environment
     if given is not None:
         given.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def work_folder(given: Path | None, **environment: str) -> Iterator[Path]:
 
 
 def environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """The Python of a virtual environment with these packages, made if it is not there."""
+    """The Python of a virtual environment with these packages, created unless it exists."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -57,14 +57,14 @@ def environment(folder: Path, packages: tuple[str, ...]) -> Path:
 
 
 def command() -> str:
-    """The command line of this run, as a reader would type it; folders of this machine are left open."""
+    """The command line of this run, with placeholders for folders of this machine."""
     spec, words = sys.modules["__main__"].__spec__, sys.argv[1:]
     words = [_LEFT_OPEN.get(before, word) for before, word in zip(["", *words], words, strict=False)]
     return shlex.join(["python", *(["-m", spec.name] if spec else sys.argv[:1]), *words])
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """The processor, its load now, and the versions of Python, torch, transformers and other packages installed."""
+    """Processor, load, and the versions of Python, torch, transformers and other installed packages."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -77,7 +77,7 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """The versions of those of the packages that are installed."""
     installed = {}
     for name in packages:
         try:
@@ -88,7 +88,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run, all taking turns for `rounds` rounds after one run of each that is not timed."""
+    """Seconds of every run; the runs alternate for `rounds` rounds, after one warm-up each."""
     for run in runs.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -99,14 +99,14 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds of the wall clock that one call takes."""
+    """Wall-clock seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile; of one value or two the least, the median, the largest."""
+    """Lower quartile, median and upper quartile; for fewer than three values the minimum, median and maximum."""
     if len(values) < 3:
         return min(values), statistics.median(values), max(values)
     low, middle, high = statistics.quantiles(values, n=4)
@@ -121,7 +121,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def save(document: Any, out: Path | None) -> None:
-    """Write a result to `out`, if there is one, replacing the file at once."""
+    """Write a result to `out`, if given, replacing the file atomically."""
     if out is None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -133,15 +133,15 @@ def save(document: Any, out: Path | None) -> None:
 
 
 def load(path: Path) -> Any:
-    """The document that `save` wrote."""
+    """Read a document written by `save`."""
     raw = path.read_bytes()
     return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
 
 
 class Rows:
-    """Rows of a result file, saved after each, so that the same command resumes after a cut.
+    """Rows of a result file, saved after each, so that an interrupted command can be resumed.
 
-    A row is known by its values of `keys`. `head` returns what the document has besides rows.
+    A row is identified by its values of `keys`. `head` returns the other entries of the document.
     """
 
     def __init__(self, out: Path | None, keys: Sequence[str], head: Callable[[], Mapping[str, Any]]) -> None:
@@ -162,6 +162,6 @@ class Rows:
 
 
 def recorded(name: str) -> Any:
-    """The recorded result of that name, such as "kernels" or "native/sizes/results", of any group."""
+    """The recorded result of that name in any group, such as "kernels" or "native/sizes/results"."""
     (path,) = [*ROOT.glob(f"benchmarks/*/results/{name}.json"), *ROOT.glob(f"benchmarks/*/results/{name}.json.xz")]
     return load(path)

@@ -36,7 +36,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
 
 
 def updated(page: str, name: str, table: str) -> str:
-    """The page with the current table. Raises ValueError if it lacks the markers."""
+    """The page with the current table. Raises ValueError if the markers are missing."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = page.partition(begin)
     if end not in rest:

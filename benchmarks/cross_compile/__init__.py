@@ -1,1 +1,1 @@
-"""Compiles what lpconv runs on a GPU, on a machine without one; see `__main__`."""
+"""Compile lpconv's GPU code on a machine without a GPU; see `__main__`."""

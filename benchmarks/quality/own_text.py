@@ -49,7 +49,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def held_out(folder: Path, model: Path) -> dict[str, Any]:
-    """The windows of each text by its name, fewer of them for a large vocabulary."""
+    """Windows of each text by name, half as many for a large vocabulary."""
     paths = texts(folder) | {"licence": common.ROOT / "LICENSE", "code": Path(argparse.__file__)}
     is_small = common.load(model / "config.json")["vocab_size"] < 100_000
     return windows_of(model, paths, WINDOWS if is_small else WINDOWS // 2)

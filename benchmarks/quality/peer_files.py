@@ -1,19 +1,17 @@
-"""Files that other quantisers wrote, read by lpconv: every weight beside what they themselves, or its readers, decode.
+"""Files of other quantisers, read by lpconv: every weight compared with what the quantiser or its readers decode.
 
     python -m benchmarks.quality.peer_files make --work DIRECTORY     # where llmcompressor and auto-round are installed
     python -m benchmarks.quality.peer_files read --work DIRECTORY --out FILE.json
     python -m benchmarks.quality.peer_files make --peers modelopt --work OTHER     # where nvidia-modelopt is
     python -m benchmarks.quality.peer_files read --work OTHER --out FILE.json
 
-`make` draws a small Llama in bf16 and lets llm-compressor (`oneshot`), AutoRound (no tuning steps) and ModelOpt
-(`quantize` on random ids, `export_hf_checkpoint`) round it, on a CPU; of the first two in every scheme of theirs that
-needs no calibration data. Beside the files of GPTQ and AWQ, which transformers opens with other packages only, it
-leaves the weights that AutoRound's own `QuantLinear` multiplies an identity by, and its `dequantize_gemm`; beside
-ModelOpt's, which transformers does not open, what ModelOpt's own tensors decode the file to in fp32. It has none for
-integers of 4 bits: of these its packing function is asked what pair each byte is, and its model for logits before it is
-written. `read` opens the others by plain transformers, `dequantize=True`, and compares all of them with what lpconv
-decodes, in the dtype of theirs; then it asks `inspect --strict`, and `verify` for signal to noise beside the source.
-What lpconv refuses is listed with what it says. Neither needs a network.
+`make` draws a small Llama in bf16 and rounds it on a CPU with llm-compressor (`oneshot`) and AutoRound (no tuning
+steps), in each of their schemes without calibration data, and with ModelOpt (`quantize` on random ids). Plain
+transformers opens neither GPTQ, AWQ nor ModelOpt files, so `make` saves their weights as well: as AutoRound's
+`QuantLinear` and `dequantize_gemm` decode them, and as ModelOpt's tensor classes do. ModelOpt has no class for 4-bit
+integers; its packing function is inverted, and the logits of its model are saved. `read` compares all weights with
+those that lpconv decodes, in the dtype of the package, runs `inspect --strict` and `verify`, and lists refusals.
+Neither needs a network.
 """
 
 import copy
@@ -87,8 +85,8 @@ def modelopt(source: Path, work: Path) -> None:
         model, ids = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), torch.randint(0, 512, (2, 64))
         mtq.quantize(model, copy.deepcopy(getattr(mtq, f"{scheme}_CFG")), lambda m, ids=ids: m(input_ids=ids))
         said = {}
-        if scheme.startswith("INT4"):  # inputs as they are, and on a CPU
-            requantize_resmooth_fused_llm_layers(model)  # as the export does first: factors go into norms
+        if scheme.startswith("INT4"):  # the only schemes that keep inputs unquantised and run on a CPU
+            requantize_resmooth_fused_llm_layers(model)  # the export starts with this: it moves factors into norms
             with torch.inference_mode():
                 said = {_IDS: ids, _LOGITS: model(input_ids=ids).logits.clone()}
         target = work / f"ModelOpt {scheme}"
@@ -105,7 +103,7 @@ _PEERS: Mapping[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
 
 
 def draw(source: Path) -> Path:
-    """The model that all of them round: weights of a normal distribution, some rows larger, one of zeros."""
+    """The model that all packages round: normally distributed weights with one large and one zero row per MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -122,7 +120,7 @@ def draw(source: Path) -> Path:
 
 
 def tokenizer(source: Path) -> Any:
-    """One of a few words, for packages that ask for one; nothing is tokenised."""
+    """A tokenizer of 512 words, for packages that require one; nothing is tokenised."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -133,7 +131,7 @@ def tokenizer(source: Path) -> Any:
 
 
 def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """The weights of GPTQ and AWQ files, [out, in], as AutoRound multiplies by them."""
+    """The weights of GPTQ and AWQ files, [out, in], decoded by AutoRound's own kernels."""
     from auto_round.export.export_to_awq.utils import dequantize_gemm  # type: ignore[import-not-found]
     from auto_round_extension.torch.qlinear_torch_zp import QuantLinear  # type: ignore[import-not-found]
 
@@ -156,7 +154,7 @@ def decoded(stored: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
 
 
 def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in fp32 as the classes of ModelOpt's tensors decode them; it has none for the integers of 4 bits."""
+    """The weights in fp32, decoded by ModelOpt's tensor classes; it has none for 4-bit integers."""
     from modelopt.torch.quantization.qtensor import (  # type: ignore[import-not-found]
         FP8QTensor,
         INT8QTensor,
@@ -194,7 +192,7 @@ def decoded_by_modelopt(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """The integers that ModelOpt's `pack_int4_in_uint8` makes such bytes of, [2 rows, cols]."""
+    """Invert ModelOpt's `pack_int4_in_uint8`: integers [2 rows, cols] from packed bytes."""
     from modelopt.torch.export.quant_utils import pack_int4_in_uint8  # type: ignore[import-not-found]
 
     numbers = torch.arange(-8, 8).float()
@@ -246,7 +244,7 @@ def compared(path: Path, work: Path) -> dict[str, Any]:
 
 
 def logits_difference(path: Path, theirs: Mapping[str, Tensor]) -> float:
-    """How far the logits of the weights that lpconv reads, in bf16 as theirs, are from theirs: rms over rms."""
+    """Relative rms difference between the logits of the weights as lpconv reads them and ModelOpt's logits."""
     import lpconv
 
     with torch.inference_mode():
@@ -256,7 +254,7 @@ def logits_difference(path: Path, theirs: Mapping[str, Tensor]) -> float:
 
 
 def their_weights(path: Path, work: Path) -> dict[str, Tensor]:
-    """What the file means to others."""
+    """The weights as the package itself, or plain transformers, decodes them."""
     import transformers
 
     left = work / f"{path.name}.{_THEIRS}"

@@ -1,10 +1,10 @@
-"""Round a model with another package, in an environment that has that package. `peers.py` starts this file.
+"""Round a model with another package, inside that package's environment. Started by `peers.py`.
 
     ENVIRONMENT/bin/python peer_rounding.py JOB.json
 
-The job names the peer, its method, the layout ("int4", "nvfp4", "mxfp4" or "fp8", and the group size), the source, the
-output, and a file of token ids for calibration. This file imports neither lpconv nor the other benchmarks. Settings are
-the peer's defaults unless the method's name says otherwise. Embeddings and heads stay as they are.
+The job names the package, its method, the element format ("int4", "nvfp4", "mxfp4" or "fp8") and group size, the
+source, the output, and a file of token ids for calibration. This file imports neither lpconv nor other benchmarks.
+Settings are the package's defaults unless the method's name says otherwise. Embeddings and heads are not rounded.
 """
 
 import json
@@ -22,20 +22,20 @@ _NVFP4_OBSERVERS = {"mse": "nvfp4_expanded_mse", "imatrix_mse": "nvfp4_expanded_
 
 
 def opened(job: dict[str, Any]) -> tuple[Any, Any, Tensor]:
-    """The source in the dtype of its files, its tokenizer, and the token ids of the calibration text, [N, L]."""
+    """The source model, its tokenizer, and the token ids of the calibration text, [N, L]."""
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto")
     ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))
     return model, AutoTokenizer.from_pretrained(job["model"]), ids
 
 
 def left_out(model: nn.Module, group: int | None) -> list[str]:
-    """Linear layers that stay as they are: the head, and layers whose rows are not whole groups."""
+    """Linear layers that are not rounded: the head, and layers whose rows are not whole groups."""
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     return [name for name, m in linear.items() if name == "lm_head" or m.in_features % (group or 1)]
 
 
 def llm_compressor(job: dict[str, Any]) -> None:
-    """Methods: "gptq" or "awq", and an observer of scales after a space, such as "gptq imatrix_mse"."""
+    """Methods: "gptq" or "awq", optionally followed by an observer of scales, as in "gptq imatrix_mse"."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -43,7 +43,7 @@ def llm_compressor(job: dict[str, Any]) -> None:
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
-    torch.Tensor.pin_memory = lambda self, device=None: self  # AWQ of version 0.14.0.1 stops without an accelerator
+    torch.Tensor.pin_memory = lambda self, device=None: self  # AWQ in version 0.14.0.1 fails without an accelerator
     model, tokenizer, ids = opened(job)
     method, _, observer = job["method"].partition(" ")
     scheme = preset_name_to_scheme(_PRESETS.get(job["element"], "W4A16"), ["Linear"])
@@ -62,7 +62,7 @@ def llm_compressor(job: dict[str, Any]) -> None:
 
 
 def auto_round(job: dict[str, Any]) -> None:
-    """Methods: the number of tuning steps per block; 0 is rounding to nearest with searched scales."""
+    """Method: the number of tuning steps per block; 0 is rounding to nearest with searched scales."""
     from auto_round import AutoRound
 
     model, tokenizer, ids = opened(job)
@@ -76,12 +76,12 @@ def auto_round(job: dict[str, Any]) -> None:
     output = Path(job["output"])
     folder = output.with_name(f"{output.name}.made")
     made.quantize_and_save(str(folder), format=job.get("format", "llm_compressor"))
-    next(folder.rglob("config.json")).parent.rename(output)  # it adds a folder with the scheme in its name
+    next(folder.rglob("config.json")).parent.rename(output)  # AutoRound saves into a subfolder named after the scheme
 
 
 def gptqmodel(job: dict[str, Any]) -> None:
-    """Methods: "gptq"."""
-    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # version 7.6.0 stops on two cores without it
+    """Method: "gptq"."""
+    os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # version 7.6.0 fails on two cores without it
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     ids = torch.tensor(json.loads(Path(job["windows"]).read_text()))

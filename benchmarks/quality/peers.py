@@ -40,9 +40,9 @@ from benchmarks.quality.held_out import LENGTH, WINDOWS, compare, outputs_of, te
 from lpconv.data import demo_text
 
 TOKENS, SEEDS, MODELS = 8192, (0, 1, 2), ("demo", "smollm2", "gemma3")
-_LARGE = 2**17  # words of a vocabulary whose figures are taken on half of the windows
+_LARGE = 2**17  # vocabularies of this size are measured on half of the windows
 _INT4 = "--format int4 --layout compressed-tensors --granularity group"
-LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, element of a peer's job, its group size
+LAYOUTS: dict[str, tuple[str, str, int | None]] = {  # options of lpconv, a package's element, group size
     "int4 g32": (f"{_INT4}:32", "int4", 32),
     "NVFP4": ("--scheme NVFP4A16 --scale pow2", "nvfp4", 16),
     "MXFP4": ("--scheme MXFP4A16", "mxfp4", 32),
@@ -55,14 +55,14 @@ OURS = {
     "gptq": GPTQ,
     "gptq, search": f"{GPTQ} {SEARCH}",
     "gptaq, search": f"{GPTAQ} {SEARCH}",
-    "gptaq, search, recover": f"{GPTAQ} {SEARCH}",  # and then `lpconv finetune --recover`, 200 steps on the plays
+    "gptaq, search, recover": f"{GPTAQ} {SEARCH}",  # followed by `lpconv finetune --recover`, 200 steps on the plays
 }
 PACKAGES = {
     "llm-compressor": ("llmcompressor",),
     "auto-round": ("auto-round", "compressed-tensors"),
     "gptqmodel": ("setuptools", "wheel", "gptqmodel"),
 }
-THEIRS: dict[str, tuple[str, str]] = {  # peer and method of a job
+THEIRS: dict[str, tuple[str, str]] = {  # package and its method
     "llm-compressor GPTQ": ("llm-compressor", "gptq"),
     "llm-compressor GPTQ, imatrix": ("llm-compressor", "gptq imatrix_mse"),
     "llm-compressor AWQ": ("llm-compressor", "awq"),
@@ -71,7 +71,7 @@ THEIRS: dict[str, tuple[str, str]] = {  # peer and method of a job
     "AutoRound, 200 steps": ("auto-round", "200"),
 }
 
-# A small process in between, because a child's peak memory begins with that of the process that forks it.
+# A small process in between, because a child inherits the peak memory of the process that forks it.
 _WATCH = """
 import json, resource, subprocess, sys, time
 start = time.perf_counter()
@@ -84,7 +84,7 @@ sys.exit(status != 0)
 
 
 def model_at(folder: Path, name: str) -> Path:
-    """The bf16 copy of a model, made if it is not there."""
+    """The bf16 copy of a model, created unless it exists."""
     target = folder / "models" / name
     if not target.exists():
         source = model_folder(name, folder / "wide")
@@ -100,7 +100,7 @@ def model_at(folder: Path, name: str) -> Path:
 
 
 def calibration_file(folder: Path, model: Path, seed: int) -> Path:
-    """The ids of the windows that `lpconv convert --calibrate demo --calibration-seed SEED` draws."""
+    """Token ids of the windows that `lpconv convert --calibrate demo --calibration-seed SEED` draws."""
     file = folder / f"ids-{model.name}-{seed}.json"
     if not file.exists():
         (windows,) = windows_of(model, {"train": demo_text("train")}, None).values()
@@ -110,7 +110,7 @@ def calibration_file(folder: Path, model: Path, seed: int) -> Path:
 
 
 class HeldOut:
-    """What the source says of every token of each held-out text, kept in files, because vocabularies are large."""
+    """Predictions of the source on each held-out text, kept in files because vocabularies are large."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         opened = lpconv.load(model, dtype=torch.float32)
@@ -127,7 +127,7 @@ class HeldOut:
             self._source[name] = mapped(file, shape)
 
     def compare(self, output: Path) -> dict[str, dict[str, float]]:
-        """KL and equal first choices of an output, for each text."""
+        """KL and equal first choices of an output on each text."""
         opened = lpconv.load(output, dtype=torch.float32)
         rows: dict[str, dict[str, float]] = {}
         for name, windows in self._windows.items():
@@ -139,19 +139,19 @@ class HeldOut:
 
 @contextmanager
 def making(target: Path) -> Iterator[Path]:
-    """A path to write to, which gets the name `target` once the block is done."""
+    """A temporary path that is renamed to `target` when the block succeeds."""
     partial = target.with_name(f"{target.name}.partial")
     yield partial
     partial.rename(target)
 
 
 def mapped(file: Path, shape: tuple[int, ...]) -> Tensor:
-    """fp32 numbers that stay in a file, made if it is not there."""
+    """An fp32 tensor backed by a file, created unless it exists."""
     return torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape)
 
 
 def environment(folder: Path, peer: str) -> Path:
-    """The Python of a peer's virtual environment, made if it is not there."""
+    """The Python of a package's virtual environment, created unless it exists."""
     target = folder / "env" / peer
     if not (target / "done").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(target)], check=True)
@@ -171,7 +171,7 @@ def versions_of(python: Path, peer: str) -> dict[str, str]:
 
 
 def measured(command: Sequence[str | Path], log: Path) -> dict[str, Any]:
-    """Processor and wall seconds and peak memory of a command; why it failed, if it did."""
+    """Processor seconds, wall seconds and peak memory of a command, or the reason why it failed."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("wb") as file:
         words = [sys.executable, "-S", "-c", _WATCH, *map(str, command)]
@@ -183,7 +183,7 @@ def measured(command: Sequence[str | Path], log: Path) -> dict[str, Any]:
 
 
 def stored_bytes(output: Path) -> int:
-    """Bytes of all tensors but the shapes that compressed-tensors stores."""
+    """Bytes of all tensors except the shapes that compressed-tensors stores."""
     total = 0
     for file in output.rglob("*.safetensors"):
         header = json.loads((raw := file.read_bytes())[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -213,13 +213,13 @@ def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> 
 
 
 def wanted_rows(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to measure; rounding that reads no text has no seed."""
+    """The rows to measure; methods without calibration text have no seed."""
     rows = []
     for layout in asked.layout:
         for rounding in asked.rounding:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
-                continue  # layouts that the package has no calibrated rounding for
+                continue  # the package has no calibrated rounding for this layout
             seeds = (
                 asked.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else asked.seed[:1]
             )

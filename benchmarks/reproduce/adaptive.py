@@ -71,8 +71,11 @@ TASK_STEPS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What reached the parameters: the share of gradient elements that are zero though they should not be, and the
-    largest relative error of any parameter's gradient. `largest_scale` is the greatest loss scale met on the way."""
+    """The gradients that reached the parameters: the share of elements wrongly zero, and the largest relative error of
+    any parameter.
+
+    `largest_scale` is the largest loss scale used on the way.
+    """
 
     model: str
     scale: str
@@ -85,7 +88,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRun:
-    """Loss of each task at the end over its loss at the start; 1: nothing was learnt."""
+    """Final loss of each task over its initial loss; 1 means that nothing was learnt."""
 
     scale: str
     seed: int
@@ -95,10 +98,10 @@ class TaskRun:
 
 
 class Tasks(nn.Module):
-    """A trunk of two layers and one tower of two for each task; returns the loss of each.
+    """A shared trunk of two layers and a tower of two layers per task; returns the loss of each task.
 
-    The losses belong to the model, as in transformers: outside it, fp32 gradients would be cast to fp16 before any
-    scale could help them.
+    The losses are part of the model, as in transformers: outside it, fp32 gradients would be cast to fp16 before any
+    scale could help.
     """
 
     def __init__(self, width: int = 64) -> None:
@@ -117,7 +120,7 @@ class Tasks(nn.Module):
 
 
 def sigmoid_net() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """24 layers of 128, weights N(0, 1.2²/128), and its loss on a batch of 64."""
+    """A net of 24 layers of width 128, weights N(0, 1.2²/128), and its loss on a batch of 64."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(24):
@@ -181,7 +184,7 @@ def compare(
 
 
 def train_tasks(arm: Arm, seed: int, steps: int) -> TaskRun:
-    """AdamW with an ε far below every gradient, on targets from a net of the same form; no clipping."""
+    """AdamW with an ε far below every gradient, without clipping, on targets from a net of the same shape."""
     torch.manual_seed(seed)
     teacher, model = Tasks(), arm.prepare(Tasks())
     x = torch.randn(512, 16)

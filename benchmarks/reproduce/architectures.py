@@ -44,7 +44,7 @@ BATCH, LENGTH, VOCABULARY = 2, 16, 99
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth",
            "num_encoder_layers", "num_decoder_layers", "num_blocks", "num_hidden_blocks")  # fmt: skip
 
-# Sizes by the ending of a config field's name, first match.
+# Sizes by the ending of a config field's name; the first match counts.
 _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("rotary_dim",), 8),
     (("mamba_n_heads", "mamba_num_heads", "ssm_num_heads"), 8),
@@ -120,7 +120,7 @@ def small_config(config_class: Any) -> Any:
         elif isinstance(value, list) and layers and len(value) == layers[0] > 2:
             sizes[name] = value[:2]
     changed = {k: v for k, v in sizes.items() if v != default.to_dict()[k] and k != "qk_head_dim"}
-    if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:  # a latent for all heads: none share their keys
+    if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:  # with a latent, heads do not share keys
         changed["num_key_value_heads"] = sizes["num_attention_heads"]
     for name, rope in sizes.items():
         if isinstance(rope, dict) and "mrope_section" in rope:
@@ -288,7 +288,7 @@ def step(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Ten
 
 
 def repeatable(model: nn.Module) -> tuple[dict[str, Any], tuple[Tensor, dict[str, Tensor]]]:
-    """A batch on which the plain model trains, with finite gradients that are the same twice, and the step."""
+    """A batch on which two steps of the plain model give the same finite gradients, and the first of these steps."""
     problem: Exception | None = None
     for inputs_of in inputs(model):
         for batch in with_labels(model, inputs_of):
@@ -311,9 +311,9 @@ def repeatable(model: nn.Module) -> tuple[dict[str, Any], tuple[Tensor, dict[str
 
 
 def compare(plain: tuple[Tensor, dict[str, Tensor]], ours: tuple[Tensor, dict[str, Tensor]]) -> dict[str, Any]:
-    """ "bitwise", "close" or "different", with the largest distance relative to the norm of its gradient.
+    """ "bitwise", "close" or "different", with the largest difference relative to the norm of its gradient.
 
-    A gradient's norm counts as at least 1/1000 of the largest: those of keys' biases are rounding noise.
+    A gradient's norm counts as at least 1/1000 of the largest, because those of key biases are rounding noise.
     """
     (loss, grads), (our_loss, our_grads) = plain, ours
     if grads.keys() != our_grads.keys():
@@ -403,7 +403,7 @@ def sweep(chosen: dict[str, str], attentions: Sequence[str], folder: Path, worke
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, int]:
-    """Number of runs by attention, method and verdict, and of classes, all and built."""
+    """Number of runs by attention, method and verdict, and number of classes, all and built."""
     counts = Counter(f"{r['attention']} {r['method']} {r['verdict']}" for c in records for r in c["runs"])
     counts["classes"], counts["built"] = len(records), sum(bool(c["runs"]) for c in records)
     return dict(sorted(counts.items()))

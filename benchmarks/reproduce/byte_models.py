@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from lpconv.data import demo_text
 
-MASK = 256  # after the bytes
+MASK = 256  # the id after the bytes
 
 
 def corpus(split: str) -> Tensor:
-    """The bytes of the plays of a split."""
+    """The bytes of the sample plays of a split."""
     return torch.frombuffer(bytearray(demo_text(split).read_bytes()), dtype=torch.uint8).long()
 
 
@@ -51,7 +51,7 @@ def batch_of(kind: str, text: Tensor, count: int, length: int, generator: torch.
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
-    """The mean loss over batches, in nats per byte."""
+    """Mean loss over batches, in nats per byte."""
     model.eval()
     losses = [model(**batch).loss.item() for batch in batches]
     model.train()

@@ -47,7 +47,7 @@ Called: TypeAlias = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Displacement:
-    """Relative error of the total displacement, and the median of v over fp64's v."""
+    """Relative error of the total displacement, and the median of v relative to fp64."""
 
     arm: str
     beta2: float
@@ -57,9 +57,9 @@ class Displacement:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One training run; losses are held-out, in nats, and `steps` says after which step each was taken.
+    """One training run. Losses are held-out, in nats; `steps` are the steps after which they were measured.
 
-    `bytes_formula` and `bytes_measured` are per parameter, the bf16 gradient included.
+    `bytes_formula` and `bytes_measured` are per parameter and include the bf16 gradient.
     """
 
     task: str
@@ -78,7 +78,7 @@ class Curve:
 
 @dataclass(kw_only=True)
 class Results:
-    """What results.json.xz holds."""
+    """The contents of results.json.xz."""
 
     settings: dict[str, str | bool]
     displacement: list[Displacement] = field(default_factory=list)
@@ -107,7 +107,9 @@ def arm_name(variant: str, arithmetic: str) -> str:
 
 
 def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, num_steps: int) -> Displacement:
-    """Weights N(0, 0.02); gradients with a persistent direction and noise; lr 1e-4 after warm-up, weight decay 0.1."""
+    """Follow given gradients (a persistent direction plus noise) from weights N(0, 0.02), with warm-up and weight
+    decay.
+    """
     generator = torch.Generator().manual_seed(0)
     start = (torch.randn(num_weights, generator=generator) * 0.02).bfloat16()
     mean = torch.randn(num_weights, generator=generator) * 1e-3
@@ -135,7 +137,7 @@ def displacement(variant: str, arithmetic: str, beta2: float, num_weights: int, 
 
 
 def train(task: Task, variant: str, arithmetic: str, seed: int, called: Called) -> Curve:
-    """Warm-up over a tenth of the steps, then a constant rate."""
+    """One run: warm-up over a tenth of the steps, then a constant rate."""
     every = max(1, task.steps // task.num_evaluations)
     model, optimizer = task.start(
         seed,
@@ -174,13 +176,13 @@ def train(task: Task, variant: str, arithmetic: str, seed: int, called: Called) 
 
 @torch.no_grad()
 def held_out_loss(task: Task, model: Any) -> float:
-    """Of the bf16 weights, which is what one would deploy; in equal parts, to bound the memory."""
+    """Loss of the bf16 weights, which are what one would deploy; computed in parts, to bound memory."""
     parts = zip(*(t.split(64) for t in task.held_out), strict=True)
     return statistics.fmean(float(task.loss(model, part)) for part in parts)
 
 
 def in_fp32(model: nn.Module) -> Callable[..., Any]:
-    """The model on fp32 copies of its bf16 weights: no rounding but the optimizer's, and fast on any CPU."""
+    """The model on fp32 copies of its bf16 weights, so that only the optimizer rounds; fast on any CPU."""
 
     def call(*args: object, **kwargs: object) -> Any:
         wide = {name: p.float() for name, p in model.named_parameters()}
@@ -206,7 +208,7 @@ def displacement_table(displacements: list[Displacement]) -> str:
 
 
 def training_table(task: str, curves: list[Curve]) -> str:
-    """Losses at the last step, the rest as means over the ten measured ones, all as means over seeds.
+    """Losses at the last step, and means over all measurements, averaged over seeds.
 
     The excess over fp32-master is taken seed by seed; ± is its deviation between seeds.
     """
@@ -236,7 +238,7 @@ def training_table(task: str, curves: list[Curve]) -> str:
 
 
 def figure(curves: list[Curve], path: Path) -> None:
-    """Per task: held-out loss over fp32-master's and EDQ of what is kept, over the steps, one line per fused arm."""
+    """Held-out loss over fp32-master's, and EDQ, over the steps: a row of panels per task, a line per fused arm."""
     tasks = list(dict.fromkeys(c.task for c in curves))
     import matplotlib
 
@@ -269,7 +271,7 @@ def shortened(task: Task, share: float) -> Task:
 
 
 def run(results: Results, path: Path, args: argparse.Namespace) -> None:
-    """Seed by seed, so that a cut leaves whole seeds; the paper's arithmetic last."""
+    """Run seed by seed, so that an interrupted run leaves complete seeds; the paper's arithmetic comes last."""
     if "displacement" in args.only and not results.displacement:
         num_weights, num_steps = (500, 50) if args.quick else (20_000, 1500)
         arms = [(variant, "fused") for variant in VARIANTS] + PAPER
@@ -304,7 +306,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore", message="variant .* keeps the second moment in bf16")  # that is the experiment
+    warnings.filterwarnings("ignore", message="variant .* keeps the second moment in bf16")  # this is the experiment
 
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -318,7 +320,7 @@ def main() -> None:
     for task in dict.fromkeys(c.task for c in results.runs):
         tables.append(training_table(task, [c for c in results.runs if c.task == task]))
     (args.out / "table.md").write_text("\n".join(tables))
-    if any(len(c.steps) > 1 for c in results.runs):  # one point is no line
+    if any(len(c.steps) > 1 for c in results.runs):  # one point makes no curve
         figure(results.runs, args.out / "figure.png")
     print("\n".join(tables))
 

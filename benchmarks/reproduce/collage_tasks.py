@@ -30,21 +30,21 @@ from lpconv.data import demo_text
 from lpconv.optim import LowPrecisionAdamW, start_from_checkpoint, start_from_fp32
 from lpconv.plan.options import ConvertOptions
 
-Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 where no label counts
+Batch: TypeAlias = tuple[Tensor, Tensor]  # input ids, labels; -100 marks positions without a label
 MakeOptimizer: TypeAlias = Callable[[nn.Module], LowPrecisionAdamW]
 Start: TypeAlias = Callable[[int, MakeOptimizer], tuple[nn.Module, LowPrecisionAdamW]]
 
 PADDING = 0  # of MiniLM's tokenizer
 FIRST_NOUN_FILE, NUM_NOUN_FILES = 3, 26  # WordNet's lexicographer files 03 noun.Tops to 28 noun.time
 NUM_GLOSSES, GLOSS_TOKENS = 20_000, 24
-LOGIT_SCALE = 20.0  # of cosines; what sentence-transformers trains this model with
+LOGIT_SCALE = 20.0  # for cosines, as in sentence-transformers' training of this model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`start(seed, make_optimizer)` gives the bf16 model and its optimizer, both at the fp32 starting point.
+    """A task. `start(seed, make_optimizer)` returns the bf16 model and its optimizer, both at the fp32 starting point.
 
-    `sample(generator)` gives a training batch and `loss(model, batch)` the mean loss on one.
+    `sample(generator)` returns a training batch and `loss(model, batch)` its mean loss.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Task:
 
 
 def language_model(work: Path, quick: bool) -> Task:
-    """A byte-level Llama on the plays that ship with lpconv."""
+    """A byte-level Llama on the sample plays."""
     length, hidden = 128, 32 if quick else 128
     train, held_out = corpus("train"), corpus("heldout")
 
@@ -87,9 +87,9 @@ def language_model(work: Path, quick: bool) -> Task:
 
 
 def masked_language_model(work: Path, quick: bool) -> Task:
-    """A BERT that guesses masked bytes of the same plays, 15 % of all.
+    """A BERT that predicts 15 % of the bytes of the same plays.
 
-    Windows are short, because on long ones a small BERT stays at byte frequencies for more steps than are run here.
+    Windows are short: on long ones, a small BERT learns no more than byte frequencies in this number of steps.
     """
     length, hidden = 16, 32 if quick else 128
     train, held_out = corpus("train"), corpus("heldout")
@@ -120,7 +120,7 @@ def masked_language_model(work: Path, quick: bool) -> Task:
 
 
 def supersenses(work: Path, quick: bool) -> Task:
-    """MiniLM, converted with `--method collage`: which of WordNet's 26 noun files does a definition belong to?"""
+    """MiniLM, converted with `--method collage`, assigns definitions to WordNet's 26 noun files."""
     source, folder = minilm(), work / "minilm-collage"
     if not folder.exists():
         convert(str(source), folder, ConvertOptions(method="collage"))
@@ -130,7 +130,7 @@ def supersenses(work: Path, quick: bool) -> Task:
 
     def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, LowPrecisionAdamW]:
         model = SupersenseClassifier(AutoModel.from_pretrained(folder, dtype=torch.bfloat16), means)
-        model.eval()  # no dropout: runs of a seed differ in their arithmetic only
+        model.eval()  # no dropout, so that runs of a seed differ only in their arithmetic
         optimizer = make_optimizer(model)
         start_from_checkpoint(optimizer, model.encoder, folder)
         return model, optimizer
@@ -151,9 +151,9 @@ def supersenses(work: Path, quick: bool) -> Task:
 
 
 class SupersenseClassifier(nn.Module):
-    """Scaled cosines of mean-pooled states to one vector per class, which starts at the mean of its definitions.
+    """Scaled cosines between mean-pooled states and one vector per class, initialised with the mean of its definitions.
 
-    A head that starts at random would be most of what a short run learns.
+    With a random head, a short run would mostly train the head.
     """
 
     def __init__(self, encoder: nn.Module, means: Tensor) -> None:
@@ -167,7 +167,7 @@ class SupersenseClassifier(nn.Module):
 
 
 def embed(encoder: nn.Module, tokens: Tensor) -> Tensor:
-    """Unit sentence vectors in fp32: the mean over tokens, as this model was trained."""
+    """Unit sentence vectors in fp32, averaged over tokens, as in this model's training."""
     mask = tokens != PADDING
     states = encoder(input_ids=tokens, attention_mask=mask.long()).last_hidden_state.float()
     return F.normalize((states * mask[..., None]).sum(1), dim=-1)
@@ -181,7 +181,7 @@ def class_means(encoder: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def glosses(tokenizer_folder: Path, num: int) -> tuple[Tensor, Tensor]:
-    """Token ids (num, GLOSS_TOKENS) of WordNet definitions, without their examples, and the file of each, from 0."""
+    """Token ids (num, GLOSS_TOKENS) of WordNet definitions without examples, and the file of each, from 0."""
     lines = list(wordnet.synsets("noun"))
     chosen = torch.randperm(len(lines), generator=torch.Generator().manual_seed(0))[:num].tolist()
     texts = [re.split(r'; "', lines[i].partition("| ")[2])[0].strip() for i in chosen]
@@ -191,7 +191,7 @@ def glosses(tokenizer_folder: Path, num: int) -> tuple[Tensor, Tensor]:
 
 
 def from_scratch(make: Callable[[int], nn.Module]) -> Start:
-    """A bf16 model and, in what the optimizer keeps, the fp32 values it was initialised with."""
+    """A bf16 model whose optimizer keeps the fp32 initial values."""
 
     def start(seed: int, make_optimizer: MakeOptimizer) -> tuple[nn.Module, LowPrecisionAdamW]:
         model = make(seed).bfloat16()
@@ -207,7 +207,7 @@ def token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def smollm2(work: Path, quick: bool) -> Task:
-    """SmolLM2 continues the plays; `work` has its fp32 checkpoint, as `finetune.py` makes it."""
+    """SmolLM2 continues the plays; `work` contains its fp32 checkpoint (see `benchmarks.models`)."""
     source, length = work / "smollm2", 64
     tokenizer = AutoTokenizer.from_pretrained(source)
     train, held_out = (

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 @contextmanager
 def panels(path: Path, count: int) -> Iterator[Sequence[Axes]]:
-    """Draw on `count` panels inside; at the end they get their legends and are saved."""
+    """Yield `count` panels to draw on; afterwards add legends and save the figure."""
     _, drawn = plt.subplots(1, count, figsize=(4 + 4 * count, 4.5), layout="constrained")
     yield drawn
     for axes in drawn:
@@ -25,7 +25,7 @@ def panels(path: Path, count: int) -> Iterator[Sequence[Axes]]:
 
 
 def plot_training(axes: Axes, kind: str, curves: Sequence[Curve], *, dashed: Iterable[str] = ()) -> None:
-    """Held-out loss of every arm over the steps, the mean over seeds."""
+    """Plot the held-out loss of every arm over the steps, averaged over seeds."""
     for arm in dict.fromkeys(c.arm for c in curves):
         axes.plot(*mean_curve(curves, arm), "--" if arm in dashed else "-", label=arm)
     axes.set(title=f"training, {kind}", xlabel="step", ylabel="held-out loss, nats per byte")

@@ -45,8 +45,8 @@ RECIPES = (
     "fp32", "bf16", "amp-fp16", "unit-fp8", "scalify-fp8", "collage-bf16", "adaptive-fp16", "unit-fp8-collage",
     "mpt-fp8", "mxfp8", "nvfp4", "quartet2", "mxfp4", "unit-nvfp4",
 )  # fmt: skip
-Runs = dict[str, dict[str, Any]]  # what `run` gives, by RECIPE-seedN
-# `man lexnames` of WordNet 3.0: the files that lexicographers kept their synsets in.
+Runs = dict[str, dict[str, Any]]  # results of `run` by RECIPE-seedN
+# WordNet 3.0's lexicographer files (`man lexnames`).
 SUPERSENSES = [
     "adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact", "noun.attribute",
     "noun.body", "noun.cognition", "noun.communication", "noun.event", "noun.feeling", "noun.food", "noun.group",
@@ -60,13 +60,13 @@ SUPERSENSES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """How a checkpoint and its data are made in a working folder, and the settings of its runs."""
+    """How to create a checkpoint and its data in a working folder, and the settings of its runs."""
 
     prepare: Callable[[Path], dict[str, Any]]
     settings: dict[str, Any]
     seeds: int
     about: str
-    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes with options, by the name of their rows
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # recipes with options, by row name
 
 
 TENSOR: dict[str, dict[str, Any]] = {
@@ -94,7 +94,7 @@ def glosses() -> Iterator[dict[str, str]]:
 
 
 def glosses_to_train(folder: Path) -> dict[str, Any]:
-    """Shuffled once: 8,000 rows to train on, more than a run sees, and 2,000 held out."""
+    """MiniLM and shuffled glosses: 8,000 rows to train on, more than a run sees, and 2,000 held out."""
     rows = list(glosses())
     random.Random(0).shuffle(rows)
     for name, part in (("train", rows[:8000]), ("heldout", rows[8000:10_000])):
@@ -147,7 +147,7 @@ TASKS: dict[str, Task] = {
 
 
 def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One run without a twin: the recipe fp32 of the same seed is everybody's."""
+    """One run without a twin; the fp32 run of the same seed serves all recipes."""
     extra = {"recipe": recipe} | task.variants.get(recipe, {})
     asked = {name: extra.pop(name) for name in ("recipe", "operand_scale", "rounding") if name in extra}
     options = FinetuneOptions(
@@ -158,7 +158,7 @@ def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Pa
     result = finetune(prepared["model"], folder / "run", options)
     shutil.rmtree(folder / "run")
     shown: dict[str, Any] = to_json(result.runs[0])
-    del shown["step_time_s"], shown["overhead"]  # this is no benchmark of time
+    del shown["step_time_s"], shown["overhead"]  # this does not measure time
     return {
         "recipe": recipe, "settings": task.settings, "data": result.facts["Data"], "versions": result.versions,
         "warnings": list(result.warnings), "critical": result.facts.get("16-bit products"), "record": shown,
@@ -169,14 +169,14 @@ def records(runs: Runs, recipe: str, role: str) -> list[RunRecord]:
     """The finished runs of a recipe, in a role that `gap_records` pairs by seed."""
     names = sorted(n for n in runs if n.rpartition("-seed")[0] == recipe)
     run_records = [from_json(RunRecord, runs[n]["record"] | {"role": role}) for n in names]
-    if recipe == "fp32":  # its weights in fp32 are what it computes with; older records leave that out
+    if recipe == "fp32":  # computes with its weights in fp32; older records lack that series
         own = [tuple(s for s in r.evaluations if not s.name.endswith(IN_FP32)) for r in run_records]
         run_records = [replace(r, evaluations=(*e, *rename_to_fp32(e))) for r, e in zip(run_records, own, strict=True)]
     return run_records
 
 
 def table(result: Mapping[str, Runs]) -> str:
-    """For each task, each recipe's held-out metrics and gaps to fp32 of the same seeds."""
+    """Held-out metrics of each recipe, per task, with gaps to fp32 of the same seeds."""
     parts = [
         "Fine-tuning from the same start, order and dropout; gaps to fp32 are taken seed by seed, with the 95 %\n"
         "interval (Student's t) where there are two seeds or more. Times are left out: the machine was busy.\n"
@@ -231,7 +231,10 @@ def main() -> None:
 
 
 def run_all(name: str, runs: Runs, folder: Path, options: argparse.Namespace) -> Iterator[None]:
-    """All recipes of the first seed, then of the next, so that a cut leaves whole comparisons. Yields after each."""
+    """Run all recipes of the first seed, then of the next, so that an interrupted run leaves complete comparisons.
+
+    Yields after each run.
+    """
     task = TASKS[name]
     if options.steps:
         task.settings["steps"] = options.steps

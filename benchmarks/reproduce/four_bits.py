@@ -32,7 +32,7 @@ from lpconv.student import estimate_mean
 
 STEPS, BATCH, LENGTH, HIDDEN, LAYERS = 200, 8, 64, 64, 2
 NOISE_STEPS = (0, 10, 50, 100, 200)
-PLAIN_RATE, NATIVE_RATE = 2.0**-8, 2.0**-5  # of the recorded sweep of benchmarks.reproduce.native
+PLAIN_RATE, NATIVE_RATE = 2.0**-8, 2.0**-5  # best rates of benchmarks.reproduce.native
 
 _NVFP4 = FP4_RECIPES["nvfp4"]
 _ALONG = replace(_NVFP4.weight, square=False)
@@ -66,7 +66,7 @@ NATIVE: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Held-out losses at the end, in nats per byte: in the run's own arithmetic, and of its weights in fp32."""
+    """Final held-out losses in nats per byte, in the run's own arithmetic and with its weights in fp32."""
 
     arm: str
     seed: int
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Norm of the gradient over those of its noise and its bias in a recipe, after some steps in fp32."""
+    """Norm of the gradient relative to its noise and its bias in a recipe, after some steps in fp32."""
 
     recipe: str
     seed: int
@@ -87,7 +87,7 @@ class Noise:
 
 
 def prepared(arm: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model of an arm, and its optimizer."""
+    """The model of an arm and its optimizer."""
     torch.manual_seed(seed)
     model = build("llama", HIDDEN, LAYERS, LENGTH)
     settings: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -160,14 +160,14 @@ def in_fp32(arm: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.
 
 
 def master(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, stored: Tensor) -> Tensor:
-    """The fp32 values of a parameter: the optimizer's copy if there is one."""
+    """The fp32 values of a parameter: the optimizer's copy, if there is one."""
     parameter: Any = model.get_parameter(name)
     copy = optimizer.state[parameter].get("master")
     return stored if copy is None else copy * parameter.scale
 
 
 def gap(runs: Mapping[tuple[str, int], Run], arm: str, base: str, key: str) -> str:
-    """Mean over seeds of the difference to the base, with its 95 % interval (Student's t)."""
+    """Mean difference to the base over seeds, with its 95 % interval (Student's t)."""
     pairs = [(r, runs[base, seed]) for (name, seed), r in runs.items() if name == arm and (base, seed) in runs]
     estimate = estimate_mean([getattr(r, key) - getattr(b, key) for r, b in pairs])
     half = f" ± {estimate.high - estimate.value:.3f}" if len(pairs) > 1 else ""
@@ -175,7 +175,7 @@ def gap(runs: Mapping[tuple[str, int], Run], arm: str, base: str, key: str) -> s
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A row for each arm that has run, gaps over fp32 of the same family."""
+    """One row per finished arm, with gaps to fp32 of the same family."""
     by_arm = {(r.arm, r.seed): r for r in runs}
     rows = []
     for arm in (*PLAIN, *NATIVE):
@@ -189,7 +189,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def noise_table(measured: Sequence[Noise]) -> str:
-    """A row for each recipe: gradient over noise, and over bias, after the steps of `NOISE_STEPS`; means over seeds."""
+    """Gradient over noise and over bias after the steps in `NOISE_STEPS`, per recipe, averaged over seeds."""
     rows = []
     for recipe, kind in itertools.product(dict.fromkeys(n.recipe for n in measured), ("noise", "bias")):
         of_recipe = [n for n in measured if n.recipe == recipe]
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def save(path: Any, runs: Sequence[Run], noise: Sequence[Noise]) -> None:
-    """Write what there is so far."""
+    """Write the result so far."""
     settings = {"steps": STEPS, "batch": BATCH, "length": LENGTH, "hidden": HIDDEN, "layers": LAYERS,
                 "plain_rate": PLAIN_RATE, "native_rate": NATIVE_RATE}  # fmt: skip
     head = {"command": common.command(), "machine": common.machine(), "settings": settings}

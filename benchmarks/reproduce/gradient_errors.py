@@ -11,13 +11,13 @@ from benchmarks.reproduce.miniature import Size, draw, start_model
 from lpconv.kernels.matmul import HalfProducts
 from lpconv.scaled import ScaledTensor
 
-# In exact arithmetic softmax takes no notice of these biases, so their true gradient is zero.
+# Softmax cancels these biases in exact arithmetic, so their true gradient is zero.
 _CANCELLED = ("key.bias", "k_proj.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
-    """Median over parameters of the relative error, for a loss times 2^power."""
+    """Median relative error over parameters, for a loss times 2^power."""
 
     model: str
     arithmetic: str
@@ -26,7 +26,7 @@ class GradientError:
 
 
 def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
-    """The gradients as plain numbers in fp64, divided by `factor`, but for those that are zero in exact arithmetic."""
+    """Gradients as plain fp64 tensors, divided by `factor`, without those that are zero in exact arithmetic."""
     return {
         name: (p.grad.dequantize() if isinstance(p.grad, ScaledTensor) else p.grad).double() / factor
         for name, p in model.named_parameters()
@@ -35,14 +35,14 @@ def gradients(model: nn.Module, factor: float = 1.0) -> dict[str, Tensor]:
 
 
 def relative_errors(gradients_lp: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[float]:
-    """|g - g_ref| / |g_ref| of every parameter; 1 means that nothing arrived."""
+    """|g - g_ref| / |g_ref| for every parameter; 1 means that the gradient was lost."""
     return [float((gradients_lp[name] - g).norm() / g.norm()) for name, g in reference.items()]
 
 
 def gradient_errors(
     kind: str, size: Size, arithmetics: Mapping[str, Callable[[nn.Module], nn.Module]], powers: Sequence[int]
 ) -> list[GradientError]:
-    """The error against fp64 of every arithmetic, named and prepared, for a loss times each 2^power."""
+    """Errors against fp64 of every arithmetic, for a loss times each 2^power."""
     batch = draw(kind, size)
     exact = start_model(kind, size, 0).double()
     exact(**batch).loss.backward()
@@ -60,7 +60,7 @@ def gradient_errors(
 
 
 def error_table(title: str, heading: str, errors: Sequence[GradientError], powers: Collection[int]) -> str:
-    """A row for each model and arithmetic, a column for each of the powers."""
+    """One row per model and arithmetic, one column per power."""
     rows = []
     for model, arithmetic in dict.fromkeys((g.model, g.arithmetic) for g in errors):
         by_power = {g.power: g.median_error for g in errors if (g.model, g.arithmetic) == (model, arithmetic)}

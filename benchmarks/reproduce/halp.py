@@ -33,7 +33,7 @@ VOWELS = b"aeiouAEIOU"
 
 
 def windows(count: int) -> tuple[Tensor, Tensor]:
-    """One-hot codes of the last three characters (letters, or none) with a constant, and whether a vowel follows."""
+    """One-hot codes of the last three characters (letter or none) plus a constant, and whether a vowel follows."""
     text = corpus("train")
     at = torch.randint(3, len(text), (count,), generator=torch.Generator().manual_seed(0))
     lower = torch.where((text >= 65) & (text <= 90), text + 32, text)
@@ -45,7 +45,9 @@ def windows(count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A loss of rows: `gradients(rows)` sets those of `parameters`. `reach` is the largest weight at the optimum."""
+    """A loss over rows. `gradients(rows)` sets the gradients of `parameters`; `reach` is the largest weight at the
+    optimum.
+    """
 
     name: str
     parameters: list[Tensor]
@@ -55,7 +57,7 @@ class Problem:
     reach: float
 
     def norm(self) -> float:
-        """Of the gradient of all data, at the current weights."""
+        """Norm of the full gradient at the current weights."""
         self.gradients(torch.arange(self.num_rows))
         return float(torch.cat([p.grad.flatten() for p in self.parameters]).norm())  # type: ignore[union-attr]
 
@@ -63,7 +65,7 @@ class Problem:
 def linear_model(
     name: str, a: Tensor, b: Tensor, residual: Callable[[Tensor, Tensor], Tensor], decay: float, lr: float, reach: float
 ) -> Problem:
-    """A model of w·a whose gradient is mean(residual(a·w, b)·a) + decay·w."""
+    """A linear model with gradient mean(residual(a·w, b)·a) + decay·w."""
     w = torch.zeros(a.shape[1], dtype=torch.float64)
 
     def gradients(rows: Tensor) -> None:
@@ -77,7 +79,7 @@ def linear_model(
 def logistic(rows: int) -> Problem:
     a, b = windows(rows)
     decay, w = 1e-2, torch.zeros(a.shape[1], dtype=torch.float64)
-    for _ in range(20):  # Newton's method, for where the grids must reach
+    for _ in range(20):  # Newton's method finds the range that the grids must cover
         p = torch.sigmoid(a @ w)
         hessian = a.T @ (a * (p * (1 - p))[:, None]) / len(a) + decay * torch.eye(len(w))
         w = w - torch.linalg.solve(hessian, a.T @ (p - b) / len(a) + decay * w)
@@ -96,7 +98,7 @@ def synthetic(rows: int) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Gradient norms of a method over that of the start, before the first epoch and after each."""
+    """Gradient norms relative to the start, before the first epoch and after each."""
 
     problem: str
     method: str
@@ -119,7 +121,7 @@ METHODS: dict[str, Callable[[Problem], LPSGD]] = {
 
 
 def trace(problem: Problem, method: str, epochs: int) -> Trace:
-    """Run `method` on a fresh problem; batches are the same for all methods."""
+    """Run a method on a fresh problem, with the same batches as the others."""
     draw, began = torch.Generator().manual_seed(1), time.perf_counter()
     first = problem.norm()
     optimizer = METHODS[method](problem)

@@ -23,7 +23,7 @@ from lpconv.scaled import AdamW, ScaledTensor, StepGuard
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much work: `FULL` is what is published, `QUICK` is for trying a script, and its numbers mean nothing."""
+    """The amount of work: `FULL` is published; the numbers of `QUICK` mean nothing."""
 
     steps: int = 200
     evaluate_every: int = 20
@@ -41,7 +41,7 @@ QUICK = Size(steps=4, evaluate_every=2, seeds=1, batch=2, length=16, hidden=32, 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One arithmetic: how it prepares a model, what it scales the loss by, and how its optimizer keeps things."""
+    """One arithmetic: how to prepare a model, the loss scale, and the optimizer."""
 
     name: str
     prepare: Callable[[nn.Module], nn.Module]
@@ -54,7 +54,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One training run; losses are held-out, in nats per byte, and `steps` says after which step each was taken."""
+    """One training run. Losses are held-out, in nats per byte; `steps` are the steps after which they were measured."""
 
     arm: str
     seed: int
@@ -66,9 +66,9 @@ class Curve:
 
 
 def amp_fp16() -> AbstractContextManager[Any]:
-    """PyTorch's mixed precision: fp32 parameters, products and activations in fp16.
+    """PyTorch's mixed precision: fp32 parameters, with products and activations in fp16.
 
-    Without its cache, which holds the fp16 weights of the first step for as long as the context lasts.
+    Its cache is off, because it would keep the fp16 weights of the first step as long as the context lasts.
     """
     return torch.autocast("cpu", torch.float16, cache_enabled=False)
 
@@ -79,13 +79,13 @@ def start_model(kind: str, size: Size, seed: int) -> nn.Module:
 
 
 def draw(kind: str, size: Size, seed: int = 0) -> dict[str, Tensor]:
-    """A training batch to look at gradients with."""
+    """A training batch for looking at gradients."""
     generator = torch.Generator().manual_seed(seed)
     return batch_of(kind, corpus("train"), size.batch, size.length, generator)
 
 
 def observe(model: nn.Module, batch: dict[str, Tensor]) -> dict[tuple[str, str], float]:
-    """Root mean square of the data of each weighted module's output and of the gradient that reaches it."""
+    """RMS of the data of each weighted module's output, and of the gradient that reaches it."""
     seen: dict[tuple[str, str], float] = {}
 
     def on_output(name: str, out: Tensor) -> None:
@@ -157,7 +157,7 @@ def train(
 
 
 def train_all(arms: Sequence[Arm], kind: str, size: Size) -> Iterator[tuple[Curve, nn.Module]]:
-    """Every arm from every seed, with the model it ends at; all arms of a seed share start and batches."""
+    """Run every arm from every seed and yield the curve and the final model; arms of a seed share start and batches."""
     for seed in range(size.seeds):
         for arm in arms:
             curve, model = train(arm, kind, seed, size)
@@ -166,13 +166,13 @@ def train_all(arms: Sequence[Arm], kind: str, size: Size) -> Iterator[tuple[Curv
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """The mean of some seeds and their deviation."""
+    """Mean and standard deviation over seeds."""
     deviation = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):{form}}{deviation}"
 
 
 def training_table(title: str, curves: Sequence[Curve]) -> str:
-    """Means over seeds at the last step; the excess over the first arm is taken seed by seed, ± its deviation."""
+    """Means over seeds at the last step. The excess over the first arm is taken seed by seed, ± its deviation."""
     by_arm = {arm: [c for c in curves if c.arm == arm] for arm in dict.fromkeys(c.arm for c in curves)}
     base = next(iter(by_arm.values()))
     rows = []
@@ -185,13 +185,13 @@ def training_table(title: str, curves: Sequence[Curve]) -> str:
 
 
 def mean_curve(curves: Sequence[Curve], arm: str) -> tuple[list[int], list[float]]:
-    """The steps of an arm and its held-out loss there, averaged over seeds."""
+    """The steps of an arm and its held-out losses, averaged over seeds."""
     runs = [c for c in curves if c.arm == arm]
     return runs[0].steps, [statistics.fmean(losses) for losses in zip(*(c.held_out_loss for c in runs), strict=True)]
 
 
 def read_arguments(doc: str | None) -> tuple[Path, Size]:
-    """The folder for the results, made if need be, and the size of a reproduction that says `doc` of itself."""
+    """Parse the arguments of a script with this docstring: the folder for results, created if needed, and the size."""
     parser = common.parser(doc, needs_out=True)
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -200,7 +200,7 @@ def read_arguments(doc: str | None) -> tuple[Path, Size]:
 
 
 def save(out: Path, settings: Mapping[str, Any], raw: Mapping[str, Any], tables: Sequence[str]) -> None:
-    """Write results.json.xz and table.md, and show the tables."""
+    """Write results.json.xz and table.md, and print the tables."""
     report = {"command": common.command(), "machine": common.machine(), "settings": dict(settings), **raw}
     common.save(report, out / "results.json.xz")
     page = "\n".join(tables)

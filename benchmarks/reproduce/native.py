@@ -57,7 +57,7 @@ LOSS_SCALES = (2.0**4, 2.0**8, 2.0**12)
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model that learns from scratch, its size, and the rates that native runs choose from by rule."""
+    """A model trained from scratch, its size, and the learning rates to try for native runs, by rule."""
 
     kind: str
     size: Size
@@ -107,7 +107,7 @@ class Share:
 
 
 def observed(model: nn.Module, loss: Callable[[Tensor], Tensor]) -> dict[str, list[float]]:
-    """Sizes of outputs, gradients and weight gradients of the linear layers, for 8 rows of 64 random tokens."""
+    """Sizes of the linear layers' outputs, gradients and weight gradients, for 8 rows of 64 random tokens."""
     sizes: dict[str, list[float]] = {"outputs": [], "gradients": [], "weight gradients": []}
 
     def on_output(_: nn.Module, __: Any, out: Tensor) -> None:
@@ -166,12 +166,12 @@ def sizes_table(measured: list[Share]) -> str:
 
 
 def drawn(compute: str) -> Callable[[nn.Module], nn.Module]:
-    """Native scaling of a model that was built after `torch.manual_seed`: its weights follow the same seed."""
+    """Native scaling with weights drawn from the seed of the latest `torch.manual_seed`."""
     return lambda model: native(model, seed=torch.initial_seed(), compute=compute)
 
 
 def native_arm(name: str, compute: str, rule: str, rate: float) -> Arm:
-    """A native run whose rate is the step on Ŵ, in place of the size's own."""
+    """A native run at this rate instead of the size's own; the rate is the step on Ŵ."""
 
     def optimizer(parameters: Any, *, lr: float, **options: Any) -> AdamW:
         return AdamW(native_groups(parameters, rate, rule=rule), **options)
@@ -181,7 +181,7 @@ def native_arm(name: str, compute: str, rule: str, rate: float) -> Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run at a rate, with the sizes of data and gradients along the model that it ended at."""
+    """A training run at one rate, with the sizes of data and gradients along the trained model."""
 
     lr: float
     curve: Curve
@@ -193,7 +193,7 @@ class Run:
 
 
 class Runs:
-    """Runs by rule or arm, rate and seed, kept in a file as they end: the same command goes on where it stopped."""
+    """Runs by rule or arm, rate and seed, saved as they finish, so that an interrupted command can be resumed."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.kind = path, kind
@@ -213,13 +213,13 @@ class Runs:
 
 
 def along(model: nn.Module, kind: str, size: Size) -> dict[str, list[float]]:
-    """Sizes of the data of activations, first to last, and of the gradients that reach them."""
+    """Sizes of the data of activations, from first to last, and of the gradients that reach them."""
     seen = observe(model, draw(kind, size))
     return {d: [v for (_, which), v in seen.items() if which == d] for d in ("activation", "gradient")}
 
 
 def plain_fp16(model: nn.Module) -> nn.Module:
-    """`model` in fp16, its gradients too until they reach the parameters: a loss scale is taken off in fp32."""
+    """The model in fp16, with fp32 gradients at the parameters, where the loss scale is removed."""
     model = model.half()
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
@@ -227,12 +227,12 @@ def plain_fp16(model: nn.Module) -> nn.Module:
 
 
 PLAIN = Arm(name="fp32", prepare=lambda m: m)
-# Weights, activations and gradients in the format, with fp32 copies of the weights.
+# Weights, activations and gradients in the format, plus fp32 copies of the weights.
 PLAIN_LOW: dict[str, Callable[[nn.Module], nn.Module]] = {"fp8": plain_fp8, "fp16": plain_fp16}
 
 
 def sweep(runs: Runs, task: Task, size: Size) -> dict[str, list[Run]]:
-    """One seed at each learning rate, by rule."""
+    """Runs of one seed at each learning rate, by rule."""
     by_rule = {"plain": [runs.get(PLAIN, lr, 0, size) for lr in PLAIN_RATES]}
     for rule, rates in task.native_rates.items():
         by_rule[rule] = [runs.get(native_arm(f"native fp32 ({rule})", "fp32", rule, lr), lr, 0, size) for lr in rates]
@@ -250,7 +250,7 @@ def rates_table(kind: str, by_rule: dict[str, list[Run]]) -> str:
 
 
 def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]:
-    """Every arm at the best rate of its rule, seed by seed."""
+    """Runs of every arm at the best rate of its rule, seed by seed."""
     plain = best(rates["plain"]).lr
     rule = min((r for r in rates if r != "plain"), key=lambda r: best(rates[r]).loss)
     own = best(rates[rule]).lr
@@ -270,7 +270,7 @@ def training(runs: Runs, size: Size, rates: dict[str, list[Run]]) -> list[Curve]
 
 
 def figure(fresh: dict[str, list[float]], trained: dict[str, list[float]], curves: list[Curve], path: Path) -> None:
-    """Sizes along the graph, fresh and trained, and the curves."""
+    """Plot sizes along the graph, fresh and trained, and the training curves."""
     with panels(path, 2) as (left, right):
         for name, sizes, style in (("fresh", fresh, "-"), ("trained", trained, "--")):
             for direction, colour in (("activation", "C0"), ("gradient", "C1")):
@@ -283,7 +283,7 @@ def figure(fresh: dict[str, list[float]], trained: dict[str, list[float]], curve
 
 
 def train_task(task: Task, folder: Path, size: Size) -> tuple[dict[str, list[Run]], list[Curve]]:
-    """The sweep of rates and every arm, written into a folder that keeps runs as they end."""
+    """Sweep the rates and run every arm, in a folder that keeps finished runs."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = Runs(folder / "runs.json", task.kind)
     rates = sweep(runs, task, size)

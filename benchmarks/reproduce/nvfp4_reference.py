@@ -32,7 +32,7 @@ CASTS = {"rows": _NVFP4.input, "16x16": _NVFP4.weight, "rotated": _NVFP4.grad_we
 
 
 def load_reference(file: Path) -> Any:
-    """The module in `file`, with stand-ins for what it imports from its package."""
+    """Load the module, with stand-ins for the imports from its package."""
     package = "transformer_engine.pytorch"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     stand_ins: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def _keep_usage(self: Any, *, rowwise: bool, columnwise: bool) -> None:
 
 
 def quantizer(te: Any, cast: str) -> Any:
-    """Their quantizer for one of `CASTS`; a rotated operand is the transpose of one."""
+    """TransformerEngine's quantizer for one of `CASTS`; a rotated operand is its transpose."""
     shape = (16, 16) if cast == "16x16" else (1, 16)
     return te.NVFP4QuantizerRef(
         dtype=te.reference_utils.Fp4Formats.E2M1, quant_tile_shape=shape, with_rht=cast != "16x16"
@@ -77,7 +77,9 @@ def quantizer(te: Any, cast: str) -> Any:
 
 
 def theirs(te: Any, x: Tensor, cast: str) -> tuple[Tensor, Tensor, float]:
-    """Packed codes, scales of blocks and the largest magnitude of a cast of `x`, or of its transpose if rotated."""
+    """Packed codes, block scales and largest magnitude of TransformerEngine's cast of `x`, or of its transpose if
+    rotated.
+    """
     q = quantizer(te, cast).quantize(x)
     if cast == "rotated":
         return q.data_t, q.scale_t, float(q.global_amax_col)
@@ -89,13 +91,13 @@ def ours(x: Tensor, cast: str) -> Coded:
 
 
 def values(te: Any, codes: Tensor, scales: Tensor) -> Tensor:
-    """Elements times the scales of their blocks, without that of the tensor."""
+    """Elements times their block scales, without the scale of the tensor."""
     elements: Tensor = te.cast_from_fp4x2(codes, torch.float32)
     return elements * scales.float().repeat_interleave(16, -1)
 
 
 def inputs() -> Iterator[tuple[str, Tensor]]:
-    """Tensors of several shapes of distribution, in fp32 and bf16."""
+    """Tensors of several distributions, in fp32 and bf16."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(ROWS, COLUMNS, generator=generator)
     sizes = torch.rand(ROWS, 1, generator=generator) * 40 - 20
@@ -108,7 +110,7 @@ def inputs() -> Iterator[tuple[str, Tensor]]:
 
 
 def compare_operands(te: Any) -> list[dict[str, Any]]:
-    """Elements that differ, and the largest relative difference of the tensor's scale."""
+    """Number of differing elements, and the relative difference of the tensor's scale."""
     rows = []
     for name, x in inputs():
         for cast in CASTS:
@@ -121,7 +123,7 @@ def compare_operands(te: Any) -> list[dict[str, Any]]:
 
 
 def compare_products(te: Any) -> list[dict[str, Any]]:
-    """The three products; differences in units of the last bit of the largest element."""
+    """Differences of the three products, in last bits of the largest element."""
     recipe = replace(_NVFP4, gradient=replace(_NVFP4.gradient, rounding="nearest"))
     generator = torch.Generator().manual_seed(1)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((256, 512), (384, 512), (256, 384)))
@@ -149,13 +151,13 @@ def compare_products(te: Any) -> list[dict[str, Any]]:
 
 
 def golden_input(rows: int = 32, columns: int = 48) -> Tensor:
-    """Numbers of many sizes that depend on no random generator: cubes of a multiplicative hash."""
+    """Numbers of many sizes without a random generator: cubes of a multiplicative hash."""
     index = torch.arange(1, rows * columns + 1, dtype=torch.int64)
     return ((index * 2654435761 % 2**32).double() / 2**31 - 1).pow(3).float().view(rows, columns)
 
 
 def golden(te: Any) -> dict[str, Any]:
-    """Their packed codes and scales of the small input, as hexadecimal digits."""
+    """TransformerEngine's packed codes and scales of the small input, in hexadecimal."""
     cases = {}
     for cast in CASTS:
         codes, scales, amax = theirs(te, golden_input(), cast)

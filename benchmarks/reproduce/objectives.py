@@ -1,14 +1,14 @@
-"""Whether every model class trains the objective of its task, and whether two processes train what one does.
+"""Does every model class train the objective of its task, and do two processes train what one does?
 
     python -m benchmarks.reproduce.objectives --out FILE.json [--part classes processes] [--recipe RECIPE…]
 
-classes: every class of transformers' mappings for the four tasks, built small. Its loss, with labels as
-`find_objective` says, is "right" if it equals the cross entropy of its logits in float64 to 1e-5.
+classes: every class in transformers' mappings for the four tasks, built small. Its loss, with the labels that
+`find_objective` chooses, is "right" if it equals the cross entropy of its logits in float64 to 1e-5.
 
 processes: a small Llama, a masked and a classifying BERT and a T5 with targets of unequal lengths, without dropout,
-take three steps in each recipe in one process, and in two with `--parallel` ddp and fsdp2. Kept are the largest
-relative differences of losses, gradient norms and held-out losses from those of one process, and the difference of the
-gap to fp32 in nats.
+take three steps in each recipe in one process, and in two with `--parallel` ddp and fsdp2. Recorded are the largest
+relative differences of losses, gradient norms and held-out losses from one process, and the difference of the gap to
+fp32 in nats.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def verdict(task: Task, name: str, model_type: str) -> str:
         with patience():
             model = build(name, model_type)
             batch = make_batch(task, model.config)
-    except Exception as e:  # a class that cannot be built small says nothing about its loss
+    except Exception as e:  # a class that cannot be built small is not judged
         return f"not built: {type(e).__name__}"
     try:
         objective = find_objective(model, task, batch)
@@ -119,7 +119,7 @@ def patience() -> Iterator[None]:
 
 
 def write_models(folder: Path) -> None:
-    """The models of the families without dropout, with a tokenizer of bytes, and rows of unequal lengths."""
+    """Write the models of the families without dropout, a byte tokenizer, and rows of unequal lengths."""
     sizes = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     bert = transformers.BertConfig(
         **sizes, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
@@ -155,7 +155,7 @@ def write_models(folder: Path) -> None:
 
 
 def train(mode: str, recipes: list[str], out: Path) -> None:
-    """Every recipe on every family, with figures of each run in `out`; the work of each process."""
+    """Train every recipe on every family into `out`; runs in each process."""
     os.environ["LPCONV_COMPILE"] = "never"
     torch.set_num_threads(1)
     for family in FAMILIES:
@@ -183,7 +183,7 @@ def figures(folder: Path) -> dict[str, list[float]] | None:
 
 
 def compare_processes(recipes: list[str], work: Path | None) -> dict[str, Any]:
-    """Differences from one process, by family, recipe and way of sharing."""
+    """Differences between two processes and one, by family, recipe and way of sharing."""
     with common.work_folder(work) as folder:
         write_models(folder)
         for mode in MODES:
@@ -201,7 +201,7 @@ def compare_processes(recipes: list[str], work: Path | None) -> dict[str, Any]:
 
 
 def difference(*folders: Path) -> dict[str, float] | str:
-    """Of two processes' run and fp32 run from one process's."""
+    """Differences of two processes' run from one process's, and of their gaps to fp32."""
     two, two_fp32, one, one_fp32 = map(figures, folders)
     if two is None or one is None or two_fp32 is None or one_fp32 is None:
         return "refused"

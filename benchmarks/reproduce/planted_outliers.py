@@ -1,9 +1,9 @@
-"""A Qwen3-shaped model, trained here from scratch on plays, with outliers as large models have them planted afterwards.
+"""A Qwen3-shaped model, trained from scratch on plays, with outliers like those of large models planted afterwards.
 
-The architecture is the stock one of transformers: norms of queries and keys, grouped queries, a gated MLP, embeddings
-of their own. A few channels of every MLP and of every normed input of a layer are multiplied by a power of two, and the
-columns that read them divided by it, so that the function stays the same bit for bit while single activations stand
-some hundred times above the rest: what makes fp8 operands clip (`down_proj` of SmolLM2 has them by itself).
+The architecture is transformers' Qwen3: norms of queries and keys, grouped queries, a gated MLP, untied embeddings. A
+few channels of every MLP and of every normed input are multiplied by a power of two and the columns that read them are
+divided by it. The function stays the same bit for bit, while single activations are some hundred times larger than the
+rest, which makes fp8 operands clip (SmolLM2's `down_proj` has such outliers by itself).
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from benchmarks.reproduce.train_demo import BLOCK, END_ID, VOCAB_SIZE, Options, byte_tokenizer, train
 from lpconv.data import demo_text
 
-GATED = 2.0**9  # of a channel of the gated product
-NORMED = 2.0**5  # of a channel of a normed input
-_CHANNELS = 2  # of each tensor
+GATED = 2.0**9  # factor of a channel of the gated product
+NORMED = 2.0**5  # factor of a channel of a normed input
+_CHANNELS = 2  # per tensor
 
 
 def new_model() -> Qwen3ForCausalLM:
@@ -32,7 +32,7 @@ def new_model() -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def plant(model: nn.Module) -> None:
-    """Outliers in the inputs of the linear layers of every block, in place; exact: factors are powers of two."""
+    """Plant outliers in the inputs of every block's linear layers, in place; exact, since factors are powers of two."""
     for layer in model.get_submodule("model.layers").children():
         mlp, attention = layer.get_submodule("mlp"), layer.get_submodule("self_attn")
         _move(layer, "mlp.up_proj.weight", [mlp.get_parameter("down_proj.weight")], GATED)
@@ -51,7 +51,7 @@ def _move(layer: nn.Module, writer: str, readers: list[Tensor], factor: float) -
 
 
 def make(folder: Path, steps: int) -> None:
-    """Train, plant, check that the function is the same bit for bit, and write the checkpoint with its tokenizer."""
+    """Train, plant outliers, check that the function is unchanged bit for bit, and save model and tokenizer."""
     torch.manual_seed(0)
     tokenizer, model = byte_tokenizer(), new_model()
     ids = torch.tensor(tokenizer(demo_text("train").read_text(encoding="ascii"))["input_ids"])

@@ -34,14 +34,14 @@ from lpconv.scaled import AdamW, StepGuard, adaptive_scaling, fallbacks, scaled,
 
 
 class PlainFp8Linear(nn.Linear):
-    """A linear layer whose operands and gradients are cast to fp8 as they are: no scale of any kind."""
+    """A linear layer that casts operands and gradients to fp8 without any scale."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def plain_fp8(model: nn.Module) -> nn.Module:
-    """`model` in bf16 with every linear layer but the output head in fp8: what scales must improve on."""
+    """The model in bf16 with every linear layer except the output head in unscaled fp8, as a baseline."""
     head = model.get_output_embeddings()  # type: ignore[operator]  # a method of transformers models
     for module in model.modules():
         if type(module) is nn.Linear and module is not head:
@@ -51,10 +51,10 @@ def plain_fp8(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How one arithmetic prepares a model and its optimizer.
+    """How an arithmetic prepares a model and its optimizer.
 
-    Scaled runs skip a step whose gradients are not finite, as any fp16 training does; the plain ones show what happens
-    without. `alone` says whether the run takes part in the easy setting too.
+    Scaled runs skip steps with non-finite gradients, as fp16 training usually does; plain runs show what happens
+    without. `alone` runs take part in the easy setting too.
     """
 
     prepare: Callable[[nn.Module], nn.Module]
@@ -115,7 +115,7 @@ def train(name: str, key: str, start: nn.Module, parts: int, seed: int, options:
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and standard deviation over seeds, and over seeds of the difference to fp32 (same start, same batches)."""
+    """Mean and standard deviation over seeds, of losses and of differences to fp32 (same start, same batches)."""
     rows = []
     for model, setting, key in dict.fromkeys((r["model"], r["setting"], r["run"]) for r in results):
         here = {(r["run"], r["seed"]): r for r in results if (r["model"], r["setting"]) == (model, setting)}
@@ -128,13 +128,13 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """The mean of a sample and, from two values on, its standard deviation; rounded."""
+    """Mean and, for two values or more, standard deviation; rounded."""
     fields = {name: round(statistics.mean(values), 5)} if values else {}
     return fields | ({f"{name}_std": round(statistics.stdev(values), 5)} if len(values) > 1 else {})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The summary in Markdown."""
+    """The summary as a Markdown table."""
     cells = []
     for r in rows:
         loss = f"{r['held_out']:.4f}" + (f" ± {r['held_out_std']:.4f}" if "held_out_std" in r else "")
@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def save(path: Path | None, results: list[dict[str, Any]]) -> None:
-    """Write what there is so far: an interrupted command leaves usable data."""
+    """Write the result so far."""
     if path is None:
         return
     head = {"command": common.command(), "machine": common.machine(), "summary": summary(results)}
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--eval-batches", type=int, default=16)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
-    if options.out and options.out.exists():  # go on with an interrupted command
+    if options.out and options.out.exists():  # resume an interrupted command
         results = common.load(options.out)["runs"]
     done = {(r["model"], r["setting"], r["run"], r["seed"]) for r in results}
     for seed, name in itertools.product(options.seeds, options.models):

@@ -72,7 +72,7 @@ WATCHED = {"1: fp16, fp32 master weights": "static scales", "2: fp16 weights, re
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Root mean square of the data of the gradient that reaches one module, before it is rescaled there."""
+    """RMS of the data of the gradient that reaches a module, before rescaling there."""
 
     scales: str
     step: int

@@ -36,8 +36,8 @@ from lpconv.data import demo_text
 END = "<|endoftext|>"
 END_ID = 256
 VOCAB_SIZE = 272  # 256 bytes, END, and 15 unused rows up to a multiple of 16
-BLOCK = 256  # bytes per training window, and the positions the model has
-SLICE = 64 * BLOCK  # the start of the held-out play, whose figure a test recomputes
+BLOCK = 256  # bytes per training window, and the model's number of positions
+SLICE = 64 * BLOCK  # start of the held-out play; a test recomputes its figure
 PROMPT = "HERMIA.\n"
 TRAIN_PLAYS = ("macbeth", "merchant_of_venice", "much_ado_about_nothing", "othello")
 HELDOUT_PLAY = "midsummer_nights_dream"
@@ -46,7 +46,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One training run. The defaults made the checkpoint that ships."""
+    """Options of a training run. The defaults made the checkpoint that ships."""
 
     steps: int = 4000
     batch_size: int = 16
@@ -60,7 +60,7 @@ class Options:
 
 
 def read_plays(folder: Path, names: Iterable[str]) -> str:
-    """Project Gutenberg's texts of `names`, trailing blanks removed, END on a line of its own between two."""
+    """Project Gutenberg's texts of `names` without trailing blanks, separated by END on its own line."""
 
     def one(name: str) -> str:
         lines = (folder / f"{name}_gut.txt").read_text(encoding="ascii").splitlines()
@@ -70,14 +70,15 @@ def read_plays(folder: Path, names: Iterable[str]) -> str:
 
 
 def all_but_heldout(folder: Path) -> list[str]:
-    """Names of every text in modern spelling but the held-out one (`*_gut_f.txt` are the same plays from the folio)."""
+    """Names of all texts in modern spelling (not `*_gut_f.txt`, from the folio) except the held-out one."""
     return sorted({p.name.removesuffix("_gut.txt") for p in folder.glob("*_gut.txt")} - {HELDOUT_PLAY})
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids are the bytes of UTF-8, and END after them.
+    """A tokenizer whose ids are the bytes of UTF-8, followed by END.
 
-    `ByteLevel` writes a byte as one character: itself where that is printable Latin-1, else the next from U+0100 on.
+    `ByteLevel` writes a byte as one character: the byte itself if it is printable Latin-1, otherwise the next character
+    from U+0100.
     """
     printable = set(pre_tokenizers.ByteLevel.alphabet())
     others = iter(range(256, 512))
@@ -99,7 +100,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_model() -> LlamaForCausalLM:
-    """The untrained model, from the current random state."""
+    """The untrained model, drawn from the current random state."""
     special = {"bos_token_id": END_ID, "eos_token_id": END_ID, "pad_token_id": END_ID}
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -118,7 +119,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def windows(ids: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Endless batches `[batch_size, BLOCK]`: non-overlapping windows of `ids`, cut and ordered anew for each pass."""
+    """Endless batches `[batch_size, BLOCK]` of non-overlapping windows, cut and shuffled anew for each pass."""
     while True:
         shift = int(torch.randint(BLOCK, ()))
         usable = (len(ids) - shift) // BLOCK * BLOCK
@@ -163,7 +164,7 @@ def train(model: LlamaForCausalLM, ids: Tensor, options: Options) -> None:
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, ids: Tensor) -> float:
-    """Mean fp32 loss in bits over non-overlapping windows of BLOCK ids; the first of each is given, not scored."""
+    """Mean fp32 loss in bits over non-overlapping windows; the first byte of each is not scored."""
     model.eval()
     batches = torch.split(ids[: len(ids) // BLOCK * BLOCK].view(-1, BLOCK), 64)
     nats = sum(float(model(input_ids=rows, labels=rows).loss) * len(rows) for rows in batches)
@@ -171,13 +172,13 @@ def bits_per_byte(model: LlamaForCausalLM, ids: Tensor) -> float:
 
 
 def unigram_bits(train_ids: Tensor, heldout_ids: Tensor) -> float:
-    """Bits per byte of the held-out text under byte counts of the training text, each of the 256 plus one."""
+    """Bits per byte of the held-out text under smoothed byte counts of the training text."""
     smoothed = torch.bincount(train_ids, minlength=VOCAB_SIZE)[:256].double() + 1
     return -(smoothed / smoothed.sum()).log2()[heldout_ids].mean().item()
 
 
 def bigram_bits(train_ids: Tensor, heldout_ids: Tensor) -> float:
-    """The same under bigram counts."""
+    """Bits per byte of the held-out text under smoothed bigram counts of the training text."""
     counts = torch.bincount(train_ids[:-1] * VOCAB_SIZE + train_ids[1:], minlength=VOCAB_SIZE**2).view(VOCAB_SIZE, -1)
     smoothed = counts[:, :256].double() + 1
     log2p = (smoothed / smoothed.sum(1, keepdim=True)).log2()
@@ -185,7 +186,10 @@ def bigram_bits(train_ids: Tensor, heldout_ids: Tensor) -> float:
 
 
 def yardsticks(train_text: str, heldout_text: str, train_ids: Tensor, heldout_ids: Tensor) -> Json:
-    """Bits per byte of the held-out text by simpler means; `xz_after_train` is what it adds to the packed training."""
+    """Bits per byte of the held-out text by simpler means.
+
+    `xz_after_train` is what it adds to the compressed training text.
+    """
     train_bytes, heldout_bytes = train_text.encode(), heldout_text.encode()
     added = len(lzma.compress(train_bytes + heldout_bytes, preset=9)) - len(lzma.compress(train_bytes, preset=9))
     return {
@@ -202,7 +206,7 @@ def text_facts(text: str) -> Json:
 
 
 def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    """`prompt` continued at temperature 0.8 with seed 0 until the block is full."""
+    """`prompt` continued to a full block, at temperature 0.8 with seed 0."""
     torch.manual_seed(0)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     out = model.generate(ids, do_sample=True, temperature=0.8, max_new_tokens=BLOCK - ids.shape[1])
@@ -251,7 +255,7 @@ YARDSTICKS = {
 
 
 def card(metrics: Json, **extra: object) -> str:
-    """The model card of the checkpoint that `metrics` describes."""
+    """The model card for a checkpoint with these metrics."""
     rows = "\n".join(f"| {label} | {metrics['yardsticks'][key]:.3f} |" for key, label in YARDSTICKS.items())
     training = metrics["training"]
     return CARD.format(
@@ -277,7 +281,7 @@ def card(metrics: Json, **extra: object) -> str:
 
 
 def make(texts: list[str], train_text: str, output: Path, options: Options) -> Json:
-    """Train on `train_text`, write the whole checkpoint folder to `output` and return its metrics."""
+    """Train, write the checkpoint folder to `output` and return its metrics."""
     tokenizer = byte_tokenizer()
 
     def encode(text: str) -> Tensor:

@@ -67,7 +67,7 @@ ARMS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Magnitude:
-    """Root mean square of what one module hands on, forward or backward, in order of the forward pass."""
+    """RMS of a module's output or of the gradient that reaches it, in order of the forward pass."""
 
     form: str
     module: str
@@ -76,7 +76,7 @@ class Magnitude:
 
 
 def magnitudes(kind: str, size: Size) -> list[Magnitude]:
-    """At every module with a weight: the values of the plain model in fp32, and the data of the scaled one."""
+    """RMS at every module with a weight: values of the plain fp32 model, and data of the scaled one."""
     forms = {"plain": start_model(kind, size, 0), "unit": PREPARE["unit fp16"](start_model(kind, size, 0))}
     return [
         Magnitude(form=form, module=module, direction=direction, rms=rms)

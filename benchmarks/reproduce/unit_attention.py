@@ -29,8 +29,8 @@ from lpconv.student import estimate_mean
 
 NUM_BYTES, HEAD_SIZE, DEPTH = 256, 32, 3
 SIZE = Size(hidden=64, steps=120, evaluate_every=120)
-RATE, LEFT = 2.0**-4, 0.1  # the best fp32 rate of the sweep for attention
-MODELS = {  # place of the norms, whether softmax is replaced by its square root
+RATE, LEFT = 2.0**-4, 0.1  # best fp32 rate of an earlier sweep
+MODELS = {  # place of the norms, and whether softmax is replaced by its square root
     "no norms": ("none", False),
     "no norms, square root of softmax": ("none", True),
     "norms after branches": ("branch", False),
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         if self.has_root:
             future = torch.ones(x_BLD.shape[1], x_BLD.shape[1], dtype=torch.bool).triu(1)
             scores = (q @ k.transpose(-1, -2)) / math.sqrt(HEAD_SIZE)
-            # The square root of softmax, without its infinite slope at 0: exp(log softmax / 2).
+            # The square root of softmax as exp(log softmax / 2), to avoid its infinite slope at 0.
             heads = (scores.masked_fill(future, -1e4).log_softmax(-1) * 0.5).exp() @ v
         else:
             heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
-    """Four times the width, and ReLU."""
+    """A ReLU layer of four times the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Feedforward(nn.Module):
 
 
 class Branch(nn.Module):
-    """√(1-τ)·x + √τ·f(x) with τ = 1/(1 + index): the running mean of all branches."""
+    """√(1-τ)·x + √τ·f(x) with τ = 1/(1 + index), the running mean of all branches."""
 
     def __init__(self, body: nn.Module, width: int, norm: str, index: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Branch(nn.Module):
 
 
 class ByteLM(nn.Module):
-    """Predicts each byte from those before it; the loss in nats is part of the model."""
+    """Predict each byte from the preceding ones; the model computes its loss in nats."""
 
     def __init__(self, norm: str, *, has_root: bool) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class ByteLM(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Held-out loss at the end, in nats per byte, in the arithmetic of the run."""
+    """Final held-out loss in nats per byte, in the run's own arithmetic."""
 
     model: str
     compute: str
@@ -126,7 +126,7 @@ def run(model: str, compute: str, seed: int) -> Run:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The mean loss in fp32, what fp8 adds, and how many fp8 runs have left their path."""
+    """Mean loss in fp32, the loss that fp8 adds, and the number of fp8 runs off their path."""
     rows = []
     for model in MODELS:
         here = [r for r in runs if r.model == model]

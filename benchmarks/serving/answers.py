@@ -1,4 +1,4 @@
-"""What the scripts of this group ask of lpconv and of a runtime, and how they compare the two."""
+"""Questions to lpconv and to a runtime, and the comparison of their answers."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ Logs = list[list[float]]
 
 
 def converted(model: Path | str, arguments: Sequence[str], output: Path) -> Path:
-    """The model in one layout, converted if it is not there."""
+    """Convert the model unless the output exists."""
     if not output.exists():
         words = ["convert", str(model), "-o", str(output), *arguments, "--verify", "weights", "-q"]
         subprocess.run([sys.executable, "-m", "lpconv", *words], check=True, stdout=subprocess.DEVNULL)
@@ -20,7 +20,7 @@ def converted(model: Path | str, arguments: Sequence[str], output: Path) -> Path
 
 
 def prompts_of(model: Path | str, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
-    """The prompts as token ids."""
+    """Token ids of the prompts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -28,7 +28,7 @@ def prompts_of(model: Path | str, prompts: Sequence[str] = PROMPTS) -> list[list
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS, never: Sequence[int] = ()) -> list[list[int]]:
-    """The likeliest continuation of each prompt in lpconv, without tokens that would end it, or those in `never`."""
+    """The likeliest continuation of each prompt in lpconv, without tokens that end the text and those in `never`."""
     import torch
 
     options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
@@ -38,17 +38,17 @@ def greedy(model: Any, prompts: list[list[int]], count: int = NUM_TOKENS, never:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many first tokens are equal."""
+    """Number of equal tokens at the start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def equal_first(a: list[list[int]], b: list[list[int]]) -> int:
-    """How many tokens come before the first difference of each pair."""
+    """Total number of tokens before the first difference of each pair."""
     return sum(common_prefix(x, y) for x, y in zip(a, b, strict=True))
 
 
 def logs_of(model: Any, texts: list[list[int]]) -> Logs:
-    """The log-probability of every token of the texts but the first."""
+    """Log-probability of every token of the texts except the first."""
     import torch
 
     with torch.inference_mode():
@@ -57,6 +57,6 @@ def logs_of(model: Any, texts: list[list[int]]) -> Logs:
 
 
 def difference(a: Logs, b: Logs) -> dict[str, float]:
-    """The mean and the largest difference of log-probabilities, in nats."""
+    """Mean and largest difference of log-probabilities, in nats."""
     gaps = [abs(x - y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
     return {"mean": round(sum(gaps) / len(gaps), 6), "largest": round(max(gaps), 5)}

@@ -1,7 +1,7 @@
-"""Do the runtimes' own functions decode the weights that lpconv wrote to the numbers that lpconv decodes?
+"""Do the runtimes' own functions decode the weights that lpconv wrote to the same numbers as lpconv?
 
-Converts SmolLM2, all-MiniLM-L6-v2 and a small random mixture of experts to every layout for other tools. Each weight is
-decoded by the decompressor of compressed-tensors, by mlx's `dequantize` in an environment of its own, by
+Converts a given model, all-MiniLM-L6-v2 and a small random mixture of experts to every layout for other tools. Each
+weight is decoded by the decompressor of compressed-tensors, by mlx's `dequantize` in its own environment, by
 `gguf.dequantize` or by ONNX Runtime's `DequantizeLinear`, and compared with lpconv's bit for bit. If a decoder returns
 bf16, lpconv's numbers are rounded to bf16 first. `read` counts the weights that the decoder reads as codes: mlx-lm and
 ONNX have none for experts.
@@ -29,7 +29,7 @@ from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 
 Decoded = Iterator[tuple[str, Tensor]]
-# Runs in the new environment: decodes a file to another.
+# Decodes one file into another, in the environment with mlx.
 MLX_CHILD = """
 import json, sys
 import mlx.core as mx
@@ -45,7 +45,7 @@ mx.save_safetensors(sys.argv[2], decoded)
 
 
 def by_compressed_tensors(output: Path, stored: StoredTensors) -> Decoded:
-    """Weights by the package's decompressor of the format that the config names."""
+    """Weights by the decompressor of compressed-tensors for the format in the config."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from safetensors import safe_open
@@ -62,7 +62,7 @@ def by_compressed_tensors(output: Path, stored: StoredTensors) -> Decoded:
 
 
 def by_gguf(output: Path, stored: StoredTensors) -> Decoded:
-    """Weights by the package gguf, with rows in the order of transformers."""
+    """Weights by the gguf package, with rows in the order of transformers."""
     import gguf
 
     from lpconv.storage.arranged import arranged
@@ -73,7 +73,7 @@ def by_gguf(output: Path, stored: StoredTensors) -> Decoded:
         entry, wanted = table[name], stored.tensor(name)
         theirs = tensors[entry["name"]]
         values = torch.tensor(gguf.dequantize(theirs.data, theirs.tensor_type)).float()
-        if entry["order"]:  # the positions of elements in the file, undone by sorting them
+        if entry["order"]:  # undo the order of elements in the file
             positions = arranged(torch.arange(wanted.numel()).view(wanted.shape), entry["order"])
             values = values.flatten()[positions.flatten().argsort()]
         yield name, values.view(wanted.shape)
@@ -91,12 +91,12 @@ def by_mlx(output: Path, stored: StoredTensors, python: Path) -> Decoded:
 
 
 def by_onnx(output: Path, stored: StoredTensors) -> Decoded:
-    """Results of each `DequantizeLinear` of the exported graph; weights there have other names, so by their values."""
+    """Results of every `DequantizeLinear` of the exported graph, matched by value because their names differ."""
     import onnx
     import onnxruntime
 
     exported = output.parent / f"{output.name}-onnx"
-    with warnings.catch_warnings(action="ignore"):  # about experts, which stay in fp32
+    with warnings.catch_warnings(action="ignore"):  # about experts, which the export keeps in fp32
         export_onnx(output, exported, ExportOptions(validate=False, force=True))
     model = onnx.load(exported / "model.onnx")
     constants = {c.name: c for c in model.graph.initializer}
@@ -115,14 +115,14 @@ def by_onnx(output: Path, stored: StoredTensors) -> Decoded:
 
 
 def digest(values: Tensor) -> bytes:
-    """What equal tensors in fp32 have in common."""
+    """A hash of the shape and the fp32 values."""
     import hashlib
 
     return hashlib.sha256(repr(values.shape).encode() + values.float().contiguous().numpy().tobytes()).digest()
 
 
 def coded(stored: StoredTensors) -> list[str]:
-    """Names of the weights that are stored as codes."""
+    """Names of the weights stored as codes."""
     from lpconv.forms import Kept
 
     return [n for n, form in stored.forms.items() if form.format is not None and not isinstance(form, Kept)]
@@ -152,14 +152,14 @@ _PACKAGES = {"onnx": "onnxruntime"}
 
 
 def has_same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors are equal in the dtype of the second, signs of zeros included."""
+    """Whether two tensors are equal in the dtype of the second, including signs of zeros."""
     whole = {2: torch.int16, 4: torch.int32}[theirs.element_size()]
     ours = ours.to(theirs.dtype)
     return ours.shape == theirs.shape and torch.equal(ours.view(whole), theirs.contiguous().view(whole))
 
 
 def measure(model: Path, layout: str, case: str, folder: Path, *more: Path) -> dict[str, Any]:
-    """Convert a model to one layout and count the weights that its decoder reads as lpconv does."""
+    """Convert a model to one layout and count the weights that its decoder decodes to lpconv's values."""
     output = folder / f"{model.parent.name if model.name == 'model' else model.name}-{layout}"
     try:
         convert(str(model), output, ConvertOptions(**CASES[layout][case], verify="none", force=True))

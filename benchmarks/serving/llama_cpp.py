@@ -1,14 +1,13 @@
-"""Does llama.cpp compute with the weights that lpconv wrote with `--layout gguf`, and read text as the same tokens?
+"""Does llama.cpp compute with the weights that lpconv wrote with `--layout gguf`, and tokenise text the same way?
 
 Installs the prebuilt llama.cpp of the npm package node-llama-cpp, converts the model to each scheme, and compares the
 tokens of the prompts, greedy tokens, and the log-probability of every token of lpconv's text with `lpconv.load` in
-fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values in fp32
-without flash attention, which would read them in fp16, and then in fp16 with it, its default. It rounds the inputs of
-products with blocks of codes to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference, with keys and
-values in fp32, if lpconv's inputs are rounded so, too, and those of other products to the dtype of their weights. Then
-the same, with fp16 weights, for a small random model of every other family of decoders, and of every way to scale
-rotary embeddings; the Mistral has a SentencePiece tokenizer, from the package mistral-common. Rows are added to a
-result that exists.
+fp32. Neither side may generate a special token, so neither ends a text. llama.cpp keeps keys and values first in fp32
+without flash attention (which would read them in fp16), then in fp16 with it, its default. It rounds the inputs of
+products with coded blocks to 8-bit integers in blocks of 32; `with_rounded_inputs` is the difference, with keys and
+values in fp32, if lpconv rounds its inputs the same way (those of other products to the dtype of their weights). Then
+the same with fp16 weights for small random models of all other decoder families and of all ways to scale rotary
+embeddings; the Mistral has a SentencePiece tokenizer from the package mistral-common. Existing results are extended.
 """
 
 import json
@@ -71,7 +70,7 @@ process.exit(0);
 
 
 def environment(folder: Path) -> Path:
-    """A folder with the package, made if it is not there."""
+    """A folder with the npm package, created unless it exists."""
     if not (folder / "node_modules").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text('{"private": true}')
@@ -81,7 +80,7 @@ def environment(folder: Path) -> Path:
 
 
 def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Convert to one scheme and compare both runtimes, with each type of llama.cpp's cache."""
+    """Convert to one scheme and compare both runtimes, for each type of llama.cpp's cache."""
     import torch
 
     import lpconv
@@ -117,7 +116,7 @@ def measure(node: Path, model: str, scheme: str, folder: Path, caches: Sequence[
 
 
 def special_tokens(model: str) -> list[int]:
-    """All special tokens of the tokenizer, those that end a text among them."""
+    """All special tokens of the tokenizer, including those that end a text."""
     from transformers import AutoTokenizer
 
     added = AutoTokenizer.from_pretrained(model).added_tokens_decoder
@@ -125,7 +124,7 @@ def special_tokens(model: str) -> list[int]:
 
 
 def round_inputs(model: Any, file: Path) -> None:
-    """Round the inputs of all products to blocks of 8-bit integers, or to the dtype of their weights in a file."""
+    """Round the inputs of all products as llama.cpp does: to 8-bit blocks, or to the dtype of the weights."""
     import gguf
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -143,21 +142,25 @@ def round_inputs(model: Any, file: Path) -> None:
 
 
 def in_blocks(x: Any) -> Any:
-    """Inputs rounded to 8-bit integers with an fp16 scale for 32, as in llama.cpp's products."""
+    """Round to 8-bit integers with one fp16 scale per 32 elements, as llama.cpp does for inputs of products."""
     blocks = x.reshape(-1, 32)
     scales = blocks.abs().amax(1, keepdim=True) / 127
     return ((blocks / scales.clamp_min(1e-30)).round() * scales.half().float()).view(x.shape)
 
 
 def family_models(folder: Path, tokenizer: Path) -> list[Path]:
-    """Small random models with a copy of the tokenizer, made if they are not there."""
+    """Small random models with a copy of the tokenizer, created unless they exist."""
     import torch
     import transformers as t
 
     vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": vocabulary, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}  # fmt: skip
-    short = {"factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}  # so that most pairs are scaled
+    short = {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }  # so that most pairs are scaled
     llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **short}
 
     def llama(**more: Any) -> Any:

@@ -1,7 +1,7 @@
 """Does mlx-lm compute with exactly the weights that lpconv wrote with `--layout mlx`?
 
-Makes a virtual environment with mlx, converts the model to each scheme, and compares every weight that mlx decodes, bit
-for bit, and greedy tokens and log-probabilities of both runtimes in fp32.
+Creates a virtual environment with mlx, converts the model to each scheme, and compares every weight that mlx decodes
+bit for bit, and greedy tokens and log-probabilities of both runtimes in fp32.
 """
 
 import json
@@ -14,8 +14,8 @@ from benchmarks.serving.answers import NUM_TOKENS, converted, difference, equal_
 
 PACKAGES = ("mlx", "mlx-cpu", "mlx-lm")
 SCHEMES = ("MLX_MXFP4", "MLX_MXFP8", "MLX_INT4", "MLX_INT8")
-# Runs in the new environment. Prints the SHA-256 of each decoded weight in fp32, the tokens after each prompt, and the
-# log-probability of every token of the texts but the first.
+# Prints the SHA-256 of each decoded weight in fp32, the tokens after each prompt, and the log-probability of every
+# token of the texts except the first.
 CHILD = """
 import hashlib, importlib.metadata, json, sys
 import mlx.core as mx, mlx.nn as nn, numpy as np
@@ -23,7 +23,7 @@ from pathlib import Path
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 model, _ = load_model(Path(sys.argv[1]))
-model.set_dtype(mx.float32)  # not of codes and exponents, which are integers
+model.set_dtype(mx.float32)  # leaves codes and exponents, which are integers
 hashes = {}
 for name, m in model.named_modules():
     if isinstance(m, nn.QuantizedLinear):

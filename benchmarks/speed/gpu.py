@@ -1,10 +1,10 @@
-"""Everything that only a GPU can show, in one go: is it correct, and then how fast.
+"""Everything that needs a GPU, in one run: correctness first, then speed.
 
-    python -m benchmarks.speed.gpu -o gpu       # writes gpu.json and gpu.md, and goes on where gpu.json ends
+    python -m benchmarks.speed.gpu -o gpu       # writes gpu.json and gpu.md, and resumes an earlier gpu.json
     python -m benchmarks.speed.gpu --dry-run -o dry       # the same code on the CPU, at toy size
 
-Needs torch, transformers, safetensors, numpy, typer and rich; torchao and TransformerEngine join where they are. No
-network. No bench begins when `--budget` seconds are spent, and what was left out is named.
+Needs torch, transformers, safetensors, numpy, typer and rich, and uses torchao and TransformerEngine if they are
+installed. Needs no network. No bench starts after `--budget` seconds; the files list those left out.
 """
 
 import copy
@@ -41,14 +41,14 @@ from lpconv.scaled import ScaledTensor, scaled
 
 _PARTS = ("checks", "kernels", "benches")
 _FP8 = ("e4m3fn", "e5m2")
-# M, K, N; some need padding, and of one row or column the strides count
+# M, K, N; some need padding, and the strides of a single row or column matter
 _SHAPES = ((16, 16, 16), (128, 96, 48), (17, 33, 65), (1, 64, 16), (32, 64, 1), (256, 4096, 1000))
-_BF16_ERROR = 2.0**-8  # of a product whose sums are float32 and whose result is bf16
+_BF16_ERROR = 2.0**-8  # of a product with float32 sums and a bf16 result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question of correctness and its answer; `detail` holds the figure or the error."""
+    """A correctness check and its result; `detail` holds the figure or the error."""
 
     name: str
     passed: bool
@@ -57,7 +57,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One bench: sizes and methods that share a baseline."""
+    """One bench: sizes and methods with a common baseline."""
 
     model: str
     layers: int | None
@@ -68,7 +68,7 @@ class Job:
     compiled: str = "blocks"
 
 
-# The most telling first: the budget may end the list.
+# The most informative first, because the budget may run out.
 JOBS = (
     Job(
         model="llama-8b",
@@ -83,7 +83,7 @@ JOBS = (
     Job(model="bert-large", layers=None, mode="infer", batch=32, seq=512, methods=("static",)),
     Job(model="llama-1b", layers=4, mode="train", batch=4, seq=2048, methods=("static", "torchao-tensorwise")),
     Job(model="llama-8b", layers=2, mode="train", batch=2, seq=4096, methods=("row", "torchao-rowwise", "te")),
-    # So small that launching its kernels is most of a step; CUDA graphs, and the same without.
+    # So small that kernel launches dominate the step: with CUDA graphs, and without.
     Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",), compiled="graphs"),
     Job(model="bert-large", layers=None, mode="infer", batch=1, seq=128, methods=("static",)),
     Job(model="llama-1b", layers=4, mode="infer", batch=4, seq=2048, methods=("static",)),
@@ -127,7 +127,7 @@ def main() -> int:
 
 @dataclass(kw_only=True)
 class Suite:
-    """What is known so far, in both files after each step, so that a run cut short leaves it and the next goes on."""
+    """The results so far, written to both files after each step, so that an interrupted run can be resumed."""
 
     output: Path
     device: str
@@ -139,7 +139,7 @@ class Suite:
 
     @classmethod
     def begin(cls, output: Path, device: str) -> "Suite":
-        """What an earlier run left at `output`; nothing, if there is none."""
+        """Load the results of an earlier run at `output`, if there are any."""
         path = output.with_suffix(".json")
         known = common.load(path) if path.exists() else {}
         return cls(
@@ -153,11 +153,11 @@ class Suite:
 
     @property
     def seconds(self) -> float:
-        """Seconds of this run and of those before."""
+        """Seconds of this run and the earlier ones."""
         return self.seconds_before + time.perf_counter() - self.start
 
     def write(self, left_out: Sequence[Job] = ()) -> None:
-        """Both files, whole each time."""
+        """Write both files."""
         document: dict[str, Any] = {
             "schema_version": 2,
             "kind": "gpu-suite",
@@ -180,7 +180,7 @@ class Suite:
 
 
 def run_job(job: Job, *, dry: bool) -> BenchResult:
-    """One bench, with a line on stderr for each step of it."""
+    """Run one bench, with progress on stderr."""
     options = BenchOptions(
         model=job.model, layers=job.layers, formats=("fp8",), methods=job.methods, modes=(job.mode,),
         batches=(job.batch,), seqs=(job.seq,), compiled="off" if dry else job.compiled,
@@ -192,7 +192,7 @@ def run_job(job: Job, *, dry: bool) -> BenchResult:
     )  # fmt: skip
     try:
         return bench(options, progress=_Lines())
-    except LpconvError as e:  # one job may fail; its error is a note of an empty run
+    except LpconvError as e:  # a job that fails becomes an empty run with a note
         return BenchResult(rows=(), notes=(f"{job}: {e.message}",))
 
 
@@ -202,18 +202,18 @@ class _Lines(Silent):
 
 
 def run_checks(device: str) -> Iterator[Check]:
-    """Every check, each by itself: one that fails or raises does not hide the others."""
+    """Run every check on its own: a failure does not hide the others."""
     for name, check in all_checks(device).items():
         try:
             passed, detail = check()
-        except Exception as e:  # a compiler, a driver, a missing kernel: all are answers here
+        except Exception as e:  # whatever a compiler or driver raises is a result here
             passed, detail = False, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
         yield Check(name=name, passed=passed, detail=detail)
         print(f"{'ok  ' if passed else 'FAIL'} {name}: {detail}", file=sys.stderr)
 
 
 def all_checks(device: str) -> dict[str, Callable[[], tuple[bool, str]]]:
-    """The checks by name; each returns whether it holds, and a figure."""
+    """The checks by name; each returns whether it passed, and a figure."""
     checks: dict[str, Callable[[], tuple[bool, str]]] = {}
     for name in _FP8:
         checks[f"cast to {name}: every bf16 value as on the CPU"] = partial(check_cast, name, device)
@@ -244,7 +244,7 @@ def check_decode(name: str, device: str) -> tuple[bool, str]:
 
 
 def check_product(m: int, k: int, n: int, scales: str, device: str) -> tuple[bool, str]:
-    """Against float64, with the right operand in both layouts."""
+    """Compare with float64, with the right operand in both layouts."""
     generator = torch.Generator().manual_seed(0)
     a = encode(torch.randn(m, k, generator=generator), "e4m3fn")
     b = encode(torch.randn(n, k, generator=generator), "e4m3fn")
@@ -267,7 +267,7 @@ def check_compiled(recipe: str, device: str) -> tuple[bool, str]:
     model = copy.deepcopy(plain).bfloat16()
     use_recipe(model, FP8_RECIPES[recipe])
     x = torch.randn(128, 256, device=device)
-    for _ in range(2):  # the second run has a history for delayed scaling
+    for _ in range(2):  # delayed scaling needs a history
         calibrate(model, lambda: _gradients(model, model, x.bfloat16()))
     return _is_near(model, plain, x)
 
@@ -280,10 +280,11 @@ def check_scaled(kind: str, device: str) -> tuple[bool, str]:
 
 
 def _is_near(model: nn.Module, plain: nn.Module, x: Tensor) -> tuple[bool, str]:
-    """Gradients of a model in fp8 beside those in fp32: of the compiled model as near as of the model in eager mode.
+    """Whether the gradients of the compiled fp8 model are as close to fp32 as those of the eager one.
 
-    Not beside each other: a compiler keeps fp32 where eager rounds to bf16, so that codes flip in the next layer. On a
-    CPU, whose compiler takes minutes and shows nothing about a GPU's, the graph is traced and runs eagerly.
+    They are not compared with each other: a compiler keeps fp32 where eager mode rounds to bf16, which flips codes in
+    the next layer. On a CPU the graph is traced and runs eagerly, since compiling takes minutes and shows nothing about
+    a GPU.
     """
     torch._dynamo.reset()
     exact = _gradients(plain, plain, x)
@@ -301,7 +302,7 @@ def _gradients(run: Callable[[Tensor], Tensor], owner: nn.Module, x: Tensor) -> 
 
 
 def check_layouts(device: str) -> tuple[bool, str]:
-    """What `lpconv doctor` prints of this device."""
+    """Whether `lpconv doctor` finds no error on this device."""
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     index = 0 if device == "cuda" else None
     record = DeviceRecord(kind=device, name="", index=index, capability=capability)

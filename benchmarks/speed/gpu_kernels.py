@@ -1,14 +1,14 @@
-"""Device time of the kernels that lpconv runs on a GPU, as a share of what this GPU's memory and tensor cores allow.
+"""Device time of lpconv's kernels on a GPU, as a share of what its memory and tensor cores allow.
 
     python -m benchmarks.speed.gpu_kernels --out gpu-kernels.json          # three minutes
     python -m benchmarks.speed.gpu_kernels --dry-run                       # the same code on the CPU, at toy size
 
-First the limits are measured: a copy of 2 GiB, and products of 8,192 in bf16 and fp8. Then optimizer steps, casts,
-decoding, and forward and backward passes of one linear layer, each beside torch's own and torchao's where it is
-installed. `share` is the least time, by bytes or by operations, over the median.
+Measures the limits first: a copy of 2 GiB, and products of size 8,192 in bf16 and fp8. Then optimizer steps, casts,
+decoding, and forward and backward passes of one linear layer, next to torch's and, if installed, torchao's. `share` is
+the least possible time, by bytes or operations, over the median.
 
-Times are of CUDA events. Before each run 512 MiB are written, so that no input is in the cache, and the GPU is kept
-busy while the host launches, so that launches are not counted. All runs of a group take turns.
+Times are from CUDA events. Before each run 512 MiB are written, so that no input is in the cache, and the GPU is kept
+busy while the host launches, so that launches are not counted. All runs of a group alternate.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from lpconv.kernels.matmul import matmul
 from lpconv.kernels.operands import OperandCast, encode_operand
 from lpconv.optim.storage import VARIANTS
 
-_BUSY_CYCLES = 4_000_000  # about 2 ms, in which the host queues a run
+_BUSY_CYCLES = 4_000_000  # about 2 ms, enough for the host to queue a run
 _ROUNDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sides of matrices: of the products that show the limit, of casts, and the tokens and width of the layer."""
+    """Sides of matrices (for the limits and the casts), and the tokens and width of the layer."""
 
     product: int
     cast: int
@@ -51,7 +51,7 @@ TOY = Size(product=64, cast=64, tokens=64, width=64, copied=2**16, parameters=50
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run. `least` is the number of bytes that it must move, or of operations on tensor cores."""
+    """One run. `least` is the least number of bytes that it must move, or of its tensor-core operations."""
 
     group: str
     name: str
@@ -62,7 +62,7 @@ class Row:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and save."""
     parser = common.parser(__doc__)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, at toy size")
     parser.add_argument("--only", nargs="+", default=list(GROUPS), choices=list(GROUPS))
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def document(device: str, limits: dict[str, float], rows: list[Row]) -> dict[str, Any]:
-    """The result as it is recorded."""
+    """The result in its recorded form."""
     name = torch.cuda.get_device_name() if device == "cuda" else device
     machine = {**common.machine("torchao", "triton"), "gpu": name, "cuda": torch.version.cuda}
     return {**machine, "limits": limits, "rows": [asdict(r) for r in rows]}
@@ -84,9 +84,9 @@ def document(device: str, limits: dict[str, float], rows: list[Row]) -> dict[str
 def measure(
     device: str, size: Size, groups: Iterable[str] = ("casts", "layers", "steps")
 ) -> tuple[dict[str, float], list[Row]]:
-    """The limits, in bytes or operations per second, and the rows of all groups with their shares of them."""
+    """The limits, in bytes or operations per second, and the rows of all groups with their share of these."""
     torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64  # many runs compile the same code for other options
+    torch._dynamo.config.recompile_limit = 64  # many runs compile the same code with different options
     first = [*limit_rows(device, size)]
     limits = {r.name: 1e3 * r.least / r.median_ms for r in first}
     rows = [*first]
@@ -117,14 +117,14 @@ def limit_rows(device: str, size: Size) -> Iterator[Row]:
 
 
 def steps(device: str, size: Size) -> Iterator[tuple[Row, str]]:
-    """Optimizer steps: one tensor per 64 M parameters, and SmolLM2's number of small ones."""
+    """Optimizer steps with one tensor per 64 M parameters, and with many small ones."""
     peers = ["torch-fp32-master", "torch-fp32-fused", "torch-bf16-fused"]
     shapes = {
         "large": (size.parameters, [*peers, *(f"collage-{v}" for v in VARIANTS)]),
         "many": (size.parameters // 10, [*peers, "collage-plus", "collage-light"]),
     }
     for shape, (num, names) in shapes.items():
-        for name in names:  # one at a time: all together would not fit
+        for name in names:  # one at a time, to fit into memory
             (t,) = optimizer.measure([name], optimizer.CASES, num, shape, _ROUNDS, device)
             yield (
                 Row(
@@ -162,7 +162,7 @@ def _encoded(x: Tensor, state: Tensor | None, *, scale: str, axis: int) -> Any:
 
 
 def layers(device: str, size: Size) -> Iterator[tuple[Row, str]]:
-    """Forward and backward pass of a layer, compiled; the wide one is that of a Llama's MLP."""
+    """Forward and backward pass of a compiled layer; the wide one has the shape of a Llama's MLP."""
     for ratio, recipes in ((1.0, list(FP8_RECIPES)), (3.5, ["static", "tensor"])):
         inside, outside = size.width, int(size.width * ratio)
         x = torch.randn(size.tokens, inside, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -202,17 +202,17 @@ GROUPS: dict[str, Callable[[str, Size], Iterator[tuple[Row, str]]]] = {"casts": 
 
 
 def compiled(function: Any) -> Any:
-    """Compiled for its first shapes; on a CPU, whose compiler says nothing about a GPU's, the graph runs eagerly."""
+    """Compile for the first shapes; on a CPU the graph runs eagerly, because its compiler shows nothing about a GPU."""
     return torch.compile(function, dynamic=False, backend="inductor" if torch.cuda.is_available() else "aot_eager")
 
 
 def timed(device: str, group: str, runs: Mapping[str, Callable[[], object]], least: float) -> Iterator[Row]:
-    """A row for each run that works; one that fails is named."""
+    """A row for each run; those that fail are printed and left out."""
     working = {}
     for name, run in runs.items():
         try:
             run()
-        except Exception as error:  # a compiler, a driver, a missing kernel: all are answers here
+        except Exception as error:  # whatever a compiler or driver raises is a result here
             print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         else:
             working[name] = run
@@ -223,7 +223,7 @@ def timed(device: str, group: str, runs: Mapping[str, Callable[[], object]], lea
 
 
 def on_device(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the device for every run, all taking turns, after two runs of each that are not timed."""
+    """Device seconds of every run; runs alternate, after two warm-ups each."""
     swept = torch.empty(2**29, dtype=torch.int8, device="cuda")
     for run in runs.values():
         run()

@@ -32,7 +32,7 @@ BENCHED = "`lpconv bench` of two layers of Llama-3-8B, with embeddings and head,
 
 
 def summary() -> str:
-    """What the GPU showed, with the ratios of the recorded times."""
+    """What the GPU run showed, with ratios of the recorded times."""
     run = recorded("gpu")
     rows = run["kernels"]["rows"]
     assert all(c["passed"] for c in run["checks"])
@@ -61,13 +61,13 @@ def summary() -> str:
 
 
 def _ratios(times: dict[tuple[str, str], float], a: str, b: str) -> str:
-    """Time of `a` over the time of `b`, in each layer that has both."""
+    """Time of `a` over time of `b`, in each layer with both."""
     layers = {group for group, _ in times if group.startswith("layer")}
     return " to ".join(sorted({f"{times[g, a] / times[g, b]:.2f}" for g in layers if {(g, a), (g, b)} <= times.keys()}))
 
 
 def tables() -> str:
-    """All times of the recorded run."""
+    """All recorded times."""
     run = recorded("gpu")
     benches = [from_json(BenchResult, r) for r in run["runs"].values()]
     return f"{gpu_kernels.table(run['kernels'])}\n{BENCHED}\n\n{gpu.bench_table(r for b in benches for r in b.rows)}"

@@ -1,11 +1,11 @@
-"""Time lpconv's kernels against torch's own operations and against other libraries, on the machine at hand.
+"""Time lpconv's kernels against torch's own operations and other libraries, on this machine.
 
     python -m benchmarks.speed.kernels                     # every group at full size
-    python -m benchmarks.speed.kernels --only linear --size 1024 --rounds 5 --json kernels.json
+    python -m benchmarks.speed.kernels --only linear --size 1024 --rounds 5 --out kernels.json
 
-Within a group every implementation runs once per round, in turn, so that a slow moment of the machine falls on all of
-them; the median and the spread (quartiles) over the rounds are reported, after one warm-up run that also compiles.
-Speed-ups are ratios of medians to the group's baseline. Peers that are not installed are named and left out.
+Within a group all implementations alternate, so that a slow moment of the machine affects all of them. Reported are
+median and quartiles over the rounds, after a warm-up run that also compiles. Speed-ups are ratios of medians to the
+group's baseline. Peers that are not installed are listed and left out.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from lpconv.probe.track import track
 
 @dataclass(kw_only=True)
 class Group:
-    """Implementations of one job. `work` is what a run does, in `unit`s, to turn seconds into a rate.
+    """Implementations of one job. `work` is the amount per run, in `unit`s, for the rate.
 
-    `conclude` says in words what follows from the median times, by name.
+    `conclude` sums up the median times by name.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One implementation's result; times in milliseconds."""
+    """The result of one implementation, in milliseconds."""
 
     group: str
     name: str
@@ -60,7 +60,7 @@ class Timing:
 
 
 def main() -> None:
-    """Parse, run, print, write."""
+    """Measure, print and save."""
     parser = common.parser(__doc__)
     parser.add_argument("--size", type=int, default=2048, help="side of the square matrices (2048)")
     parser.add_argument("--rounds", type=int, default=15, help="timed runs of each implementation (15)")
@@ -80,14 +80,14 @@ def main() -> None:
 
 
 def measure(group: Group, rounds: int) -> list[Timing]:
-    """Every implementation in turn, `rounds` times."""
+    """Time all implementations, alternating, for `rounds` rounds."""
     seconds = common.interleaved(group.runs, rounds)
     base = statistics.median(seconds[group.baseline])
     return [timing(group, name, samples, base) for name, samples in seconds.items()]
 
 
 def timing(group: Group, name: str, seconds: list[float], base: float) -> Timing:
-    """The record of one implementation from its samples."""
+    """The record of one implementation."""
     low, median, high = common.quartiles(seconds)
     return Timing(
         group=group.name, name=name, median_ms=median * 1e3, quartiles_ms=(low * 1e3, high * 1e3),
@@ -109,7 +109,7 @@ def show(group: Group, timings: list[Timing]) -> None:
 
 
 def add_peers(group: Group, peers: dict[str, Callable[[], Callable[[], object]]]) -> Group:
-    """Add what can be imported and runs; name the rest. Peers are other people's code: whatever they raise counts."""
+    """Add the peers that can be imported and run, and list the others, whatever they raise."""
     for name, make in peers.items():
         try:
             run = make()
@@ -144,7 +144,7 @@ def decoding_group(name: str, size: int) -> Group:
 
 
 def ml_dtypes_decode(codes: Tensor, name: str) -> Callable[[], object]:
-    """numpy's view of the codes and ml_dtypes' conversion."""
+    """ml_dtypes' conversion of a numpy view of the codes."""
     import ml_dtypes
 
     array = codes.view(torch.uint8).numpy().view(getattr(ml_dtypes, f"float8_{name}"))
@@ -186,18 +186,18 @@ def rounding_group(dtype: torch.dtype, size: int) -> Group:
 
 
 def through_float32(pieces: list[tuple[Tensor, Tensor]], wide: Tensor) -> None:
-    """What any float32 arithmetic on bfloat16 pays before it rounds anything."""
+    """The cost of converting bfloat16 to float32 and back, which any float32 arithmetic pays."""
     for x, out in pieces:
         out.copy_(wide[: len(x)].copy_(x))
 
 
 def short(dtype: torch.dtype) -> str:
-    """The dtype's name without the module."""
+    """The dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def unit_scaling_rounding(x: Tensor) -> Callable[[], object]:
-    """unit-scaling's simulated E4M3, which is the fnuz one."""
+    """unit-scaling's simulated E4M3 (the fnuz variant)."""
     from unit_scaling.formats import FPFormat
 
     e4m3 = FPFormat(4, 3, "nearest")
@@ -243,7 +243,7 @@ def histograms(size: int) -> list[Group]:
 
 
 def histogram_group(dtype: torch.dtype, size: int) -> Group:
-    """The exponent histogram of one dtype. The baseline counts exponents only, which gives no exact rates."""
+    """Exponent histogram of one dtype. The baseline only counts exponents, which gives no exact rates."""
     x = torch.randn(size, size).to(dtype)
     group = Group(
         name=f"exponent histogram of {short(dtype)}",
@@ -289,14 +289,14 @@ def training_step(size: int) -> list[Group]:
 
 
 def recipe_step(recipe: str, x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
-    """Our Linear with scales from amax."""
+    """lpconv's Linear with scales from amax."""
     layer = plain_linear(weight)
     use_recipe(layer, FP8_RECIPES[recipe])
     return rounding_step(layer, x, weight, grad)
 
 
 def plain_linear(weight: Tensor) -> torch.nn.Linear:
-    """A Linear of torch with a copy of `weight`."""
+    """torch's Linear with a copy of `weight`."""
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     layer.weight.data = weight.detach().clone()
     return layer
@@ -313,7 +313,7 @@ def torchao_step(recipe: str, x: Tensor, weight: Tensor, grad: Tensor) -> Callab
 
 
 def unit_scaling_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
-    """unit-scaling's simulation: it rewrites the calls of F.linear that it finds in a graph, and takes float32 only."""
+    """unit-scaling's simulation, which rewrites calls of F.linear in a graph and only takes float32."""
     from unit_scaling.transforms import simulate_fp8
 
     class Plain(torch.nn.Module):
@@ -328,7 +328,7 @@ def unit_scaling_step(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], o
 
 
 def rounding_step(model: torch.nn.Module, x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], object]:
-    """A training step of `model`, once its output is seen to be off by what fp8 costs: a peer must do the work."""
+    """A training step of `model`; raises RuntimeError unless its error is that of fp8 products."""
     exact = F.linear(x.float(), weight.float())
     error = (model(x).float() - exact).norm() / exact.norm()
     if not 0.01 < error < 0.2:
@@ -362,7 +362,7 @@ def half_products(size: int) -> list[Group]:
 
 
 def tracking(size: int) -> list[Group]:
-    """What `track` adds to a training step of a small BERT that it records, and to one that it lets pass."""
+    """Overhead of `track` on steps of a small BERT, recorded and not recorded."""
     import transformers
 
     width = max(size // 4, 64)
@@ -395,7 +395,7 @@ def tracking(size: int) -> list[Group]:
         name=f"training step of a 4-layer BERT, width {width}, 1024 tokens", baseline="plain",
         aim="recorded <= 1.15 x the time", work=1.0, unit="steps/s", conclude=conclude,
     )  # fmt: skip
-    # Of the third, the warm-up is the only step that is recorded.
+    # In the third run only the warm-up step is recorded.
     group.runs = {"plain": step, "recorded": tracked(1), "tracked, not recorded": tracked(1_000_000)}
     return [group]
 

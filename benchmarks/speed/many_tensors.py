@@ -1,9 +1,9 @@
-"""Time `inspect` and `convert` of checkpoints with very many tiny tensors: seconds, memory, lines, and what they write.
+"""Time `inspect` and `convert` of checkpoints with very many tiny tensors, and measure what they print and write.
 
     python -m benchmarks.speed.many_tensors --work DIRECTORY [--counts 10000,100000] [--out FILE]
 
-Every tensor is a matrix of 4 x 8 in fp32, named as those of experts are. One process for each command; `cpu_s` is what
-it took of all cores, `wall_s` grows with what else the machine does.
+Every tensor is a 4 x 8 matrix in fp32, named like those of experts. Each command is its own process; `cpu_s` is its
+processor time over all cores, while `wall_s` depends on other work on the machine.
 """
 
 import json
@@ -24,7 +24,7 @@ _SHAPE = (4, 8)
 
 
 def make(folder: Path, count: int) -> Path:
-    """A checkpoint of so many tensors, with an architecture that nobody knows."""
+    """A checkpoint with `count` tensors and an unknown architecture."""
     folder.mkdir(parents=True, exist_ok=True)
     elements = _SHAPE[0] * _SHAPE[1]
     infos = [
@@ -41,7 +41,7 @@ def make(folder: Path, count: int) -> Path:
 
 
 def timed(*words: str) -> dict[str, Any]:
-    """One command in a process of its own."""
+    """Run one command in its own process."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "lpconv", *words], check=True, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

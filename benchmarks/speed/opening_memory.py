@@ -1,11 +1,10 @@
-"""Measure what opening a model for a sharded run takes of each rank's memory, whole and by rows.
+"""Measure the memory that each rank needs to open a model for a sharded run, whole and by rows.
 
     torchrun --nproc-per-node 4 -m benchmarks.speed.opening_memory --out opening-memory-4.json
 
 A Llama of 427 MB in fp32, stored in bf16, from its files to the optimizer of the first step, under four recipes; with
-`--of bench` as `lpconv bench --parallel fsdp2` opens it, compares it with fp32 and takes its first steps.
-Measured is the most that is resident (VmHWM) over what was before, which Linux tells. "Whole" is what a program takes
-that opens the model and then shards it.
+`--of bench`, as `lpconv bench --parallel fsdp2` opens it. Measured is the peak of resident memory (VmHWM) above the
+start, which only Linux reports. "Whole" is a program that opens the full model and then shards it.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ _RECIPES = ("fp32", "collage-bf16", "unit-fp8", "unit-fp8-collage")
 _FORMS: dict[str, dict[str, Any]] = {
     "fp32": {"format": "fp32"}, "bf16": {"format": "bf16"}, "scalify fp8": {"format": "fp8", "method": "scalify"},
 }  # fmt: skip
-_MMAP_THRESHOLD = -3  # of malloc.h: larger tensors are given back when they go, not kept in the heap
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: memory of larger tensors is returned when they are freed
 _CONFIG = transformers.LlamaConfig(
     vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=7, num_attention_heads=16,
     num_key_value_heads=16,
@@ -45,7 +44,7 @@ _CONFIG = transformers.LlamaConfig(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run, and write the record."""
+    """Measure on all ranks, and write the record."""
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--of", choices=("finetune", "bench"), default="finetune")
     asked = parser.parse_args(arguments)
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             transformers.LlamaForCausalLM(_CONFIG).to(torch.bfloat16).save_pretrained(folder)
         dist.barrier()
         names, peak = (_RECIPES, _peak) if asked.of == "finetune" else (tuple(_FORMS), _bench_peak)
-        peak(names[0], folder, by_rows=True)  # what the first one loads besides
+        peak(names[0], folder, by_rows=True)  # warm-up: loads modules
         rows = [_row(peak, name, folder) for name in names]
         dist.barrier()
     if dist.get_rank() == 0:
@@ -92,7 +91,7 @@ def _peak(recipe: str, folder: Path, *, by_rows: bool) -> int:
     model = open_to_train(TASKS["clm"], folder, seed=0, mesh=shared).model
     prepared = prepare(model, options.arithmetic, options, seed=0)
     shard(prepared.model, options.arithmetic)
-    optimizer = prepared.make_optimizer()  # some keep the fp32 start in low parts
+    optimizer = prepared.make_optimizer()  # some optimizers keep the fp32 start in low parts
     assert optimizer.param_groups
     return _status("VmHWM") - before
 
@@ -113,7 +112,7 @@ def _bench_peak(form: str, folder: Path, *, by_rows: bool) -> int:
 
 
 def _resident() -> int:
-    """What is resident now; its peak begins anew."""
+    """Resident bytes now; also resets the peak."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
@@ -125,7 +124,7 @@ def _status(what: str) -> int:
 
 
 def _of_first(folder: Path) -> Path:
-    """The folder of rank 0, on all ranks."""
+    """Rank 0's folder, on all ranks."""
     folders = [folder]
     dist.broadcast_object_list(folders)
     return folders[0]

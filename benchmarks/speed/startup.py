@@ -1,11 +1,11 @@
-"""Time every command to its first output, to an error and to its result, each in a process of its own.
+"""Time every command to its first output and to its end, for errors and for results, each in its own process.
 
-    python -m benchmarks.speed.startup [--before TREE] [--rounds 5] [--only WORDS …] [--results FILE]
+    python -m benchmarks.speed.startup [--before TREE] [--rounds 5] [--only WORDS …] [--out FILE]
 
-`first` is when the first byte comes on stdout or stderr, `end` when the process has ended, `cpu` its user and system
-time, which says more than the others where something else runs. Commands after which `without network` stands may ask
-the hub, at an address where none is; all others are told to be offline. With `--before`, a folder with another lpconv,
-both take turns, so that whatever else the machine does hits both. Files of modules are compiled before the first round.
+`first` is the time of the first byte on stdout or stderr, `end` the end of the process, `cpu` its user and system time,
+the most reliable figure on a busy machine. Commands marked `without network` may ask the hub, at an address that does
+not answer; all others are offline. With `--before`, the folder of another lpconv, both alternate. Modules are compiled
+before the first round.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks import common
 from lpconv.cli.main import COMMANDS
 
-_OUT = "{new}"  # a folder that is not there yet
+_OUT = "{new}"  # a folder that does not exist
 _ASKING = ", without network"
 _NOWHERE = "http://192.0.2.1"  # reserved for documentation, RFC 5737
 _OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -89,7 +89,7 @@ def measure(command: str, tree: Path, folder: Path, *, label: str) -> Measuremen
 
 
 def _first_output(process: "subprocess.Popen[bytes]") -> float:
-    """When it came; everything is read, so that the process can end."""
+    """Time of the first output; reads everything, so that the process can end."""
     first = None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -106,7 +106,7 @@ def _first_output(process: "subprocess.Popen[bytes]") -> float:
 
 
 def table(measurements: Sequence[Measurement]) -> str:
-    """Markdown: a row for each command, medians over rounds, with the CPU time's lowest and highest."""
+    """A Markdown table: one row per command, medians over rounds, with the range of CPU times."""
     trees = list(dict.fromkeys(m.tree for m in measurements))
     columns = [f"{t}: {what}" for t in trees for what in ("first, s", "end, s", "CPU, s")]
     rows = []
@@ -167,7 +167,7 @@ def _round(commands: Sequence[str], trees: Mapping[str, Path], folder: Path) -> 
 
 
 def _save(loads: Sequence[float], measurements: Sequence[Measurement], out: Path | None) -> None:
-    """After every round: one that is cut loses no other."""
+    """Write the result so far, after every round."""
     document = {
         "schema_version": 1,
         "command": common.command(),

@@ -1,10 +1,10 @@
-"""Llama-shaped checkpoints of a wanted size with random weights, for timing.
+"""Llama-shaped checkpoints of a given size with random weights, for timing.
 
     python -m benchmarks.speed.synthetic DIRECTORY --size 2GB --dtype float32
 
-Names, shapes and config.json are those of a `LlamaForCausalLM`, so transformers opens the result. The weights are
-normal with standard deviation 0.02, as most models are initialised, and depend on nothing but the arguments. Two
-matrices of the vocabulary are always there, so the smallest checkpoint has about 16 M parameters.
+Names, shapes and config.json are those of a `LlamaForCausalLM`, so transformers opens the result. Weights are normal
+with standard deviation 0.02, a common initialisation, and only depend on the arguments. Embedding and head are always
+there, so the smallest checkpoint has about 16 M parameters.
 """
 
 import json
@@ -28,7 +28,7 @@ _STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """What determines the shapes of a Llama's tensors."""
+    """The sizes that determine the shapes of a Llama's tensors."""
 
     width: int
     mlp_width: int
@@ -36,7 +36,7 @@ class LlamaShape:
 
     @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensors of one layer, without the prefix of the layer."""
+        """Names, without the prefix of the layer, and shapes of one layer's tensors."""
         square, up = (self.width, self.width), (self.mlp_width, self.width)
         return {
             "input_layernorm.weight": (self.width,),
@@ -75,7 +75,7 @@ class LlamaShape:
 
 
 def shape_for(num_parameters: int) -> LlamaShape:
-    """The shape whose number of parameters is nearest; a layer has about 12 width² of them."""
+    """The shape with the nearest number of parameters; a layer has about 12 width² of them."""
     width = max(_ROUND, _rounded((num_parameters * _ASPECT / 12) ** (1 / 3)))
     mlp_width = _rounded(width * 8 / 3)
     per_layer = 4 * width**2 + 3 * width * mlp_width + 2 * width
