@@ -220,13 +220,9 @@ def _changed_facts(job: Job, record: dict[str, Any]) -> list[str]:
     if ran not in _DEPTH or (asked != "auto" and _DEPTH.index(ran) < _DEPTH.index(asked)):
         changed.append("verification")
     published = (job.output / MARKER).stat().st_mtime_ns
-    if any(_time_ns(job.watch.directory / name) > published for name in job.watch.seen):
+    if any((job.watch.directory / name).stat().st_mtime_ns > published for name in job.watch.seen):
         changed.append("source files")
     return changed
-
-
-def _time_ns(path: Path) -> int:
-    return path.stat().st_mtime_ns
 
 
 def _check_place(output: Path | str, options: ConvertOptions) -> None:

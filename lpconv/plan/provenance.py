@@ -22,6 +22,7 @@ from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
 from lpconv.results import ComparedTensor, SourceRecord, TensorRecord
+from lpconv.results.verify import LOST_DB
 from lpconv.storage.contents import hidden_files
 from lpconv.storage.header import is_lfs_pointer
 from lpconv.storage.place import open_regular
@@ -30,7 +31,6 @@ from lpconv.version import __version__
 
 _MAX_CHARACTERS = 2**16  # of a card, which begins with its front matter
 _NO_TEXT = ("", "~", "null", "false", "no")  # values of YAML that are not strings
-LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal; tensors of zeros have 0 dB
 _REPEATED = ("base_model", "license", "license_name", "license_link")
 
 

@@ -32,9 +32,9 @@ from lpconv.results import (
     VerifyResult,
     WeightsCheck,
 )
+from lpconv.results.verify import LOST_DB
 
 _WORST = 10  # most tensors shown on a terminal
-_LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy
 
 
 def verify_document(result: Verification) -> Document:
@@ -157,7 +157,7 @@ def outcome_of(v: VerifyResult) -> Outcome:
 def doubts(v: VerifyResult) -> tuple[str, ...]:
     """Reasons why an output that is stored as planned may not be the model any more."""
     found, weights, logits = [], v.weights, v.logits
-    if weights and -math.inf < weights.min_sqnr_db <= _LOST_DB:  # a tensor of zeros has no signal to lose
+    if weights and -math.inf < weights.min_sqnr_db <= LOST_DB:  # a tensor of zeros has no signal to lose
         found.append(f"`{weights.worst}` lost its signal (SQNR {sqnr_text(weights.min_sqnr_db, ' dB')})")
     if logits and logits.rel_error is not None and logits.rel_error >= 1:
         found.append(f"outputs differ as much as another model's (relative error {error_text(logits.rel_error)})")

@@ -161,6 +161,7 @@ class ComparedTensor:
 
 
 _SHOWN = 3  # most problems in an error message
+LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy; zeros have 0 dB
 
 
 @dataclass(frozen=True, kw_only=True)

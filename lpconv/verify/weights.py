@@ -29,10 +29,11 @@ from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.provenance import LOST_DB, planned_record, sqnr_db, tensor_record
+from lpconv.plan.provenance import planned_record, sqnr_db, tensor_record
 from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
+from lpconv.results.verify import LOST_DB
 from lpconv.summed import Summed, joined
 from lpconv.verify.reader import OutputReader
 
