@@ -17,7 +17,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.report.advise import advice_document
 from lpconv.report.html import html
 from lpconv.results import AdviceResult, AdviceRow, from_json, json_text
-from lpconv.storage.contents import read_json
+from lpconv.storage.contents import read_result
 from lpconv.storage.partfile import write_small
 from lpconv.storage.staging import Staging
 from lpconv.train.options import FinetuneOptions
@@ -69,12 +69,7 @@ def save_results(
 
 def read_advice(path: Path) -> AdviceResult:
     """Read an advice from a file. Raises InputError if it contains none."""
-    document = read_json(path)
-    if document.get("kind") != "advice":
-        raise InputError(
-            f"`{path}` is not an output of `lpconv advise`", hint="pass the directory that `lpconv advise` wrote"
-        )
-    advice = from_json(AdviceResult, document)
+    advice = read_result(AdviceResult, path, hint="pass the directory that `lpconv advise` wrote")
     if not 1e-99 < from_json(Budget, advice.options.get("budget")).quality < 1e99:
         raise InputError(f"`{path}` has no valid budget for quality", hint="run `lpconv advise` again")
     return advice

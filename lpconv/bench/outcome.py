@@ -8,11 +8,11 @@ from pathlib import Path
 
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
-from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, VerificationError
+from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.gates import BENCH_GATES, check_rows
 from lpconv.report.numbers import plural
-from lpconv.results import BenchChange, BenchResult, BenchRow, GateRecord, RatioRecord, from_json, json_text, to_json
-from lpconv.storage.contents import read_json
+from lpconv.results import BenchChange, BenchResult, BenchRow, GateRecord, RatioRecord, json_text, to_json
+from lpconv.storage.contents import read_result
 from lpconv.storage.partfile import write_small
 
 REGRESSION, IMPROVEMENT, SAME, NEW = "regression", "improvement", "within the intervals", "not in the older result"
@@ -142,9 +142,4 @@ def keep_results(
 
 def read_bench(path: Path) -> BenchResult:
     """Read a bench result from a file. Raises InputError if the file does not contain one."""
-    document = read_json(path)
-    if document.get("kind") != "bench":
-        raise InputError(
-            f"`{path}` is not a result of `lpconv bench`", hint="pass a file written by `lpconv bench --save`"
-        )
-    return from_json(BenchResult, document)
+    return read_result(BenchResult, path, hint="pass a file written by `lpconv bench --save`")

@@ -91,6 +91,16 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
+def room_for_text(seq_len: int, prefix: list[int], suffix: list[int], *, least: int = 1) -> int:
+    """Number of tokens of text in a window with these special tokens. Raises UsageError for fewer than `least`."""
+    room = seq_len - len(prefix) - len(suffix)
+    if room < least:
+        raise UsageError(
+            f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
+        )
+    return room
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Windows of token ids of shape (windows, L). `mask_id` is the tokenizer's mask token, or None.
@@ -123,11 +133,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     text = text_of(path, _MAX_CHARACTERS)
     ids = token_ids(tokenizer, text=text, add_special_tokens=False)
     prefix, suffix = special_tokens(tokenizer)
-    room = seq_len - len(prefix) - len(suffix)
-    if room < 1:
-        raise UsageError(
-            f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
-        )
+    room = room_for_text(seq_len, prefix, suffix)
     if len(ids) < room:
         raise InputError(
             f"`{path}` has {len(ids)} tokens, fewer than one sequence of {seq_len}",

@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError
 from lpconv.formats.histogram import ExponentHistogram
-from lpconv.results import SCHEMA_VERSION, RecipeNoise, from_json
+from lpconv.results import SCHEMA_VERSION, RecipeNoise
 from lpconv.results.documents import TensorRole
-from lpconv.storage.contents import read_json
+from lpconv.storage.contents import read_result
 
 # In the order of a training step. A loss scale multiplies the gradient roles.
 ROLES = ("weight", "input", "output", "grad_output", "grad_input", "weight_grad")
@@ -56,7 +55,4 @@ class ProbeResult:
 
 def read_probe(path: Path) -> ProbeResult:
     """Read a probe's record from a file. Raises InputError if it is missing or damaged."""
-    document = read_json(path)
-    if document.get("kind") != "probe":
-        raise InputError(f"`{path}` is not the record of a probe", hint="pass the directory that `lpconv probe` wrote")
-    return from_json(ProbeResult, document)
+    return read_result(ProbeResult, path, hint="pass the directory that `lpconv probe` wrote")

@@ -5,15 +5,17 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from lpconv.errors import InputError
 from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
+from lpconv.results import from_json
 from lpconv.storage.gguf import is_view
 from lpconv.storage.partfile import read_small
 
+T = TypeVar("T")
 _INDEX_SUFFIX = ".index.json"
 # Weights in the order in which transformers looks for them (`_get_resolved_checkpoint_files`, tested).
 _PRECEDENCE = tuple(stem + end for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX_SUFFIX))
@@ -65,6 +67,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"`{path}` is not a JSON object", hint="download the file again")
     return document
+
+
+def read_result(cls: type[T], path: Path, *, hint: str) -> T:
+    """The result of a run in a file. Raises InputError with `hint` for a file that holds anything else."""
+    document, kind = read_json(path), str(vars(cls)["kind"])
+    if document.get("kind") != kind:
+        raise InputError(f"`{path}` is not a result of kind `{kind}`", hint=hint)
+    return from_json(cls, document)
 
 
 def _with_quantization(config: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lpconv.errors import InputError, UsageError
 from lpconv.models.objective import IGNORED
-from lpconv.models.tokenizer import check_largest_id, special_id, token_ids
+from lpconv.models.tokenizer import check_largest_id, room_for_text, special_id, token_ids
 from lpconv.probe.checkpoint import MASK_RATE
 from lpconv.train.data import HELD_OUT, Rows
 
@@ -213,11 +213,7 @@ def _ids(
 def _windows(
     rows: Rows, part: Any, tokenizer: Any, prefix: list[int], suffix: list[int], seq_len: int, vocab_size: int
 ) -> list[Any]:
-    room = seq_len - len(prefix) - len(suffix)
-    if room < 2:
-        raise UsageError(
-            f"--seq-len {seq_len} leaves no room for text next to the special tokens", hint="pass a larger --seq-len"
-        )
+    room = room_for_text(seq_len, prefix, suffix, least=2)
     eos = special_id(tokenizer, "eos")
     end = [] if eos is None or rows.is_chat else [eos]  # a chat template ends its texts itself
     texts, pieces = [t for t in rows.texts(part) if t], []
