@@ -23,12 +23,13 @@ ROWS = {
     "scaled": 5, "optim": 5, "loss_scale": 5, "methods": 5, "models": 5, "report": 5,
     "hf": 6, "inspect": 6, "probe": 6,
     "plan": 7,
-    "verify": 8,
-    "convert": 9,
-    "train": 10, "export": 10, "init": 10,
-    "bench": 11, "doctor": 11,
-    "batch": 12, "advise": 12,
-    "cli": 13,
+    "workers": 8,
+    "verify": 9,
+    "convert": 10,
+    "train": 11, "export": 11, "init": 11,
+    "bench": 12, "doctor": 12,
+    "batch": 13, "advise": 13,
+    "cli": 14,
 }  # fmt: skip
 # Files of a subject that has one folder but needs several rows: each counts as a file of this package.
 HOMES = {

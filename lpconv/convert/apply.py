@@ -28,7 +28,6 @@ from lpconv.forms.form import Over
 from lpconv.plan.job import Job
 from lpconv.plan.plan import OutputFile, PlannedShard, PlannedTensor
 from lpconv.plan.provenance import tensor_record
-from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord, WrittenShard, from_json, to_json
 from lpconv.storage.header import DTYPE_BITS
@@ -36,6 +35,7 @@ from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import any_pointer
 from lpconv.storage.source import Source
 from lpconv.storage.staging import Staging
+from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 
 T = TypeVar("T")
 Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # `Staging.create`

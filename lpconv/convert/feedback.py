@@ -45,7 +45,6 @@ from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES, windows_together
 from lpconv.plan.options import GPTAQ
 from lpconv.plan.plan import PlannedTensor
-from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.tensors import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
@@ -57,6 +56,7 @@ from lpconv.storage.partfile import write_small
 from lpconv.storage.source import Source, open_source, read_range, read_tensor
 from lpconv.storage.staging import Staging
 from lpconv.verify.calibrate import job_windows
+from lpconv.workers import SingleThreadedTorch, Workers
 
 _FOLDER = "journal.rounded"  # not part of the output, like the journal
 _HINT = "use --rounding nearest"

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lpconv.formats.codes import nearest_code_
 from lpconv.formats.spec import Format
-from lpconv.plan.workers import SingleThreadedTorch
+from lpconv.workers import SingleThreadedTorch
 
 DAMPING = 0.01  # added to H's diagonal, times its mean: the paper's value
 AIM = 0.25  # share of the step towards the source's outputs

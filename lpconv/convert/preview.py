@@ -14,10 +14,10 @@ from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.policy import settings_for
 from lpconv.plan.provenance import planned_record, tensor_record
-from lpconv.plan.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord
 from lpconv.storage.source import read_range, read_tensor
+from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 
 _PLACES, _MIN_ROWS = 4, 64  # positions of a sample in a tensor, and least number of rows
 

@@ -30,12 +30,12 @@ from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.provenance import planned_record, sqnr_db, tensor_record
-from lpconv.plan.workers import TensorBlock, Workers, tensor_blocks
 from lpconv.progress import Progress
 from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.results.verify import LOST_DB
 from lpconv.summed import Summed, joined
 from lpconv.verify.reader import OutputReader
+from lpconv.workers import TensorBlock, Workers, tensor_blocks
 
 _PIECE = 2**14  # elements of a sample
 _SMALL, _TOGETHER = 2**11, 512  # largest tensor that is confirmed together with others, and how many of them

@@ -22,7 +22,6 @@ from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.plan.policy import settings_for
 from lpconv.plan.provenance import joined_warnings, lost_signals
 from lpconv.plan.settings import fill_options
-from lpconv.plan.workers import SingleThreadedTorch, Workers
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list, plural
 from lpconv.report.tensors import overflow_text
@@ -44,6 +43,7 @@ from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
 from lpconv.verify.reader import OutputReader, open_recorded_source
 from lpconv.verify.weights import check_weights, whole_tensors
+from lpconv.workers import SingleThreadedTorch, Workers
 
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
 _OTHER_ORDER = 1e-5  # relative difference of outputs that another order of summing causes, as for transposed .bin files

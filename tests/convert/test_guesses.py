@@ -11,9 +11,9 @@ from lpconv.convert.apply import Engine
 from lpconv.convert.run import convert
 from lpconv.forms.facts import Measurement
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.workers import Workers
 from lpconv.results import ConvertResult
 from lpconv.storage.source import SafetensorsSource
+from lpconv.workers import Workers
 from tests.helpers.checkpoints import files_of, write_checkpoint
 
 SIZE = 768  # squared, it is large enough to be guessed

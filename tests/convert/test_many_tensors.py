@@ -12,7 +12,7 @@ from lpconv.forms.blocks import Workspace
 from lpconv.forms.facts import EncodedBlock, Measurement
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.options import ConvertOptions
-from lpconv.plan.workers import ThreadPoolExecutor, Workers
+from lpconv.workers import ThreadPoolExecutor, Workers
 from tests.helpers.checkpoints import write_checkpoint
 
 
