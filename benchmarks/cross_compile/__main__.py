@@ -6,8 +6,8 @@
 
 For each path (optimizer steps, casts, decoding, fp8 layers, training steps of small models) and target, counts kernels,
 registers, spilled bytes, and the bytes that the code moves next to the least possible. For optimizer steps on sm_90 it
-also counts the roundings that the compiler dropped (numbers rounded to 16 bits in eager mode, of which the compiled
-code goes on with the fp32 value), and the products that it fused with a sum.
+also counts the roundings that the compiler dropped (eager mode rounds a number to 16 bits and reads it back, compiled
+code keeps the fp32 value), and the products that it fused with a sum.
 
 Not shown: whether a GPU accepts the code, how fast it is, and the matrix products, which cuBLASLt computes.
 """

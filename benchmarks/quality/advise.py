@@ -291,7 +291,7 @@ def table(out: Path) -> str:
 
 def main() -> None:
     """Run the script (see the module's docstring)."""
-    parser = common.parser("Advice beside exhaustive runs.", needs_out=True)
+    parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--again", nargs="*", default=[], choices=("advice", "truth"), help="parts to repeat")
     parser.add_argument("--table", action="store_true")

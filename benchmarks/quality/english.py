@@ -1,6 +1,8 @@
-"""Draw docstrings, docs sentences, error messages and help texts at random, with their older wording, for grading:
+"""Draw docstrings, comments, docs sentences, error messages and help texts at random, with their older wording:
 
-python -m benchmarks.quality.english --seed 1 --tree HEAD --before a09e4ed drawn.json
+    python -m benchmarks.quality.english --seed 1 --tree HEAD --before a09e4ed drawn.json
+
+Docstrings and comments come from lpconv/, tests/ and benchmarks/, error messages from lpconv/.
 
 A reader adds "grade_before", "grade" (natural, awkward or riddle) and a "reason" to each entry of the file. The command
 prints a page with all texts and the number of natural ones; it draws only if there is no such file.
@@ -13,14 +15,15 @@ import random
 import re
 import subprocess
 import tarfile
+import tokenize
 from collections.abc import Iterator
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 
-COUNTS = {"docstring": 100, "sentence": 60, "error": 40, "help": 40}
+COUNTS = {"docstring": 100, "comment": 60, "sentence": 60, "error": 40, "help": 40}
 Docstringed = ast.ClassDef | ast.FunctionDef
 
 
@@ -51,6 +54,21 @@ def code_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
                 yield "error", f"{path}:{name}:{error} {number}", "".join([_string(call.args[0]), *hints])
 
 
+def comments(path: str, source: str) -> Iterator[tuple[str, str, str]]:
+    """(kind, name, text) of the comments of a Python file; neighbouring lines are one comment."""
+    lines = [t for t in tokenize.generate_tokens(StringIO(source).readline) if t.type == tokenize.COMMENT]
+    blocks: list[list[tokenize.TokenInfo]] = []
+    for line in (t for t in lines if not t.string.startswith(("# type:", "# noqa", "# fmt:", "#!"))):
+        if blocks and blocks[-1][-1].start == (line.start[0] - 1, line.start[1]) and line.line.lstrip()[0] == "#":
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    for block in blocks:
+        text = " ".join(line.string.lstrip("# ") for line in block)
+        if len(text.split()) >= 4:
+            yield "comment", f"{path}:{' '.join(text.split()[:7])}", text
+
+
 def page_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
     """(kind, name, text) of a page's sentences outside code, tables and headings, or of its help texts."""
     for section in source.split("\n## ")[1:] if path.endswith("/options.md") else ():
@@ -68,14 +86,18 @@ def page_texts(path: str, source: str) -> Iterator[tuple[str, str, str]]:
 
 def texts(revision: str) -> dict[str, dict[str, str]]:
     """All texts of a revision, by kind and name."""
-    packed = subprocess.check_output(["git", "archive", revision, "lpconv", "docs", "README.md"])
+    folders = ("lpconv", "tests", "benchmarks", "docs", "README.md")
+    packed = subprocess.check_output(["git", "archive", revision, *folders])
     texts_by_kind: dict[str, dict[str, str]] = {kind: {} for kind in COUNTS}
     with tarfile.open(fileobj=BytesIO(packed)) as tar:
         for path in tar.getnames():
-            if path.endswith(".py") or (path.endswith(".md") and not path.startswith("lpconv")):
-                source = tar.extractfile(path).read().decode()  # type: ignore[union-attr]  # a file
-                for kind, name, text in (code_texts if path.endswith(".py") else page_texts)(path, source):
-                    texts_by_kind[kind][name] = text
+            if not path.endswith((".py", ".md")) or (path.endswith(".md") and not path.startswith(("docs", "README"))):
+                continue
+            source = tar.extractfile(path).read().decode()  # type: ignore[union-attr]  # a file
+            for read in (code_texts, comments) if path.endswith(".py") else (page_texts,):
+                for kind, name, text in read(path, source):
+                    if kind != "error" or path.startswith("lpconv"):
+                        texts_by_kind[kind][name] = text
     return texts_by_kind
 
 

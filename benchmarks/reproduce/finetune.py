@@ -217,9 +217,9 @@ def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--recipe", nargs="+", help="these rows only")
-    parser.add_argument("--seeds", type=int, help="at most so many of each task's")
-    parser.add_argument("--steps", type=int, help="instead of each task's, for trying the script")
-    parser.add_argument("--table", action="store_true", help="only write the table of what is there")
+    parser.add_argument("--seeds", type=int, help="at most this many seeds per task")
+    parser.add_argument("--steps", type=int, help="number of steps, for trying the script")
+    parser.add_argument("--table", action="store_true", help="only print the table of the existing runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Runs] = common.load(options.out) if options.out.exists() else {}

@@ -4,7 +4,7 @@
 
 Every run of a seed has the same initial weights, batches and hyper-parameters; only the arithmetic differs. The final
 held-out loss is averaged over fixed batches, evaluated in the arithmetic of the run. Text: the plays that ship with
-lpconv. With --out, every run is saved as it ends, and the same command goes on where an earlier one stopped.
+lpconv. With --out, every run is saved as it ends, and the same command resumes an earlier one.
 
 Two settings. "alone": a batch is a step of its own. "one of 2048": the batch is one micro-batch of a step that averages
 2048 of them (the BERT recipe of the unit scaling paper averages 4 devices x 510 accumulations), so its loss is divided

@@ -1,4 +1,4 @@
-"""What Scalify claims, in miniature: one command, tables, one figure, the raw figures beside them.
+"""The claims of Scalify in miniature: one command for tables, a figure and the raw results.
 
     python -m benchmarks.reproduce.scalify --out DIRECTORY
 

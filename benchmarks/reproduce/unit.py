@@ -1,4 +1,4 @@
-"""What unit scaling claims, in miniature: one command, tables, one figure, the raw figures beside them.
+"""The claims of unit scaling in miniature: one command for tables, a figure and the raw results.
 
     python -m benchmarks.reproduce.unit --out DIRECTORY
 

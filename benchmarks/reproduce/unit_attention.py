@@ -7,7 +7,7 @@ steps from scratch with native unit scaling. One of three fp8 runs of this model
 models. µnit Scaling (Narayan et al. 2025, arXiv 2502.05967) replaces softmax by its square root, so that an average of
 n values of unit size has unit size, and moves norms to the end of each branch. Here each is tried alone, and both;
 norms before the branch are the usual model. Runs of a seed have the same start and batches. A run has left its path if
-it is more than 0.1 nats worse than the fp32 run of its seed. Runs are saved as they end, and the same command goes on.
+it is more than 0.1 nats worse than the fp32 run of its seed. Runs are saved as they end, and the same command resumes.
 """
 
 import math
