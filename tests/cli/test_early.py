@@ -51,6 +51,8 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune demo --log-to foo": (2, "`foo`"),
     "finetune demo --recover": (4, "lpconv.json"),
     "finetune demo --recover --recipe fp32": (2, "--recipe"),
+    "finetune out --recover --dry-run": (2, "--dry-run"),
+    "finetune demo --lora 4 --optimizer bf16": (2, "--optimizer"),
     "finetune demo --source demo": (2, "--source"),
     "finetune demo -o taken": (8, "`taken`"),
     "finetune empty": (3, "config.json"),
@@ -101,6 +103,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "restore /no/such -o out": (3, "`/no/such`"),
     "verify /no/such": (3, "`/no/such`"),
     "verify taken --level hsah": (2, "`hsah`"),
+    "verify out --html taken": (8, "directory"),
     "batch none.yaml": (3, "none.yaml"),
     "report /no/such": (3, "`/no/such`"),
     "report empty": (3, "empty"),
@@ -125,9 +128,9 @@ DONE = [
 ]
 # What the commands call; torch is imported inside, after the checks.
 ENTRANCES = [
-    "lpconv.advise.run", "lpconv.batch.run", "lpconv.bench.run", "lpconv.convert.parts", "lpconv.convert.restore",
-    "lpconv.convert.run", "lpconv.verify.run", "lpconv.export.run", "lpconv.init.run", "lpconv.probe.run",
-    "lpconv.train.run",
+    "lpconv.advise.run", "lpconv.batch.reading", "lpconv.batch.run", "lpconv.report.batch", "lpconv.bench.run",
+    "lpconv.convert.parts", "lpconv.convert.restore", "lpconv.convert.run", "lpconv.verify.run", "lpconv.export.run",
+    "lpconv.init.run", "lpconv.probe.run", "lpconv.train.run",
 ]  # fmt: skip
 # One process for all of them: it names the heavy libraries that are loaded after each.
 PROGRAM = """
@@ -191,7 +194,9 @@ def test_it_is_refused_before_torch(line: str, refusals: dict[str, tuple[int, st
 
 
 def test_the_entrances_of_engines_load_without_torch() -> None:
-    code = f"import {', '.join(ENTRANCES)}, sys; print({{'torch', 'transformers', 'datasets'}} & set(sys.modules))"
+    code = (
+        f"import {', '.join(ENTRANCES)}, sys; print({{'torch', 'transformers', 'datasets', 'gguf'}} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

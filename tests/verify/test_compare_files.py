@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,32 @@ from lpconv.verify.run import verify_output
 
 def _changed(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _swap(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    vocab = document["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
+EDITS: dict[str, Callable[[Path], Any]] = {
+    "config.json: `hidden_act`": lambda d: _changed(d / "config.json", hidden_act="gelu"),
+    "config.json: `attention_multiplier`": lambda d: _changed(d / "config.json", attention_multiplier=2.0),
+    "generation_config.json: `eos_token_id`": lambda d: _changed(d / "generation_config.json", eos_token_id=3),
+    "tokenizer: `tokenizer.json.model.vocab.a`": _swap,
+    "tokenizer: `padding_side`": lambda d: _changed(d / "tokenizer_config.json", padding_side="left"),
+    "tokenizer: `chat_template`": lambda d: (d / "chat_template.jinja").write_text("{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize("named", EDITS)
+def test_an_edit_of_a_plain_checkpoint_is_named(named: str, tmp_path: Path) -> None:
+    shutil.copytree(demo_checkpoint(), tmp_path / "out")
+    EDITS[named](tmp_path / "out")
+    found = _verified(tmp_path / "out")
+    assert not found.passed
+    assert any(named in problem for problem in found.problems), found.problems
 
 
 def test_what_transformers_writes_anew_is_equal(tmp_path: Path) -> None:

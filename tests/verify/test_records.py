@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
+from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult
 from lpconv.verify.options import VerifyOptions
-from lpconv.verify.run import verify_output
+from lpconv.verify.run import check_hashes, verify_output
 from tests.helpers.checkpoints import files_of
 from tests.helpers.models import tiny
 
@@ -49,6 +50,27 @@ def test_a_tensor_of_zeros_is_named(faint: Path, tmp_path: Path) -> None:
     for page in ("README.md", "report.html"):
         assert "signal" in (output / page).read_text()
     assert not verified(output, faint, gates=("sqnr>=10",)).passed
+
+
+def test_files_that_are_not_listed_are_found_but_for_those_of_the_hub(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert("demo", output, ConvertOptions(verify="none"))
+    (output / ".cache").mkdir()
+    (output / ".cache" / "lock").write_text("of the hub")
+    assert not check_hashes(output, Silent()).mismatched
+    (output / "notes.txt").write_text("x")
+    (output / "custom_generate").symlink_to(tmp_path)
+    assert check_hashes(output, Silent()).mismatched == ("custom_generate", "notes.txt")
+
+
+def test_recorded_weights_that_are_neither_there_nor_listed(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert("demo", output, ConvertOptions(verify="none"))
+    (output / "model.safetensors").unlink()
+    sums = (output / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (output / "SHA256SUMS").write_text("".join(line for line in sums if "model.safetensors" not in line))
+    with pytest.raises(InputError, match="weights"):
+        verify_output(output, VerifyOptions(), progress=Silent())
 
 
 @pytest.mark.parametrize("change", ["gone", "another text"])
