@@ -2,11 +2,13 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lpconv.errors import UsageError
 from lpconv.scaled import (
     AdaptiveOptions,
     ScaledTensor,
@@ -172,6 +174,26 @@ def test_the_factor_delivers_the_chosen_underflow() -> None:
     assert (
         0.25e-2 < lost < 1e-2
     )  # rounding flushes below half the smallest number; flooring to 2^k costs up to 2x; σ_o has ½
+
+
+def test_bounds_on_the_factor_hold() -> None:
+    def factor(grad: float, weight: float, scale: float = 1.0, **options: Any) -> float:
+        sizes = torch.full((4, 8), grad), torch.full((8, 8), weight)
+        return float(adaptive_factor(*sizes, scale, "fp16", AdaptiveOptions(**options)))
+
+    assert factor(1e-12, 1e-3, layer_bound=16) == 16
+    assert factor(1e-12, 1e-3, scale=2.0**-8, total_bound=1024) == 4
+    assert factor(6e4, 1e3) * 6e4 * 1e3 * 8 < 65504  # a product of the layer
+    assert factor(6e4, 1e-12) == 1  # the gradient itself
+    assert [factor(bad, 1.0) for bad in (0.0, math.inf, math.nan)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"threshold": 0}, {"floor": "zero"}, {"every": 0}, {"layer_bound": 0.5}, {"casts": "normal"}], ids=str
+)
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        AdaptiveOptions(**wrong)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])

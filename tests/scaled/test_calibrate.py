@@ -107,6 +107,13 @@ def test_a_damaged_calibration_is_refused(document: dict[str, object], tmp_path:
         read_factors(tmp_path)
 
 
+def test_factors_of_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read_factors(tmp_path)
+    with pytest.raises(UsageError, match="lm_head"):
+        apply_factors(scaled(build("bert-mlm")[0]), {"lm_head": EdgeFactors()})
+
+
 def test_calibration_refuses_what_it_cannot_measure() -> None:
     plain, batch = build("bert-mlm")
     with pytest.raises(UsageError, match="unit"):

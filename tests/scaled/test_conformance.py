@@ -64,6 +64,18 @@ def test_extremes_beside_zero_or_infinity_keep_the_scale(other: Tensor) -> None:
     assert torch.maximum(st(*A), other).scale == torch.minimum(st(*A), other).scale == 4.0
 
 
+@pytest.mark.parametrize("op", [torch.exp, torch.log, torch.sin, torch.cos])
+def test_functions_of_the_value_give_scale_one(op: object) -> None:
+    assert op(st([1.0, 2.0], 2.0)).scale == 1.0
+
+
+def test_is_finite_looks_at_data_and_scale() -> None:
+    assert torch.isfinite(st([2.0, math.inf, math.nan], 2.0)).tolist() == [True, False, False]
+    unknown = scaled_tensor(torch.tensor([3.0, 3.0]), torch.tensor(math.nan))
+    assert torch.isfinite(unknown).tolist() == [False, False]
+    assert torch.isnan(unknown).tolist() == [True, True]
+
+
 def test_concatenate_and_select_take_the_largest_scale() -> None:
     assert torch.cat([st([1.0], 0.5), st([1.0], 2.0)]).scale == 2.0
     assert torch.cat([st([0.0], 0.0), st([0.0], 0.0)]).scale == 0.0
@@ -116,6 +128,13 @@ def test_rescaling_data_that_are_not_finite_keeps_scale_and_data(statistic: str,
     out = dynamic_rescale(x, statistic)
     assert float(out.scale) == 2.0
     assert torch.equal(out.data_part.isfinite(), x.data_part.isfinite())
+
+
+def test_the_gradient_of_a_mean_has_its_length_in_the_scale() -> None:
+    x = scaled_tensor(torch.rand(8, 16), 1.0).requires_grad_()
+    x.square().mean().backward(gradient=st(1.0, 1.0))
+    assert x.grad.scale == 2 / 128  # the 2 of x² goes to the scale too; jax-scalify leaves it in the data
+    assert 0.25 <= float(x.grad.data_part.std()) <= 1
 
 
 def test_casts_to_fp8_round_to_nearest_even_and_saturate() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lpconv.errors import UnsupportedError
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.formats.scale import rms
 from lpconv.scaled import StepGuard, check_gradients, gradients_are_finite, scaled, scaled_tensor
 from lpconv.scaled.pair import Role
@@ -100,6 +100,11 @@ def test_the_guard_goes_on_where_its_state_was_taken() -> None:
     assert torch.equal(ours[0].weight.grad.data_part, other[0].weight.grad.data_part)
     resumed.update(False)
     assert resumed.scale == 0.5
+
+
+def test_a_model_that_is_not_scaled_has_no_guard() -> None:
+    with pytest.raises(UsageError, match="scaled"):
+        StepGuard(nn.Linear(2, 2))
 
 
 def test_a_wrong_rule_is_found_before_training_and_the_gradient_nearest_to_the_loss_named(

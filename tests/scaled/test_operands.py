@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lpconv.errors import UsageError
 from lpconv.formats.spec import OPERAND_BLOCKS
 from lpconv.kernels.operands import encode_operand
 from lpconv.scaled import gradients_are_finite, scaled, scaled_tensor
@@ -144,6 +145,20 @@ def test_each_product_has_a_scale_of_its_own_kind(text: str, kinds: tuple[str, s
     assert scale_kind(numerics, batched[0], batched[0]) == kinds[0]
     assert scale_kind(numerics, batched[1], batched[0]) == kinds[1]  # attention's
     assert scale_kind(numerics, x, Scaled(w.data, 1.0, Role.EXACT)) == "carrier"
+
+
+@pytest.mark.parametrize("text", ["rows", "output=rows", "weights=row", "row,=row"])
+def test_unknown_kinds_and_products_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="unknown"):
+        operand_scales(text)
+
+
+@pytest.mark.parametrize(("operand", "kind"), [("e2m1", "nvfp4"), ("e2m1", "row"), ("e4m3fn", "mx")])
+def test_attention_is_not_cast_to_four_bits_or_in_blocks(operand: str, kind: str) -> None:
+    numerics = Numerics(operand=operand, gradient=operand, operand_scales=operand_scales(kind))
+    flat, batched = (Scaled(torch.zeros(shape), 1.0) for shape in ((3, 4), (2, 3, 4)))
+    assert scale_kind(numerics, flat, flat) == kind
+    assert scale_kind(numerics, batched, batched) == "carrier"
 
 
 def test_a_backward_pass_in_16_bits_is_that_of_the_carrier() -> None:

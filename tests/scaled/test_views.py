@@ -157,6 +157,18 @@ def test_writes_have_rules() -> None:
     assert fallbacks(ours) == {}
 
 
+def test_a_write_to_all_of_a_view_takes_the_scale_of_what_is_written() -> None:
+    base = scaled_tensor(torch.ones(2, 3, dtype=torch.float16), 1.0, role=Role.GRADIENT)
+    base.t().mul_(2.0**-30)
+    assert torch.equal(base.dequantize(), torch.full((2, 3), 2.0**-30))
+
+
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.WEIGHT])
+def test_the_reciprocal_of_fresh_zeros_is_infinite(role: Role) -> None:
+    zeros = torch.zeros_like(scaled_tensor(torch.randn(2, 3), 4.0, role=role))
+    assert torch.equal(zeros.reciprocal().dequantize(), torch.full((2, 3), torch.inf))
+
+
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "product with 2": lambda x: x * 2 / 2,
     "quotient by 1": lambda x: x / 1,
