@@ -96,6 +96,11 @@ def test_the_crest_is_the_largest_magnitude_over_the_root_mean_square() -> None:
     assert empty.log2_rms == 0
 
 
+def test_the_sqnr_without_error_is_infinite_and_without_signal_unknown() -> None:
+    assert exponent_histogram_reference(torch.tensor([1.0, -2.0, 0.75])).sqnr_db("e4m3fn") == math.inf
+    assert math.isnan(exponent_histogram_reference(torch.zeros(3)).sqnr_db("e4m3fn"))
+
+
 def test_special_values_are_apart() -> None:
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 3.0, 1e-45])
     h = exponent_histogram_reference(x)

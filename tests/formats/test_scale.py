@@ -9,6 +9,8 @@ from hypothesis import given, settings, strategies as st
 from lpconv.errors import UsageError
 from lpconv.formats.scale import (
     amax,
+    normal_pow2_ceil,
+    normal_pow2_floor,
     pow2_ceil,
     pow2_floor,
     pow2_nearest,
@@ -64,6 +66,15 @@ def test_laws_of_powers_of_two(x: float) -> None:
     assert high in (low, 2 * low)
     assert near in (low, high)
     assert 0.7071 < x / near < 1.4143
+
+
+def test_arrays_of_normal_numbers_have_the_same_powers() -> None:
+    """Every exponent, with the least, the next, a middle and the largest significand."""
+    exponents = torch.arange(1, 254, dtype=torch.int32) << 23
+    bits = (exponents.unsqueeze(1) + torch.tensor([0, 1, 2**22, 2**23 - 1], dtype=torch.int32)).flatten()
+    x = torch.cat([bits.view(torch.float32), torch.tensor([2.0**127])])
+    assert torch.equal(torch.from_numpy(normal_pow2_ceil(x.numpy())), pow2_ceil(x))
+    assert torch.equal(torch.from_numpy(normal_pow2_floor(x.double().numpy())), pow2_floor(x.double()))
 
 
 def test_statistics_per_tensor_row_and_block() -> None:

@@ -126,6 +126,13 @@ def test_frozen_weights_give_the_same_output(kind: str) -> None:
     assert torch.equal(model(x), before)
 
 
+def test_what_is_not_finite_stays_visible() -> None:
+    for how in (NVFP4, MXFP4):
+        x = drawn(2, 32)
+        x[0, 3] = math.inf
+        assert not value_of(encode_operand(x, how, axis=-1), 32)[0, :16].isfinite().all()
+
+
 def eden_reference(x: Tensor, signs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The rotated rows, the elements after rounding to nearest, and the corrected scales of blocks, in float64."""
     matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]).double() / 128**0.5

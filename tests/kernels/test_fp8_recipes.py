@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from lpconv.errors import UsageError
 from lpconv.kernels.linear import FP8_RECIPES, Multiplying, calibrate, use_recipe
 from tests.helpers.block_reference import cast_blocks
 
@@ -166,6 +167,13 @@ def test_a_second_derivative_is_an_error_not_zero(recipe: str) -> None:
     (grad,) = torch.autograd.grad(multiplying(nn.Linear(96, 64), recipe)(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         grad.square().sum().backward()
+
+
+def test_what_is_not_finite_cannot_be_calibrated() -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    use_recipe(model, FP8_RECIPES["static"])
+    with pytest.raises(UsageError, match="not finite"):
+        calibrate(model, lambda: model(torch.full((4, 32), float("inf"))))
 
 
 def test_conv1d_is_a_linear_with_its_weight_turned() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lpconv.errors import UsageError
 from lpconv.formats.histogram import ExponentHistogram, exponent_histogram_reference
 from lpconv.kernels import histogram
 from lpconv.kernels.compiled import eager_mode
@@ -76,6 +77,11 @@ def test_layouts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_nan_and_inf_in_every_position(value: float, dtype: torch.dtype) -> None:
     agree(torch.ones(70, 70, dtype=dtype).fill_diagonal_(value))
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(UsageError):
+        exponent_histogram(torch.ones(3, dtype=torch.int32))
 
 
 def test_nothing_is_compiled_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

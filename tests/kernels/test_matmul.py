@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.codes import encode
-from lpconv.kernels.linear import fp8_recipe, linear
+from lpconv.kernels.linear import FP16_LINEAR, LinearRecipe, fp8_recipe, linear
 from lpconv.kernels.matmul import _scaled_mm as on_tensor_cores, matmul, scaled_mm_operands, why_not_scaled_mm
+from lpconv.kernels.operands import OperandCast
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -214,6 +215,19 @@ def test_amax_scaling_serves_tensors_far_from_unit_scale() -> None:
     assert all(relative_error(got, want) > 0.9 for got, want in zip(unit, exact, strict=True))
 
 
+def test_amax_scaling_of_float16_tensors_below_what_float16_can_scale_by() -> None:
+    x, w = (torch.randn(32, 64) * 2.0**-18).half(), torch.randn(16, 64).half()
+    y = linear(x, w, recipe=fp8_recipe("max"))
+    assert relative_error(y, x.double() @ w.double().t()) < 0.1
+
+
+def test_a_float16_linear_overflows_to_inf() -> None:
+    x, w = torch.full((2, 4), 300.0), torch.full((3, 4), 300.0)
+    assert linear(x, w, recipe=FP16_LINEAR).eq(360_000).all()  # float32 outside: no overflow in the sum
+    assert linear(x.half(), w.half(), recipe=FP16_LINEAR).isinf().all()
+    assert linear(x * 1e6, w, recipe=FP16_LINEAR).isinf().all()
+
+
 def test_fp8_keeps_one_byte_per_element_for_backward() -> None:
     saved: list[Tensor] = []
 
@@ -224,6 +238,16 @@ def test_fp8_keeps_one_byte_per_element_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         linear(torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True))
     assert sum(t.nbytes for t in saved) == 8 * 16 + 4 * 16
+
+
+def test_operands_without_a_product_or_a_scale_are_refused() -> None:
+    for cast_of in (
+        lambda: OperandCast(format="e4m3"),
+        lambda: OperandCast(format="fp16"),
+        lambda: OperandCast(scale="rms"),
+    ):
+        with pytest.raises(UsageError):
+            linear(torch.ones(2, 4), torch.ones(3, 4), recipe=LinearRecipe(input=cast_of()))
 
 
 def test_batches_are_multiplied_one_by_one() -> None:

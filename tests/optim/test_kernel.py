@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
-from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast
+from lpconv.mcf.pairs import nearest_by_bits, nearest_by_cast, nearest_with_offset
 from lpconv.optim import CollageAdamW, LowPrecisionAdamW, base, kernel
 from lpconv.optim.kernel import STEPS, Kernel, build_step, get_kernel
 from lpconv.optim.rules import RULES, largest_ratio
@@ -125,6 +125,15 @@ def test_odd_shards_give_the_bits_of_the_whole(compiled: bool) -> None:
         assert torch.equal(value, torch.cat(parts) if value.dim() else parts[0]), name
 
 
+@pytest.mark.parametrize("variant", ["plus", "stochastic", "fp32-master"])
+def test_eager_blocks_give_the_bits_of_the_whole(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, blocks = some_params([1000]), some_params([1000])
+    run(whole, variant=variant, compiled=False)
+    monkeypatch.setattr(kernel, "_EAGER_BLOCK", 64)
+    run(blocks, variant=variant, compiled=False)
+    assert torch.equal(whole[0], blocks[0])
+
+
 @pytest.mark.parametrize("storage", Storage, ids=lambda s: s.label)
 def test_every_storage_gives_back_what_it_can_hold(storage: Storage) -> None:
     value = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -152,6 +161,12 @@ def test_the_mean_over_offsets_is_the_number(storage: Storage) -> None:
         mean += stored_value(storage, parts).double() / 256
     assert float((mean - value).abs().max()) < 2.0**-13
     assert float((stored_value(storage, parts) - value).abs().max()) > 2.0**-10
+
+
+def test_an_offset_keeps_special_numbers() -> None:
+    found = nearest_with_offset(torch.tensor([0.0, torch.inf, torch.nan, 3e38, 1e-40]), torch.tensor(0.3))
+    assert found.isnan().tolist() == [False, False, True, False, False]
+    assert found[:2].tolist() == [0, torch.inf]
 
 
 @pytest.mark.parametrize("name", ["light-int8", "int8-moment", "eco"])

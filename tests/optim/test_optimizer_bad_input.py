@@ -40,6 +40,19 @@ def test_bad_options(options: dict[str, Any]) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (CollageSGD, {"momentum": -1.0}),
+        (CollageLion, {"betas": (0.9, 2.0)}),
+        *((make, {"variant": "kahan"}) for make in (CollageAdamW, CollageSGD, CollageLion)),
+    ],
+)
+def test_bad_options_of_collage(make: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        make([param()], **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.float8_e5m2])
 def test_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match=str(dtype)):

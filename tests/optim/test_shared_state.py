@@ -111,6 +111,19 @@ def test_saved_and_loaded_state_goes_on_bit_for_bit() -> None:
     assert_same(optimizer, params, loaded, twins)
 
 
+@pytest.mark.parametrize("largest_shared", [2**15, -1], ids=["shared", "alone"])
+def test_loading_leaves_the_source_alone(largest_shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.optim keeps the tensors of the state dict as they are, so that two optimizers would step one state."""
+    monkeypatch.setitem(base._LIMITS, "cpu", (largest_shared, 2**18))
+    a, b = some_params(), some_params()
+    first, second = make(a), make(b)
+    step(first, a, 0)
+    second.load_state_dict(first.state_dict())
+    before = [t.clone() for p in a for t in first.state[p].values()]
+    step(second, b, 1)
+    assert all(torch.equal(x, y) for x, y in zip(before, (t for p in a for t in first.state[p].values()), strict=True))
+
+
 def test_a_replaced_entry_is_used() -> None:
     params = some_params()
     optimizer = make(params)
