@@ -119,6 +119,11 @@ class TestLanguages:
             load_manifest(write(tmp_path, f"version: 1\njobs:\n  - &a0 [x, x]\n{anchors}"))
         assert len(caught.value.message) < 1000
 
+    def test_a_manifest_that_is_not_text(self, tmp_path: Path) -> None:
+        (tmp_path / "jobs.yaml").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(UsageError, match="utf-8"):
+            load_manifest(tmp_path / "jobs.yaml")
+
 
 class TestYamlTraps:
     """YAML 1.1 would read `on`, `no`, `010` and `1e3` as a boolean, a boolean, eight and text."""

@@ -294,6 +294,10 @@ class TestResume:
         result = run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(dry_run=True, resume=True))
         assert statuses(result) == [UP_TO_DATE, "planned", "planned"]
 
+    def test_force_does_not_start_a_cut_off_job_anew(self, tmp_path: Path) -> None:
+        _, engine = self.run(tmp_path, jobs=("a",), force=True)
+        assert (engine.calls[0][1].resume, engine.calls[0][1].force) == (True, False)
+
     def test_other_settings_are_refused_and_named(self, tmp_path: Path) -> None:
         self.run(tmp_path)
         with pytest.raises(OutputExistsError, match=r'format .*"bf16" .*"fp16"'):

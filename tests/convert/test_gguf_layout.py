@@ -5,6 +5,7 @@
 
 import importlib.util
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,18 @@ from torch import Tensor
 import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import InputError, UnsupportedError, UsageError, VerificationError
+from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.gguf.model import gguf_model
 from lpconv.inspect.headers import inspect
 from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.storage.arranged import arranged
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
+from tests.faults.mutations import odd_value
+from tests.helpers.checkpoints import keep_one_layer
 from tests.helpers.gguf_files import demo_with_merges
 from tests.helpers.models import minilm, tiny
 
@@ -146,6 +151,16 @@ def test_a_search_is_better_and_two_runs_give_the_same_bytes(sources: dict[str, 
     assert (outputs[1] / "model.gguf").read_bytes() == (outputs[2] / "model.gguf").read_bytes()
 
 
+def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
+    source = demo_with_merges(tmp_path / "source")
+    keep_one_layer(source)
+    output, nearest = as_gguf(source, tmp_path / "out", "Q4_0", **more), as_gguf(source, tmp_path / "nearest", "Q4_0")
+    assert (output / "model.gguf").read_bytes() != (nearest / "model.gguf").read_bytes()
+    against = VerifyOptions(level="weights", against=str(source))
+    assert verify_output(output, against, progress=Silent()).passed
+
+
 def test_blocks_are_no_worse_than_those_of_the_package() -> None:
     """The package rounds with scales that are not yet fp16, and has the same scales."""
     from lpconv.formats.grains import get_grain
@@ -258,6 +273,25 @@ def test_rotary_embeddings_are_those_of_transformers(
     got, factor = frequencies(as_gguf(source, tmp_path / "out", "F16") / "model.gguf", architecture)
     torch.testing.assert_close(got.float(), wanted.inv_freq, rtol=1e-5, atol=0)
     assert factor == pytest.approx(wanted.attention_scaling)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_odd_values_end_in_errors(file: str, kind: str, tmp_path: Path) -> None:
+    plain = (demo_with_merges if kind == "bytes" else sentencepiece)(tmp_path / "plain")
+    rope = {"rope_type": "llama3", "factor": 8.0, **THETA, **LLAMA3}
+    source = with_config(plain, tmp_path / "source", rope_parameters=rope)
+    with StoredTensors.open(source) as stored:
+        shapes = {name: form.shape for name, form in stored.forms.items()}
+    sound, rng, codes = (source / file).read_bytes(), random.Random(0), set()
+    for _ in range(150):
+        (source / file).write_bytes(odd_value(rng, sound))
+        try:
+            codes.add(int(len(gguf_model(Checkpoint.open(source), shapes).header([], "fp16")) < 100))
+        except LpconvError as e:
+            codes.add(e.exit_code if e.hint else 1)
+    assert codes <= {0, 3, 4}
+    assert 0 in codes
 
 
 @pytest.mark.parametrize(

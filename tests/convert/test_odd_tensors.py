@@ -11,7 +11,7 @@ from lpconv.convert.restore import restore
 from lpconv.plan.options import FormatRule
 from lpconv.progress import Silent
 from lpconv.verify.reader import OutputReader
-from tests.helpers.checkpoints import Run, bits_of, write_checkpoint
+from tests.helpers.checkpoints import Run, bits_of, refusal, write_checkpoint
 
 NAN, INF = float("nan"), float("inf")
 
@@ -148,6 +148,10 @@ class TestTensors:
         back = load_file(tmp_path / "back" / "model.safetensors")
         assert {n: bits_of(x) for n, x in back.items()} == {n: bits_of(x) for n, x in tensors.items()}
         assert {p.name for p in tmp_path.iterdir()} == {"source", "output", "back"}
+
+    def test_a_source_that_has_scales_already(self, run: Run, source: Path, output: Path) -> None:
+        write_checkpoint(source, {"w": torch.ones(4, 4), "w_scale": torch.ones(1)})
+        assert "`w_scale`" in refusal(run, output).message
 
     def test_different_halves_of_a_declared_tie_are_both_kept(self, run: Run, source: Path) -> None:
         tensors = {"wte.weight": torch.ones(4, 4), "lm_head.weight": torch.zeros(4, 4)}

@@ -80,6 +80,12 @@ def test_an_opset_that_is_too_low_for_fp8(opset: int, words: str, fp8: Path, tmp
     assert words in text
 
 
+def test_an_opset_that_nobody_has(llama: Path, tmp_path: Path) -> None:
+    code, text = refused(llama, "-o", tmp_path / "out", "--opset", "99")
+    assert (code, "99" in text) == (4, True)
+    assert not list(tmp_path.glob("out*"))  # nothing is left that the next run would stumble over
+
+
 def test_beyond_the_tolerance_the_file_is_kept_aside(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, text = refused(llama, "-o", out, "--tolerance", "0")

@@ -189,3 +189,7 @@ def test_the_loader_module_needs_no_lpconv(outputs: dict[tuple[str, str], Path])
     done = run_script(SCRIPT, outputs["scalify", "e5m2"], "remote")
     assert done.returncode == 0, done.stderr
     assert "opened" in done.stdout
+
+
+def test_the_former_name_of_dtype_is_respected(outputs: dict[tuple[str, str], Path]) -> None:
+    assert lpconv.hf.load(outputs["unit", "e4m3fn"], torch_dtype=torch.bfloat16).dtype == torch.bfloat16

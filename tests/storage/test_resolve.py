@@ -118,6 +118,10 @@ class TestDemo:
         assert (found.resolved, found.revision, found.directory) == ("demo", None, demo_checkpoint())
         assert has_weights(found.directory)
 
+    def test_demo_has_no_revision(self) -> None:
+        with pytest.raises(UsageError, match="`main`"):
+            resolve("demo", revision="main")
+
 
 class TestCache:
     def test_an_alias_finds_its_hub_id_in_the_cache(self, cache: Path) -> None:

@@ -350,6 +350,22 @@ class TestApart:
         with pytest.raises(error):
             check_apart(source, output)
 
+    @pytest.mark.parametrize(
+        ("source", "output"),
+        [
+            ("a", "ab"),
+            ("ab", "a"),
+            ("a", "b/a"),
+            ("a", "s3://b/a"),
+            ("s3://b/a", "s3://b/ab"),
+            ("s3://b/ab", "s3://b/a"),
+            ("s3://b/a", "gs://b/a"),
+        ],
+    )
+    def test_neighbours(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, output: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        check_apart(source, output)
+
     @pytest.mark.parametrize("output", [".", "..", "/", "a/.."])
     def test_directories_that_have_no_name_exist(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str

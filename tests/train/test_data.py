@@ -166,6 +166,12 @@ def test_labels_that_cannot_be_are_refused(
         classification(rows, tokenizer, seq_len=16, vocab_size=10**6, head=["?"] * num_trained)
 
 
+def test_labels_may_be_booleans(tmp_path: Path, tokenizer: Any) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", [{"text": "x", "label": i % 2 == 1} for i in range(20)])
+    found = classification(read_rows(options(train)), tokenizer, seq_len=16, vocab_size=10**6)
+    assert {x["labels"] for x in found.train} == {0, 1}
+
+
 def test_one_empty_cell_does_not_turn_numbers_of_a_csv_into_something_else(tmp_path: Path, tokenizer: Any) -> None:
     rows = "".join(f"text {i},{i % 2}\n" for i in range(20))
     train, held = tmp_path / "train.csv", tmp_path / "held.csv"
@@ -173,6 +179,13 @@ def test_one_empty_cell_does_not_turn_numbers_of_a_csv_into_something_else(tmp_p
     held.write_text("text,label\n" + rows + "text 20,\n")
     with pytest.raises(InputError, match="'text 20'"):
         classification(read_rows(options(train, eval_data=str(held))), tokenizer, seq_len=16, vocab_size=10**6)
+
+
+def test_rows_without_text_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    lines = [*TEXTS, {"text": None, "label": "odd"}, {"text": "", "label": "odd"}, {"label": "odd"}]
+    rows = read_rows(options(write_jsonl(tmp_path / "rows.jsonl", lines)))
+    (note,) = pack_examples(rows, tokenizer, seq_len=16, vocab_size=272, prefix=[], suffix=[]).notes
+    assert "3 of 43 rows" in note
 
 
 def test_long_texts_are_cut_and_counted(tmp_path: Path, tokenizer: Any) -> None:

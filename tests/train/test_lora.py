@@ -259,6 +259,11 @@ def test_ranks_below_one_are_refused(rank: int) -> None:
         make(FinetuneOptions, {"lora": rank})
 
 
+def test_ranks_above_the_width_of_the_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="129 exceeds 128"):
+        finetune("demo", tmp_path / "out", _options(129))
+
+
 def test_plans_and_too_little_memory_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--dry-run"):
         plan("demo", _options())

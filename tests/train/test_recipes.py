@@ -35,6 +35,8 @@ def test_every_recipe_is_possible_and_keeps_its_name(name: str) -> None:
         ({"precision": "fp8", "rounding": "stochastic"}, "`fp8 adamw dynamic stochastic`"),
         ({"precision": "fp16", "loss_scale_floor": "8"}, "`amp-fp16 floor 8`"),
         ({"recipe": "mpt-fp8", "loss_scale_floor": "8"}, "`fp8 fp16-weights dynamic floor 8 stochastic`"),
+        ({"precision": "bf16", "optimizer": "bf16", "rounding": "stochastic"}, "`bf16-sr`"),
+        ({"recipe": "bf16-sr", "rounding": "nearest"}, "`bf16`"),
         ({"recover": True, "precision": "fp32"}, "`recover fp32`"),
     ],
 )
