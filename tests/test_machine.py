@@ -84,6 +84,17 @@ def test_the_tightest_of_nested_groups_counts(machine: Machine) -> None:
     assert machine.found() == (500, 100)  # the pod's limit is larger, and leaves less
 
 
+def test_version_1_counts_inner_groups_and_writes_no_limit_as_a_huge_one(machine: Machine) -> None:
+    unlimited = str(2**63 - 4096)
+    machine.mount(V1, group="/pod/box")
+    machine.v1("", unlimited)
+    machine.v1("/pod/box", unlimited)
+    assert machine.found() == (None, PLENTY_KIB * 1024)
+    stat = "active_file 7\ntotal_active_file 0\ntotal_inactive_file 20000000\ntotal_mapped_file 0\n"
+    machine.v1("/pod", "64000000", used=50_000_000, stat=stat)
+    assert machine.found() == (64_000_000, 34_000_000)
+
+
 def test_a_container_that_does_not_know_the_name_of_its_own_group(machine: Machine) -> None:
     machine.mount(V1, group="/docker/3f2a", shown="/docker/3f2a")
     machine.v1("", "4000", used=1000)

@@ -10,6 +10,7 @@ from lpconv.results import (
     ByteCounts,
     ConvertResult,
     LogitsCheck,
+    RunRecord,
     SourceRecord,
     TensorRecord,
     VerifyResult,
@@ -52,3 +53,9 @@ def test_a_wrong_type_inside_a_mapping_is_refused() -> None:
     document = to_json(a_result()) | {"versions": {"torch": ["2.13"]}}
     with pytest.raises(InputError, match="str"):
         from_json(ConvertResult, document)
+
+
+@pytest.mark.parametrize("role", ["twins", {}, "", 1], ids=str)
+def test_a_role_that_no_run_has_is_refused(role: object) -> None:
+    with pytest.raises(InputError, match=" run, twin"):
+        from_json(RunRecord, {"role": role})

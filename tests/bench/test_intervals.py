@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from lpconv.bench.interleave import bootstrap_ratio, ratio_over_launches
+from lpconv.bench.interleave import bootstrap_ratio, quantile, ratio_over_launches
+from lpconv.errors import UsageError
 
 
 def noisy(rng: random.Random, seconds: float, rounds: int) -> list[float]:
@@ -29,6 +30,20 @@ def test_drift_that_both_feel_leaves_the_ratio_alone() -> None:
 
     assert ratio.value == pytest.approx(2)
     assert ratio.high - ratio.low < 1e-9
+
+
+def test_one_burst_of_foreign_load_does_not_move_the_ratio() -> None:
+    assert bootstrap_ratio([1.0] * 12, [1.0] * 11 + [50.0]).value == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("baseline", "variant"), [([], []), ([1.0], []), ([1.0, 1.0], [1.0])])
+def test_rounds_that_do_not_belong_together_are_refused(baseline: list[float], variant: list[float]) -> None:
+    with pytest.raises(UsageError):
+        bootstrap_ratio(baseline, variant)
+
+
+def test_quantiles_interpolate() -> None:
+    assert [quantile([3.0, 1.0, 2.0], share) for share in (0, 0.25, 0.5, 1)] == [1, 1.5, 2, 3]
 
 
 def launches(rng: random.Random, number: int) -> list[tuple[list[float], list[float]]]:

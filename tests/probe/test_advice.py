@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import BLOCK_FORMATS
@@ -113,6 +114,15 @@ def test_the_table_names_the_worst_and_the_scale() -> None:
     assert " 1 more " in lines[2]
     assert re.search(r"fp16: 2\^", lines[3])
     assert "2^" not in table(result(probed("a", "weight", LARGE)), "fp16")
+
+
+def test_without_gradients_there_is_no_loss_scale_and_zeros_fit_at_any() -> None:
+    nothing = probed("a", "grad_input", torch.zeros(3))
+    for found in (result(nothing), result(probed("a", "weight", LARGE))):
+        with pytest.raises(UsageError, match="gradients"):
+            recommend_loss_scale(found, "fp16")
+    assert own_scale(nothing, "e4m3fn") == 0
+    assert what_if(nothing, "e2m1").fits_own_scale
 
 
 def test_operands_with_an_outlier_are_at_risk_and_the_cure_is_named() -> None:

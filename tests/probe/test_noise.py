@@ -113,6 +113,12 @@ def test_an_expert_that_rounding_skips_or_adds_has_a_gradient_of_zero() -> None:
     assert added.bias > added.gradient == 0
 
 
+def test_gradients_that_are_not_finite_have_no_figures() -> None:
+    model = Small()
+    model.layers[0].weight.data[0, 0] = math.inf
+    assert gradient_noise(model, [BATCH], loss=as_loss) == ()
+
+
 @pytest.mark.parametrize(("noise", "drowned"), [(0.0, False), (0.57, False), (0.58, True)])
 def test_a_gradient_drowns_below_root_three_of_its_noise(noise: float, drowned: bool) -> None:
     assert GradientNoise(name="a", gradient=1.0, noise=noise, bias=9.0).is_drowned is drowned

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from lpconv.formats.cast import cast
-from lpconv.models.tasks import MLM
+from lpconv.models.tasks import CLM, MLM
 from lpconv.models.tokenizer import Tokens
 from lpconv.probe.checkpoint import MASK_RATE, Batches, probe_checkpoint
 from lpconv.probe.options import ProbeOptions
@@ -211,6 +211,12 @@ def test_masks_spare_special_tokens_and_follow_the_seed(mask_id: int | None) -> 
         assert (batch["input_ids"][masked] == mask_id).all()
     assert torch.equal(first(0)["labels"], batch["labels"])
     assert not torch.equal(first(1)["labels"], batch["labels"])
+
+
+def test_a_short_text_is_repeated() -> None:
+    tokens = Tokens(windows=torch.arange(6).view(3, 2))
+    batches = iter(Batches(tokens=tokens, task=CLM, batch_size=2, vocab_size=6, seed=0))
+    assert [next(batches)["input_ids"].tolist() for _ in range(2)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
 
 
 def test_a_bare_encoder_gets_a_loss_whose_gradient_reaches_every_layer(tmp_path: Path) -> None:
