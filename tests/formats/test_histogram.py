@@ -1,5 +1,6 @@
 """Rates from a histogram are those counted on the tensor itself, for every format and any power of two."""
 
+import dataclasses
 import json
 import math
 
@@ -20,7 +21,7 @@ def counted(x: Tensor, spec: Format, log2_scale: int) -> tuple[int, int, int]:
     """Underflow, subnormal and overflow by casting every element, with no upper limit to see overflow by."""
     x = x.double()[x.isfinite() & (x != 0)] * 2.0**log2_scale
     y = cast(x, spec).abs()
-    unlimited = Format(**{**vars(spec), "max_exponent_field": 1023 + spec.bias, "max_mantissa": 0})
+    unlimited = dataclasses.replace(spec, max_exponent_field=1023 + spec.bias, max_mantissa=0)
     overflow = cast(x, unlimited).abs() > spec.max
     return int((y == 0).sum()), int(((y > 0) & (y < spec.min_normal)).sum()), int(overflow.sum())
 
