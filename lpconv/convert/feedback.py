@@ -303,7 +303,7 @@ class _Rounding:
         tensors: dict[str, TensorRounding | None] = {}
         left = {m for m in matrices_of(self._walk.layers[index]) if m.name in self._planned}
         while left:
-            room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # shifts are as large
+            room = MOMENTS_BYTES if self._source is None else MOMENTS_BYTES // 2  # the moments of shifts are as large
             moments = collected(self._walk, index, left, room, self._source)
             if not moments:
                 break  # no input reaches the remaining weights

@@ -43,7 +43,7 @@ def operand(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     memory = _OPERANDS.kept.get(name)
     if memory is None or len(memory) < size_bytes:
-        with torch.inference_mode(False):  # as above
+        with torch.inference_mode(False):  # tensors created in inference mode cannot be written outside it
             memory = _OPERANDS.kept[name] = torch.empty(size_bytes, dtype=torch.uint8)
     return memory[:size_bytes].view(dtype).view(shape)
 

@@ -107,7 +107,7 @@ class SharedState:
     ) -> None:
         self.params, self._states = params, states
         size, p = sum(p.numel() for p in params), params[0]
-        size += -size % COLUMNS  # the last elements are spare
+        size += -size % COLUMNS  # pad to whole rows
         buffers = {name: _share(name, states, 0 if name in HOST_ENTRIES else size) for name in states[0]}
         self._entries = [tuple(state.values()) for state in states]
         self._steps = buffers["step"]

@@ -78,7 +78,7 @@ def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_became_of_a_lost_process_is_said(first: int) -> None:
-    """One says that the other has gone, and that one that it was killed."""
+    """One process reports that the other is gone, and the error says that it was killed."""
     answers = [PeerLostError("another process has gone"), ResourceError("the system killed")]
     with Team([Scripted(answers[first]), Scripted(answers[1 - first])]) as team, pytest.raises(ResourceError):
         team.ask("measure")

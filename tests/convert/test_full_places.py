@@ -98,7 +98,7 @@ def test_an_error_without_reason_stays_a_bug() -> None:
 
 
 def test_what_libraries_say_of_a_full_disk_has_its_code(tmp_path: Path) -> None:
-    """safetensors and torch, where no file may grow beyond some bytes."""
+    """safetensors and torch write under a limit on the size of files."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for write in (lambda p: save_file({"x": torch.ones(999)}, p), lambda p: torch.save(torch.ones(999), p)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))

@@ -92,7 +92,7 @@ class Begun:
 
 
 def begin(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Begun:
-    """Begin something in a process of its own.
+    """Start a function in its own process.
 
     None of its files may become larger than `file_bytes`. It ends by SIGALRM after `patience_s`.
     """

@@ -69,7 +69,7 @@ def put_times(name: str, factor: float = 1e-3) -> Callable[[Tensors, Config], No
 
 
 def cut_at(largest: float, name: str) -> Callable[[Tensors, Config], None]:
-    """All elements 1000 times larger, where their dtype has such."""
+    """All elements 1000 times larger, if the dtype can represent them."""
     return change(name, lambda x: (x.float() * 1e3).clamp_max(largest).to(x.dtype))
 
 

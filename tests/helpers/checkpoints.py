@@ -65,7 +65,7 @@ def write_checkpoint(
     if isinstance(tensors, Mapping):
         save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
         return directory
-    (directory / "model.safetensors").unlink(missing_ok=True)  # it would come before an index
+    (directory / "model.safetensors").unlink(missing_ok=True)  # transformers would prefer it to an index
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(tensors, 1):
         name = f"model-{i:05d}-of-{len(tensors):05d}.safetensors"

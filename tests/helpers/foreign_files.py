@@ -126,7 +126,7 @@ def _fp8(block: tuple[int, int], kind: str) -> Maker:
         if kind in ("ue8m0", "bytes"):
             scales = torch.exp2(torch.ceil(torch.log2(scales)))
         if kind == "bf16":
-            scales = (scales * (1 + 2**-7)).bfloat16().float()  # no smaller than it was
+            scales = (scales * (1 + 2**-7)).bfloat16().float()  # rounded up, so that nothing overflows
         codes = (w / _spread(scales, block, w.shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored = {"fp32": scales, "bf16": scales.bfloat16(), "ue8m0": scales.to(torch.float8_e8m0fnu)}
         stored["bytes"] = scales.to(torch.float8_e8m0fnu).view(torch.uint8)

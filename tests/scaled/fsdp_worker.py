@@ -29,7 +29,7 @@ _CARRIERS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8":
 
 
 def plain(*, tied: bool = False, frozen: str = "?") -> nn.Module:
-    """Rows that 4 ranks cannot share alike: 61 of the table; of 9, the last rank has none."""
+    """Numbers of rows that four ranks cannot share evenly: 61 of the table, and 9, of which the last rank has none."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         vocab_size=61, hidden_size=24, intermediate_size=9, num_hidden_layers=2, num_attention_heads=4,
