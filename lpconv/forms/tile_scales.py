@@ -311,8 +311,8 @@ class ScaleSearch:
     """Finds the best scales of tiles of (height, width), in a matrix of `cols` columns with codes in `format`.
 
     `factor_of(stored, start, stop)` expands stored scales for the elements `start` to `stop`, to [rows, tiles, 1] or
-    [rows, cols]: what their codes are multiplied by. `importance` weights the squared error of each column: fp32 [cols], or [matrices, cols] if the
-    `num_rows` rows belong to several matrices.
+    [rows, cols]: what their codes are multiplied by. `importance` weights the squared error of each column: fp32
+    [cols], or [matrices, cols] if the `num_rows` rows belong to several matrices.
     """
 
     format: Format
