@@ -33,7 +33,8 @@ ROWS = {
 }  # fmt: skip
 # Files of a subject that has one folder but needs several rows: each counts as a file of this package.
 HOMES = {
-    "gguf/__init__": "storage", "gguf/read": "storage", "gguf/model": "models", "gguf/vocabulary": "models",
+    "gguf/__init__": "storage", "gguf/view": "storage", "gguf/read": "storage", "gguf/arranged": "storage",
+    "gguf/blocks": "forms", "gguf/model": "models", "gguf/vocabulary": "models", "gguf/plan": "plan",
     "report/numbers": "lookup", "report/printable": "lookup",
 }  # fmt: skip
 

@@ -65,7 +65,7 @@ def by_gguf(output: Path, stored: StoredTensors) -> Decoded:
     """Weights by the gguf package, with rows in the order of transformers."""
     import gguf
 
-    from lpconv.storage.arranged import arranged
+    from lpconv.gguf.arranged import arranged
 
     table = json.loads((output / "config.json").read_text())["quantization_config"]["tensors"]
     tensors = {t.name: t for t in gguf.GGUFReader(output / "model.gguf").tensors}

@@ -23,7 +23,6 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
-from lpconv.gguf import GGUF
 from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_config, weight_index, write_sums
 from lpconv.plan.plan import shard_names
@@ -66,7 +65,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         exact = all(_is_exact(r) for r in records if r.action == "convert")
         progress.start("restoring", sum(r.bytes_in for r in records))
         tensors = {
-            name if checkpoint.kind != GGUF else shard_names(1)[0]: [
+            name if checkpoint.kind == "safetensors" else shard_names(1)[0]: [
                 (r.name, r.source_dtype, r.shape) for r in records if reader.file_of(r.name) == name
             ]
             for name in checkpoint.weight_files

@@ -44,11 +44,10 @@ from lpconv.models.opening import model_errors
 from lpconv.plan.job import Job
 from lpconv.plan.memory import MOMENTS_BYTES, windows_together
 from lpconv.plan.options import GPTAQ
-from lpconv.plan.plan import PlannedTensor
+from lpconv.plan.plan import Plan, PlannedTensor
 from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.tensors import output_errors
 from lpconv.results import FileRecord, RoundingRecord, from_json, to_json
-from lpconv.storage.arranged import arranged
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS
@@ -121,7 +120,7 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
             quiet_transformers(),
             ExitStack() as opened,
         ):
-            weights.orders = {} if job.plan.gguf is None else job.plan.gguf.orders
+            weights.plan = job.plan
             at_once = windows_together(config, length)
             walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
             source = None
@@ -167,16 +166,16 @@ class _Weights(StoredTensors):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.rounded: dict[str, tuple[Form, Side]] = {}
-        self.orders: Mapping[str, str] = {}  # of rounded tensors, if it is not that of the source
+        self.plan: Plan | None = None  # may store rounded tensors in another order of elements
 
     def values(self, name: str, start: int, stop: int) -> Tensor:
         if name not in self.rounded:
             return super().values(name, start, stop)
         codes = Codes.from_form(*self.rounded[name])
-        if name not in self.orders:
+        if self.plan is None or name not in self.plan.reordered:
             return codes.part(start, stop).decode_to(torch.empty(stop - start))
         whole = codes.decode_to(torch.empty(len(codes))).view(self.forms[name].shape)
-        return arranged(whole, self.orders[name], back=True).reshape(-1)[start:stop]
+        return self.plan.reorder(name, whole, back=True).reshape(-1)[start:stop]
 
 
 class TensorRounding:

@@ -37,7 +37,7 @@ _LOW, _HIGH = (127 - 40) << 23, (127 + 40) << 23
 _SIGN = -(2**31)
 _ENDS = ("positive", "negative")
 _E2M1_END = 7.0  # half a step above its largest number
-_OF_SCALES, _HALF = FORMATS["e4m3fn"], FORMATS["fp16"]
+_OF_SCALES = FORMATS["e4m3fn"]
 _WIDE = 128  # from this many columns on, torch compares floats as fast as integers
 _EXPONENTS = (-1, 1)  # steps between stored powers of two
 _NEIGHBOURS = tuple(range(-6, 8))  # steps between stored e4m3fn numbers, of which 8 make a binade
@@ -214,23 +214,6 @@ class TileScales:
         return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
 
 
-class BlockScales(TileScales):
-    """The fp16 scales of GGUF's integers: the number of largest magnitude becomes 127 or -127, or -8 of four bits.
-
-    So scales of 4-bit codes are negative if that number is positive.
-    """
-
-    def _scales(self, parts: Parts) -> Tensor:
-        positive, negative = parts["positive"].double(), parts["negative"].double()
-        is_short = self.format.storage_bits == 4
-        size = torch.maximum(positive, negative) / (self.format.max + is_short)
-        if self.has_pow2_scale:
-            size = torch.from_numpy(normal_pow2_ceil(size.float().clamp_min(_HALF.min_subnormal).numpy()))
-        size = size.clamp(_HALF.min_subnormal, _HALF.max)
-        signed = torch.where((positive >= negative) & is_short, -size, size)
-        return torch.where(parts["absmax"] == 0, 1.0, signed).float()
-
-
 @functools.lru_cache(maxsize=8)
 def _counts(matrix: tuple[int, int], tile: tuple[int, int]) -> Array:
     """Number of elements of each tile of a matrix, in fp32: [tiles along rows, tiles along columns]."""
@@ -296,7 +279,7 @@ def candidates(stored: Tensor, format: Format) -> list[Tensor]:
     elif stored.dtype == torch.float8_e4m3fn:
         codes = stored.view(torch.uint8).int()
         others = [(codes + n).clamp_(1, 126).to(torch.uint8).view(stored.dtype) for n in _NEIGHBOURS if n]
-    elif stored.dtype == torch.float16:  # GGUF's; those of 4-bit codes have a sign
+    elif stored.dtype == torch.float16:  # those of 4-bit codes have a sign
         signs = (1, -1) if format.storage_bits == 4 else (1,)
         multiples = [m * sign for m in _CLIPPING[format.storage_bits] for sign in signs]
         others = [(stored.float() * m).half() for m in multiples if m != 1]

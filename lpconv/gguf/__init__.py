@@ -1,6 +1,12 @@
-"""GGUF, the file format of llama.cpp: reading its files like checkpoints, and writing them."""
+"""GGUF, the file format of llama.cpp: its files read like checkpoints, and written.
+
+- `view` represents a file as a checkpoint directory, which `read` makes from the file's metadata.
+- `blocks` has the forms of its tensors, and `arranged` their order of elements.
+- `model` and `vocabulary` describe a checkpoint as llama.cpp sees it, and `plan` plans the file to write.
+"""
 
 GGUF = "gguf"  # the kind of the weights, the layout and the `quant_method`
+SUFFIX = ".gguf"
 WEIGHTS = "model.gguf"  # in an output; in a view of another file, a link to it
 # The supported types: (numbers, bytes) of a block along a row.
 BLOCKS = {

@@ -16,11 +16,11 @@ import numpy as np
 from gguf.gguf_writer import WriterState
 
 from lpconv.errors import InputError, UnsupportedError, typed_line
+from lpconv.gguf.arranged import TRANSPOSED, rotary
 from lpconv.gguf.read import llama3_factors
 from lpconv.gguf.vocabulary import add_vocabulary
 from lpconv.models.whole import compare_with_model
 from lpconv.report.numbers import code_list
-from lpconv.storage.arranged import TRANSPOSED, rotary
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import read_json
 
@@ -211,7 +211,7 @@ class GgufModel:
                 self.names[name], shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=raw_dtype
             )
         out = io.BytesIO()
-        writer.fout, writer.state = [out], WriterState.EMPTY  # type: ignore[list-item]  # only written to
+        writer.fout, writer.state = [out], WriterState.EMPTY  # only written to
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()

@@ -1,4 +1,4 @@
-"""Make the checkpoint directory that represents a GGUF file (see `lpconv.storage.gguf`).
+"""Make the checkpoint directory that represents a GGUF file (see `view.py`).
 
 Names, config, tokenizer and the rearrangement of tensors come from transformers' own GGUF functions. They ignore what
 they do not know; here, metadata and tensors that change what llama.cpp computes are read too, or refused. Sources:

@@ -16,7 +16,6 @@ from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.contents import is_rival
-from lpconv.storage.gguf import header_of
 from lpconv.storage.header import TensorInfo
 from lpconv.storage.residual import ignored_files
 from lpconv.storage.staging import read_marker
@@ -128,7 +127,7 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[list[tuple[TensorInfo, str]],
     file_of: dict[str, str] = {}
     for file in checkpoint.weight_files:
         try:
-            header = header_of(checkpoint.directory / file, checkpoint.config)
+            header = checkpoint.read_header(file)
         except LpconvError as e:
             problems.append(problem_text(e))
             continue

@@ -14,7 +14,6 @@ from typing import Any
 
 from lpconv.forms import Headers, Stored
 from lpconv.forms.grid import Grid
-from lpconv.gguf import GGUF
 from lpconv.layouts import READ
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, groups_for, input_scale_name
 from lpconv.layouts.headers import ACTIVATIONS, is_part, judged_grids
@@ -54,7 +53,7 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
     if method not in READ:
         return Findings()
     grids = judged_grids(forms, headers.quantization)
-    mixed = _mixed_fused_weights(forms) if method != GGUF else ()  # llama.cpp fuses none, and mixes types on purpose
+    mixed = () if READ[method].mixes_types else _mixed_fused_weights(forms)
     problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms, grids))
     return Findings(problems=problems, warnings=(*_block_warnings(grids), *mixed))
 
@@ -77,8 +76,8 @@ def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterat
     lone += [n for n, form in forms.items() if form.is_kept and is_part(n, form.data[0].dtype, forms)]
     if lone:
         yield f"{code_list(lone)}: incomplete weight: a part is missing, or has the wrong dtype or size"
-    if forms and all(form.is_kept for form in forms.values()) and not lone and headers.quantised_by != GGUF:
-        method = headers.quantised_by
+    method = str(headers.quantised_by)
+    if forms and all(form.is_kept for form in forms.values()) and not lone and not READ[method].mixes_types:
         yield f"config.json says `{method}`, but no weight is quantised: if all are plain, remove quantization_config"
 
 

@@ -1,15 +1,17 @@
-"""GGUF of llama.cpp as a layout; `lpconv.storage.gguf` defines positions and names of tensors."""
+"""GGUF of llama.cpp as a layout; `lpconv.gguf` has the rest."""
 
-from lpconv.forms.foreign.gguf import find_gguf
-from lpconv.forms.gguf_blocks import GgufBlocks
+from lpconv.gguf import GGUF
+from lpconv.gguf.blocks import GgufBlocks, find_gguf
 from lpconv.layouts.layout import Layout, Scheme
 
 _OPENS = "llama.cpp"
 LAYOUT = Layout(
-    name="gguf",
-    methods=("gguf",),
+    name=GGUF,
+    methods=(GGUF,),
     read=find_gguf,
     form=GgufBlocks,
+    in_one_file=True,
+    mixes_types=True,
     schemes=(
         Scheme("GGUF_F16", "fp16", "tensor", 16, _OPENS, "llama.cpp without loss, if fp16 holds the weights"),
         Scheme("GGUF_BF16", "bf16", "tensor", 16, _OPENS, "llama.cpp, for weights that are bf16"),

@@ -40,13 +40,14 @@ class Layout:
 
     `methods` are the values of `quant_method` in config.json that name the layout. `read` finds the weight whose codes
     have a name, or None if this layout has no such codes; the caller checks `Stored.agrees`. `why_unreadable` names the
-    settings of a config that lpconv does not read, and `is_judged` means that `inspect` judges the scales.
+    settings of a config that lpconv does not read, and `is_judged` means that `inspect` judges the scales. In a layout
+    that `mixes_types`, weights that belong together may have different ones, and all may be plain numbers.
 
     The rest is for layouts that lpconv writes: the `form` of converted tensors (None for lpconv's own, where methods
     have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
-    lines of `python`, with `{auto}` and `{path}` or, for GGUF, `{file}`. `tag` and `library` are those of the hub;
+    lines of `python`, with `{auto}` and `{path}` or, for one file, `{file}`. `tag` and `library` are those of the hub;
     `served` are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md).
-    `has_cache_scales`: it can store scales of keys and values.
+    `has_cache_scales`: it can store scales of keys and values, and `in_one_file`: all tensors are in one file.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Layout:
     read: Callable[[str, Headers], Stored | None]
     why_unreadable: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
     is_judged: bool = True
+    mixes_types: bool = False
     form: type[Form] | None = None
     schemes: tuple[Scheme, ...] = ()
     opening: str = ""
@@ -62,6 +64,7 @@ class Layout:
     library: str = "transformers"
     served: tuple[tuple[str, str], ...] = ()
     has_cache_scales: bool = False
+    in_one_file: bool = False
 
 
 def odd_integers(weights: Iterable[object], layout: str) -> str | None:

@@ -17,7 +17,6 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Component, Headers, Stored
 from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
-from lpconv.gguf import GGUF
 from lpconv.layouts import READ
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import ACTIVATIONS, check_readable, is_part, judged_grids, recognise
@@ -123,7 +122,8 @@ class StoredTensors:
         stray, method = self._stray(), self._headers.quantised_by
         if stray is not None:
             return f"`{stray}` is stored in an unknown form"
-        if not self.is_ours and method != GGUF and all(f.is_kept for f in self.forms.values()):
+        is_plain = all(f.is_kept for f in self.forms.values())
+        if is_plain and not self.is_ours and not READ[str(method)].mixes_types:
             return f"config.json says that the weights are quantised by `{method}`, but none are"
         return None
 

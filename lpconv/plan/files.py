@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.forms.facts import ConvertedFacts
-from lpconv.plan.gguf import gguf_config
 from lpconv.plan.plan import Plan
 from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -66,8 +65,7 @@ def output_config(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
         calibrated=calibrated,
         kv_cache=plan.options.kv_cache is not None,
     )
-    entries = plan.form.config_entries(made) if plan.gguf is None else gguf_config(plan)
-    config = _without_paths(checkpoint.config) | entries
+    config = _without_paths(checkpoint.config) | plan.config_entries(made)
     if plan.form.quantised_by == "lpconv" and "auto_map" not in config and "model_type" in config:
         config["auto_map"] = {"AutoConfig": f"{LOADER.removesuffix('.py')}.Config"}
     return config

@@ -21,13 +21,11 @@ from lpconv.models.known import linears_of
 from lpconv.models.ties import find_ties
 from lpconv.models.whole import Fit, check_complete
 from lpconv.plan.files import output_config, plain_config
-from lpconv.plan.gguf import make_gguf_plan
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
-from lpconv.storage.arranged import ArrangedSource
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch, watch, watched_files
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.remote_output import working_folder
@@ -92,14 +90,12 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
         infos = {n: e.info for n, e in source.entries.items()}
         shapes = {n: info.shape for n, info in infos.items()}
         check_readable(Headers.of(plain.config, infos))
+        plan: Plan
         if options.layout == GGUF:
             check_installed("--layout gguf", "gguf", extra="gguf")
-            from lpconv.gguf.model import gguf_model  # imports gguf
+            from lpconv.gguf.plan import plan_gguf  # imports gguf
 
-            model = gguf_model(plain, shapes)
-            source = ArrangedSource(source, model.orders, model.hidden)
-            stored = {n: info for n, info in infos.items() if n not in model.hidden}
-            plan = make_gguf_plan(stored, options, model, ties=find_ties(source, plain))
+            source, plan = plan_gguf(plain, source, options)
         else:
             plan = make_plan(
                 {n: (e.info, e.file) for n, e in source.entries.items()},

@@ -7,25 +7,27 @@ output all use this object.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
+from lpconv.forms.facts import ConvertedFacts
 from lpconv.layouts.compressed_tensors import cache_scale_name
 from lpconv.layouts.defects import fused_groups
 from lpconv.layouts.linears import LinearModules
 from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
-from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out
+from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, lay_out
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
 
 if TYPE_CHECKING:
-    from lpconv.gguf.model import GgufModel
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class PlannedTensor:
             and self.form.format is not None
             and self.form.format.storage_bits <= FEEDBACK_BITS
             and len(self.info.shape) in (2, 3)  # or one matrix for each expert
-            and self.form.shape == self.info.shape  # not transposed, as in GGUF
+            and self.form.shape == self.info.shape  # not transposed
         )
 
     @property
@@ -149,14 +151,13 @@ class PlannedShard:
 class Plan:
     """Everything that will be written. `tensors` has every source tensor exactly once, in source order.
 
-    `linears` are the model's `Linear` modules, if the layout needs them, `gguf` the model in GGUF for that layout.
+    `linears` are the model's `Linear` modules, if the layout needs them. A subclass plans files of another format.
     """
 
     options: ConvertOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
     linears: LinearModules | None = None
-    gguf: "GgufModel | None" = None
 
     @property
     def format_name(self) -> str:
@@ -205,10 +206,43 @@ class Plan:
         shards = tuple(replace(s, tensors=tuple(map(with_form, s.tensors))) for s in self.shards)
         return replace(self, tensors=tuple(map(with_form, self.tensors)), shards=shards)
 
+    def with_tensors(self, tensors: Sequence[PlannedTensor]) -> Self:
+        """The plan with other decisions about tensors, for a comparison with the files of an output."""
+        return replace(self, tensors=tuple(tensors))
+
     @property
     def form(self) -> type[Form]:
         """The form of converted tensors, or the form that selects another one."""
         return form_type(self.options)
+
+    @property
+    def reordered(self) -> Collection[str]:
+        """Names of the tensors whose elements the files have in another order than the source."""
+        return ()
+
+    def reorder(self, name: str, x: "Tensor", *, back: bool = False) -> "Tensor":
+        """A whole tensor of the source in the order of the files; with `back`, the reverse."""
+        return x
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about what the files cannot hold."""
+        return ()
+
+    @property
+    def is_for_transformers(self) -> bool:
+        """Whether transformers must open the output."""
+        return True
+
+    def config_entries(self, converted: ConvertedFacts) -> dict[str, Any]:
+        """Entries to add to config.json, so that readers recognise the output."""
+        return self.form.config_entries(converted)
+
+    def header_problems(self, directory: Path, headers: Mapping[str, Header]) -> list[str]:
+        """Differences of the weight files' headers from what readers need, as sentences."""
+        if {h.metadata.get("format") for h in headers.values()} == {"pt"}:
+            return []
+        return ["the metadata of the weight files do not say that they are for PyTorch"]
 
     @property
     def fingerprint(self) -> str:

@@ -108,8 +108,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
     warnings += joined_warnings(plan)
     warnings += _nearest_warnings(plan)
-    if plan.gguf is not None and plan.gguf.hidden:
-        warnings.append(f"{code_list(sorted(plan.gguf.hidden))}: llama.cpp has no such tensor, so the output lacks it")
+    warnings += plan.warnings
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is already {plan.options.format}, so nothing is lost and no residual is stored")
     return tuple(warnings)

@@ -9,7 +9,6 @@ from typing import Any
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.gguf import GGUF
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, preset_of
 from lpconv.lookup import find
@@ -214,9 +213,9 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
         raise UsageError(
             f"layout `{options.layout}` cannot store method {method.name} in {format_name}{words}", hint=hint
         )
-    if options.layout == GGUF and options.max_shard_size is not None:
-        raise UsageError("--max-shard-size: layout `gguf` writes one file", hint="leave it out")
     form = method.form(options.layout)
+    if LAYOUTS[options.layout].in_one_file and options.max_shard_size is not None:
+        raise UsageError(f"--max-shard-size: layout `{options.layout}` writes one file", hint="leave it out")
     for rule in options.rules if options.layout != LPCONV else ():
         if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):
             one = "e4m3fn" if form.holds(FORMATS["e4m3fn"], grain) else format_name

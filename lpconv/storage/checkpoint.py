@@ -8,18 +8,18 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lpconv.errors import InputError
+from lpconv.gguf.view import header_of
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import find_side_files, find_weights, read_config
-from lpconv.storage.gguf import as_directory, header_of
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo
 from lpconv.storage.partfile import read_error
 from lpconv.storage.place import open_regular
-from lpconv.storage.resolve import Resolved, check_promises, resolve
+from lpconv.storage.resolve import Resolved, check_promises, from_path, resolve
 from lpconv.storage.staging import check_apart
 from lpconv.storage.urls import is_url
 
@@ -58,17 +58,17 @@ class Checkpoint:
         if isinstance(model, Checkpoint):
             return model
         if isinstance(model, Path):
-            return cls.from_resolved(Resolved(name=str(model), resolved=str(model.absolute()), directory=model))
+            return cls.from_resolved(from_path(model))
         return cls.from_resolved(resolve(model, revision=revision))
 
     @classmethod
     def from_resolved(cls, origin: Resolved) -> "Checkpoint":
         """Open the directory of a resolved name. Raises InputError like `open`."""
-        directory = as_directory(origin.directory)
+        directory = origin.directory
         config = read_config(directory)
         kind, weight_files, weight_map = find_weights(directory, config)
         return cls(
-            origin=replace(origin, directory=directory),
+            origin=origin,
             kind=kind,
             weight_files=weight_files,
             weight_map=weight_map,
@@ -94,7 +94,11 @@ class Checkpoint:
         """The checked header of each weight file, read once; empty for pickles. Raises the errors of `read_header`."""
         if self.kind == "torch":
             return {}
-        return {name: header_of(self.directory / name, self.config) for name in self.weight_files}
+        return {name: self.read_header(name) for name in self.weight_files}
+
+    def read_header(self, name: str) -> Header:
+        """The checked header of one weight file."""
+        return header_of(self.directory / name, self.config)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -104,7 +108,7 @@ class Checkpoint:
     def check_apart(self, output: Path | str) -> None:
         """Refuse an output that would replace files of this checkpoint, or lie among them. Raises OutputExistsError."""
         check_apart(self.directory, output)
-        if is_url(self.origin.resolved) or os.path.isabs(self.origin.resolved):  # a URL, or GGUF, whose view is cached
+        if is_url(self.origin.resolved) or os.path.isabs(self.origin.resolved):  # a URL, or a file whose view is cached
             check_apart(self.origin.resolved, output)
 
     def local_copy(self) -> "Checkpoint":

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from lpconv.errors import InputError
 from lpconv.gguf import GGUF, WEIGHTS
+from lpconv.gguf.view import find_gguf, is_view
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
 from lpconv.results import from_json
-from lpconv.storage.gguf import is_view
 from lpconv.storage.partfile import read_small
 
 T = TypeVar("T")
@@ -24,9 +24,10 @@ _LAYERS, _MOST_LAYERS = re.compile(r"layers?$"), 10_000  # transformers builds t
 _NUM_LAYERS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"}
 _DTYPE = re.compile(r"b?float\d+\w*|u?int\d+|half|float|double")  # names of torch's dtypes
 ADAPTER = "adapter_config.json"
+WEIGHT_ENDINGS = "safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel"
 # Weight files of any framework, and leftovers of training: never copied as side files.
 _WEIGHT_FILE = re.compile(
-    r"""(?x) .*\.(safetensors|h5|msgpack|onnx|gguf|ggml|pt|pth|ckpt|npz|ot|tflite|mlmodel)(\.index\.json)?
+    rf"""(?x) .*\.({WEIGHT_ENDINGS})(\.index\.json)?
     | (pytorch_model|flax_model|tf_model|adapter_model|training_args|optimizer|scheduler|rng_state|model) [^/]* \.bin
     | .*\.(bin|safetensors)\.index\.json """
 )
@@ -55,6 +56,11 @@ def read_config(directory: Path) -> dict[str, Any]:
             hint="merge the two with peft, or move the adapter's files away to use the weights without it",
         )
     return config
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether a directory has a config, or a file that needs none."""
+    return (directory / "config.json").exists() or find_gguf(directory) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:

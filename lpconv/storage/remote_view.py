@@ -1,6 +1,6 @@
 """A cached directory for a remote checkpoint: small files are copied, weight files are pointers (`place.py`).
 
-Such a directory can be read like any local checkpoint, as with GGUF files. It is made once for every state of the
+Such a directory can be read like any local checkpoint. It is made once for every state of the
 objects at a URL (names, sizes and tags); another state gets another directory. `config.json` is written last, so a
 directory that has one is complete, and an interrupted one is completed by the next caller.
 """
@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
@@ -41,19 +40,22 @@ _USUAL = (
 def view_of(url: str, *, whole: bool) -> Path:
     """The directory that represents the checkpoint at a checked URL; with `whole`, a full copy of it.
 
-    An existing copy is also used without `whole`. Pickles and GGUF files are always copied, because their readers need
-    local files. Raises InputError if nothing is found or read, ResourceError if the cache cannot be written.
+    An existing copy is also used without `whole`. Pickles are always copied, because their reader needs local files.
+    Raises InputError if nothing is found or read, ResourceError if the cache cannot be written.
     """
-    if url.endswith(".gguf"):
-        folder, _, name = url.rpartition("/")
-        files = _existing_objects(folder, [name])
-        if not files:
-            raise InputError(f"`{url}` does not exist", hint="check the URL")
-        return as_directory(_make_view(folder, files, whole=True, last=name) / name)
     objects = _objects(url)
     if _CONFIG not in {o.name for o in objects}:
         raise InputError(f"`{url}` has no config.json", hint="pass the URL of a Hugging Face checkpoint")
     return _make_view(url, objects, whole=whole, last=_CONFIG)
+
+
+def copy_of_file(url: str) -> Path:
+    """A copy of the file at a checked URL, made once for every state of it. Raises the errors of `view_of`."""
+    folder, _, name = url.rpartition("/")
+    files = _existing_objects(folder, [name])
+    if not files:
+        raise InputError(f"`{url}` does not exist", hint="check the URL")
+    return _make_view(folder, files, whole=True, last=name) / name
 
 
 def copy_of(url: str, name: str) -> Path:

@@ -14,18 +14,19 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, LpconvError, UsageError
+from lpconv.gguf import SUFFIX
+from lpconv.gguf.view import as_directory
 from lpconv.lookup import missing_directory, nearest, nearest_sibling
 from lpconv.storage.aliases import ALIASES
-from lpconv.storage.gguf import as_directory
 from lpconv.storage.hub import cached_snapshot, commit_of, download, wanted_files
 from lpconv.storage.partfile import hash_of, sha256_of, write_small
-from lpconv.storage.remote_view import view_of
+from lpconv.storage.remote_view import copy_of_file, view_of
 from lpconv.storage.urls import check_url, hub_names, is_url
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
@@ -62,13 +63,24 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
     and an existing copy is reused. Raises InputError, with a hint, if nothing is found or if a download has another
     hash; UsageError for a revision of a model that has none; UnsupportedError for an unsupported URL.
     """
+    origin = _find(name, revision, whole=whole)
+    return replace(origin, directory=as_directory(origin.directory))
+
+
+def from_path(path: Path) -> Resolved:
+    """The checkpoint at a path. Raises the errors of `as_directory`."""
+    return Resolved(name=str(path), resolved=str(path.absolute()), directory=as_directory(path))
+
+
+def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
+    """The checkpoint that a name refers to; its `directory` may be a file."""
     if name == DEMO:
         return _demo(revision)
     if is_url(name):
         return _from_url(name, revision, whole=whole)
     # os.path functions never raise: the name may be too long, or name a user that does not exist.
     path = Path(os.path.expanduser(name))
-    if os.path.isfile(path) and path.suffix != ".gguf":
+    if os.path.isfile(path) and path.suffix != SUFFIX:
         raise InputError(
             f"`{name}` is a file, not a checkpoint directory",
             hint=f"pass the directory that contains it: {path.parent}",
@@ -103,7 +115,7 @@ def _local(name: str, path: Path, revision: str | None) -> Resolved:
             hint="leave --revision out; for a hub model of that name, run from another folder",
         )
     directory = path.resolve()
-    return Resolved(name=name, resolved=str(directory), directory=as_directory(directory))
+    return Resolved(name=name, resolved=str(directory), directory=directory)
 
 
 def directory_of(path: str | Path) -> Path:
@@ -116,7 +128,8 @@ def _from_url(name: str, revision: str | None, *, whole: bool) -> Resolved:
     if not url.startswith("hf://"):
         if revision is not None:
             raise UsageError(f"`{url}` has no revision `{revision}`", hint="leave --revision out")
-        return Resolved(name=url, resolved=url, directory=view_of(url, whole=whole))
+        directory = copy_of_file(url) if url.endswith(SUFFIX) else view_of(url, whole=whole)
+        return Resolved(name=url, resolved=url, directory=directory)
     repo_id, url_revision = hub_names(url)
     ref = url_revision or revision
     snapshot = cached_snapshot(repo_id, ref)

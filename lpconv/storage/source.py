@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class SafetensorsSource:
-    """Safetensors files of one checkpoint, headers checked on opening; or a GGUF file through its view."""
+    """The weight files of one checkpoint, except pickles; headers are checked on opening."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files: dict[str, tuple[RangedFile, Header]] = {}

@@ -25,8 +25,7 @@ from typing import Any, Self
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
-from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
-from lpconv.storage.gguf import find_gguf
+from lpconv.storage.contents import ADAPTER, check_inside, holds_checkpoint, no_checkpoint_error, read_json
 from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, sha256_of, writing
 from lpconv.storage.place import open_regular
 from lpconv.storage.urls import check_url, is_url
@@ -234,7 +233,7 @@ def check_is_output(directory: Path) -> None:
         raise missing_directory(directory, hint="pass an output of `lpconv convert`")
     if (directory / ADAPTER).is_file():
         raise no_checkpoint_error(directory)
-    if is_output(directory) or not ((directory / "config.json").exists() or find_gguf(directory)):
+    if is_output(directory) or not holds_checkpoint(directory):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` was not written by lpconv: it has no {MARKER} to verify or restore it by",

@@ -6,7 +6,6 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.gguf import GGUF
 from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
@@ -52,8 +51,8 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
             f"`{name}` stores {stored}, but --recover trains codes of at most {FEEDBACK_BITS} bits with scales",
             hint=_HINT,
         )
-    if options.layout == GGUF:
-        raise UnsupportedError(f"`{name}` is in layout gguf, which --recover does not train", hint=_HINT)
+    if not METHODS[options.method].form(options.layout).suffixes:  # it has no scales of their own
+        raise UnsupportedError(f"`{name}` is in layout {options.layout}, which --recover does not train", hint=_HINT)
     if (provenance.get("calibration") or {}).get("absmax"):
         raise UnsupportedError(
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"

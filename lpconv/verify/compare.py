@@ -21,7 +21,6 @@ from torch import Tensor
 from lpconv.forms import Stored
 from lpconv.forms.facts import block_ranges
 from lpconv.gates import Gate, with_gates
-from lpconv.gguf import GGUF
 from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.models.ties import tie_candidates, tied_by_model
 from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
@@ -30,6 +29,7 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.contents import WEIGHT_ENDINGS
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.storage.source import Source, read_range
@@ -51,8 +51,8 @@ _TOKENIZER = re.compile(
 )
 # Files that transformers or another reader may load because of their names.
 _LOADED = re.compile(
-    rf"{_TOKENIZER.pattern}|(.*/)?([^/]*config[^/]*\.json|modules\.json|[^/]*\.index\.json|[^/]*\.(py|pyc|so|jinja|pt|pth"
-    r"|ckpt|bin|safetensors|gguf|ggml|onnx|h5|msgpack|npz|ot|tflite|mlmodel|pkl))"
+    rf"{_TOKENIZER.pattern}|(.*/)?([^/]*config[^/]*\.json|modules\.json|[^/]*\.index\.json"
+    rf"|[^/]*\.(py|pyc|so|jinja|bin|pkl|{WEIGHT_ENDINGS}))"
 )
 _VOCABULARY = re.compile(r"tokenizer\.json|vocab\..*|.*\.(model|tiktoken)")
 # Keys that describe the writer or the class that opens a file: reported if they differ, but not a failure.
@@ -62,7 +62,7 @@ _BOOKKEEPING = re.compile(
 )
 _SHOWN, _WIDTH = 3, 60  # most differences shown per document, and characters per value
 _ABSENT = object()
-_FP32 = 2.0**-24  # GGUF stores numbers such as rms_norm_eps in fp32
+_FP32 = 2.0**-24  # some files store numbers such as rms_norm_eps in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +223,9 @@ def compare_files(model: Openable, reference: Openable, *, copied: Collection[st
     reading a checkpoint.
     """
     pair = [Checkpoint.open(model), Checkpoint.open(reference)]
-    if copied is None and GGUF in {c.kind for c in pair}:
-        return FilesCheck(not_compared=("config and tokenizer, which GGUF files store differently",))
+    other = next((c.kind for c in pair if c.kind not in ("safetensors", "torch")), None)
+    if copied is None and other is not None:
+        return FilesCheck(not_compared=(f"config and tokenizer, which {other.upper()} files store differently",))
     names = sorted({n for c in pair for n in model_side_files(c)})
     tokenizer = [n for n in names if _TOKENIZER.fullmatch(n)]
     check = _FileComparison()

@@ -15,7 +15,6 @@ from lpconv.layouts.reader import open_readable
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory
 from lpconv.plan.files import INDEX, output_config, replaced_config, weight_index
-from lpconv.plan.gguf import gguf_shard
 from lpconv.plan.job import Job, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedTensor
@@ -103,8 +102,7 @@ def with_models(
 def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     """Let transformers open source and output, or record why not.
 
-    It must open the output if it opens the source, unless the plan says that it cannot. A GGUF file is for llama.cpp,
-    and transformers ignores some of its keys, such as the head size of a Qwen3.
+    It must open the output if it opens the source, unless the plan says that it need not.
     """
     if automatic and job.memory.no_logits is not None:
         return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
@@ -120,7 +118,8 @@ def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
         except UnsupportedError as e:
             why = e.message
         except VerificationError as e:
-            is_known = role == "source" or None in models or job.plan.gguf is not None or any(joined_warnings(job.plan))
+            must_open = job.plan.is_for_transformers and not any(joined_warnings(job.plan))
+            is_known = role == "source" or None in models or not must_open
             why = e.message if is_known else None
             model = None if is_known else OpenedModel(error=e.message)
         if model is not None and model.different and role == "result" and any(joined_warnings(job.plan)):
@@ -306,8 +305,7 @@ def _check_weights(
         feedback = check_calibration(dataclasses.replace(job, plan=decided), directory, output, provenance, progress)
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
-        kinds = {h.metadata.get("format") for h in output.checkpoint.headers.values()} if plan.gguf is None else {"pt"}
-        stray += [] if kinds == {"pt"} else ["the metadata of the weight files do not say that they are for PyTorch"]
+        stray += plan.header_problems(directory, output.checkpoint.headers)
         files = {n: e.file for n, e in output.entries.items()}
         index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
     ties = {t.name: t.tied_to for t in job.plan.tensors}
@@ -361,11 +359,8 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
                     f"tensor `{t.name}` is not stored as {MARKER} describes: {refused}", hint="download it again"
                 )
             form = plan.form.of(t.name, t.form.shape, fmt, settings)
-        elif plan.gguf is not None and record.tied_to is None:
-            raise InputError(f"tensor `{t.name}` of the GGUF file has no format in {MARKER}", hint="download it again")
         tensors.append(dataclasses.replace(t, form=form, reason=record.reason, tied_to=record.tied_to))
-    shards = plan.shards if plan.gguf is None else (gguf_shard(tensors, plan.options, plan.gguf),)
-    return dataclasses.replace(plan, tensors=tuple(tensors), shards=shards)
+    return plan.with_tensors(tensors)
 
 
 def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
@@ -387,10 +382,6 @@ def _document_problems(
     wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
     problems = [f"config.json: `{k}` does not match the source and the conversion" for k in keys]
-    for f in plan.files if plan.gguf is not None else ():
-        with (directory / f.name).open("rb") as stored:
-            if stored.read(len(f.header)) != f.header:
-                problems.append(f"the header of `{f.name}` does not match the source and the conversion")
     if (directory / INDEX).exists() and read_json(directory / INDEX) != index:
         problems.append(f"{INDEX} does not match these files")
     if provenance["source_config"] != replaced_config(job.plain, plan):

@@ -22,12 +22,12 @@ import lpconv
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError, VerificationError
+from lpconv.gguf.arranged import arranged
 from lpconv.gguf.model import gguf_model
 from lpconv.inspect.headers import inspect
 from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
-from lpconv.storage.arranged import arranged
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
@@ -168,7 +168,7 @@ def test_blocks_are_no_worse_than_those_of_the_package() -> None:
     from lpconv.forms import FormSettings
     from lpconv.forms.blocks import Workspace
     from lpconv.forms.facts import Measurement
-    from lpconv.forms.gguf_blocks import GgufBlocks
+    from lpconv.gguf.blocks import GgufBlocks
 
     torch.manual_seed(0)
     x = torch.randn(64, 256)

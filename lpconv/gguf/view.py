@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lpconv.errors import InputError, check_installed
-from lpconv.gguf import BLOCKS, GGUF, WEIGHTS
+from lpconv.gguf import BLOCKS, GGUF, SUFFIX, WEIGHTS
 from lpconv.storage.header import Header, TensorInfo, check_name, read_header
 from lpconv.storage.partfile import read_small
 from lpconv.storage.place import cache_folder
@@ -98,7 +98,7 @@ def find_gguf(path: Path) -> Path | None:
         candidates = sorted(path.glob("*.gguf"))
         if len(candidates) > 1 and not re.search(r"-\d{5}-of-\d{5}\.gguf$", candidates[0].name):
             raise InputError(f"`{path}` contains {len(candidates)} GGUF files", hint="pass one of the files")
-    return next((f for f in candidates if f.suffix == ".gguf" and f.is_file()), None)
+    return next((f for f in candidates if f.suffix == SUFFIX and f.is_file()), None)
 
 
 def _view(file: Path) -> Path:
