@@ -62,6 +62,6 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 
 
 def model_folder(name: str, work: Path) -> Path:
-    """The checkpoint of a model, which is made as `work/name` unless it exists there."""
+    """The checkpoint of a model, created as `work/name` unless it exists."""
     target = work / name
     return target if target.exists() else MODELS[name](target)

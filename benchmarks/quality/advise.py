@@ -176,12 +176,12 @@ def train_truth(model: str, options: AdviseOptions, folder: Path) -> list[dict[s
 
 
 def _run(model: str, options: AdviseOptions, recipe: str, seed: int, folder: Path) -> RunRecord:
-    asked = FinetuneOptions(
+    args = FinetuneOptions(
         arithmetic=arithmetic(recipe=recipe), steps=options.steps, batch_size=options.batch_size,
         seq_len=options.seq_len, lr=options.lr, data=options.data, task=options.task, seed=seed, twin="none",
         save_every=0, eval_every=0, track_every=0, save="plain", force=True,
     )  # fmt: skip
-    return finetune(model, folder / "run", asked).runs[0]
+    return finetune(model, folder / "run", args).runs[0]
 
 
 def measure(name: str, out: Path, again: Sequence[str]) -> None:
@@ -295,13 +295,13 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--again", nargs="*", default=[], choices=("advice", "truth"), help="parts to repeat")
     parser.add_argument("--table", action="store_true")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if not asked.table:
-        for name in asked.case:
-            measure(name, asked.out, asked.again)
-    (asked.out / "table.md").write_text(table(asked.out))
-    print(table(asked.out))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.table:
+        for name in args.case:
+            measure(name, args.out, args.again)
+    (args.out / "table.md").write_text(table(args.out))
+    print(table(args.out))
 
 
 if __name__ == "__main__":

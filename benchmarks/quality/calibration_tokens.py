@@ -39,12 +39,12 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=["int4 g32"], choices=LAYOUTS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     keys = ("model", "layout", "tokens", "seed")
-    rows = common.Rows(asked.out, keys, lambda: {"machine": common.machine()})
-    with common.work_folder(asked.work) as folder:
-        for values in itertools.product(asked.model, asked.layout, asked.tokens, asked.seed):
+    rows = common.Rows(args.out, keys, lambda: {"machine": common.machine()})
+    with common.work_folder(args.work) as folder:
+        for values in itertools.product(args.model, args.layout, args.tokens, args.seed):
             if not rows.has(*values):
                 rows.put(dict(zip(keys, values, strict=True)) | measure(folder, *values))
 

@@ -141,8 +141,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for option, default in {"--seed": "1", "--tree": "HEAD", "--before": "a09e4ed", "file": None}.items():
         parser.add_argument(option, default=default)
-    asked = parser.parse_args()
-    file = Path(asked.file)
+    args = parser.parse_args()
+    file = Path(args.file)
     if not file.exists():
-        file.write_text(json.dumps(draw(int(asked.seed), asked.tree, asked.before), indent=1, ensure_ascii=False))
+        file.write_text(json.dumps(draw(int(args.seed), args.tree, args.before), indent=1, ensure_ascii=False))
     print(page(json.loads(file.read_text())))

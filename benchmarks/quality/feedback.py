@@ -40,18 +40,18 @@ CASES = {
 }
 
 
-def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
+def measure(name: str, model: Path, folder: Path, args: argparse.Namespace, result: dict[str, Any]) -> None:
     rows, windows = result.setdefault(name, {}), windows_of(model, texts(folder))
     source = predictions(model, windows)
-    for case in asked.cases:
+    for case in args.cases:
         row, options = case, CASES[case]
         if "--rounding" in options:
-            options += f" --calibrate {shlex.quote(asked.calibrate)}"
-            row += "" if asked.calibrate == "demo" else f" on {Path(asked.calibrate).stem}"
+            options += f" --calibrate {shlex.quote(args.calibrate)}"
+            row += "" if args.calibrate == "demo" else f" on {Path(args.calibrate).stem}"
         if row not in rows:
             output = folder / f"{name}-{row}".replace(", ", "-").replace(" ", "-")
             rows[row] = {**converted(model, output, options), **compare_texts(source, predictions(output, windows))}
-            common.save(result, asked.out)
+            common.save(result, args.out)
             print(name, row, json.dumps(rows[row]), flush=True)
 
 
@@ -60,12 +60,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["demo", "smollm2"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--calibrate", default="demo", help="text of the calibration")
-    asked = parser.parse_args()
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    args = parser.parse_args()
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
     result["machine"] = common.machine()
-    with common.work_folder(asked.work) as folder:
-        for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, result)
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(name, model_folder(name, folder), folder, args, result)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ FORMS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-def rounded(x: Tensor, asked: Mapping[str, str]) -> Tensor:
+def rounded(x: Tensor, settings: Mapping[str, str]) -> Tensor:
     """The weight after compressed-tensors has stored and read it."""
-    preset = preset_of(asked["format"], get_grain(asked.get("granularity", "tensor")))
+    preset = preset_of(settings["format"], get_grain(settings.get("granularity", "tensor")))
     assert preset is not None
     args = QuantizationArgs(**preset.weights)
     factor = generate_gparam(*torch.aminmax(x)) if args.strategy == "tensor_group" else None
@@ -105,15 +105,15 @@ def measure(path: Path, folder: Path, rows: dict[str, Any], save: Any) -> None:
                 model.get_parameter(name).copy_(plain[name])
         return {"sqnr_db": sqnr(plain, got), **answer}
 
-    for i, (name, asked) in enumerate(FORMS):
+    for i, (name, settings) in enumerate(FORMS):
         if name in rows:
             continue
-        options = ConvertOptions(layout="compressed-tensors", verify="none", **asked)  # type: ignore[arg-type]
+        options = ConvertOptions(layout="compressed-tensors", verify="none", **settings)  # type: ignore[arg-type]
         result = convert(str(path), folder / str(i), options)
         done = [t for t in result.tensors if t.action == "convert"]
         with StoredTensors.open(folder / str(i)) as stored:
             ours = {t.name: stored.tensor(t.name).float() for t in done}
-        theirs = {n: rounded(plain[n], asked) for n in ours}
+        theirs = {n: rounded(plain[n], settings) for n in ours}
         rows[name] = {
             "tensors": len(done),
             "bits": 8 * sum(t.bytes_out for t in done) / sum(math.prod(t.shape) for t in done),
@@ -127,12 +127,12 @@ def measure(path: Path, folder: Path, rows: dict[str, Any], save: Any) -> None:
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
-    asked = parser.parse_args()
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    args = parser.parse_args()
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
 
-    for model in asked.model:
+    for model in args.model:
         with tempfile.TemporaryDirectory() as name:
-            folder, save = Path(name), partial(common.save, result, asked.out)
+            folder, save = Path(name), partial(common.save, result, args.out)
             measure(model_folder(model, folder), folder, result.setdefault(model, {}), save)
 
 

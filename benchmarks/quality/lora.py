@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str | None, bool]] = {
 SHORT = ("LoRA over bf16", "all weights in fp32")
 
 
-def train(model: Path, data: str, output: Path, asked: dict[str, Any], lora: bool) -> dict[str, Any]:
+def train(model: Path, data: str, output: Path, settings: dict[str, Any], lora: bool) -> dict[str, Any]:
     """Train in this process and return the row."""
     from lpconv.machine import peak_rss_bytes
     from lpconv.train.options import FinetuneOptions
@@ -39,7 +39,7 @@ def train(model: Path, data: str, output: Path, asked: dict[str, Any], lora: boo
 
     how = arithmetic(lora=16, precision="fp32") if lora else arithmetic(recipe="fp32")
     options = FinetuneOptions(
-        arithmetic=how, data=data, twin="none", track_every=None if lora else 0, force=True, **asked
+        arithmetic=how, data=data, twin="none", track_every=None if lora else 0, force=True, **settings
     )
     result = finetune(str(model), output, options)
     (run,) = result.runs
@@ -56,9 +56,9 @@ def train(model: Path, data: str, output: Path, asked: dict[str, Any], lora: boo
     }
 
 
-def child(model: Path, data: Path, output: Path, asked: dict[str, Any], lora: bool) -> dict[str, Any]:
+def child(model: Path, data: Path, output: Path, settings: dict[str, Any], lora: bool) -> dict[str, Any]:
     """Run `train` in its own process."""
-    words = [str(model), str(data), str(output), json.dumps(asked), str(int(lora))]
+    words = [str(model), str(data), str(output), json.dumps(settings), str(int(lora))]
     command = [sys.executable, "-m", "benchmarks.quality.lora", "--out", "-", "--one", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "LPCONV_COMPILE": "never"}
     ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
@@ -73,31 +73,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--one", nargs=5, help="one run in this process: MODEL DATA OUTPUT OPTIONS 0|1")
-    asked = parser.parse_args()
-    if asked.one is not None:
-        model, data, output, options, lora = asked.one
+    args = parser.parse_args()
+    if args.one is not None:
+        model, data, output, options, lora = args.one
         print(json.dumps(train(Path(model), data, Path(output), json.loads(options), lora == "1")))
         return
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
     result["machine"], result["command"] = common.machine(), common.command()
-    usual = {"batch_size": 2, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": asked.lr}
-    with common.work_folder(asked.work) as folder:
+    usual = {"batch_size": 2, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": args.lr}
+    with common.work_folder(args.work) as folder:
         data = texts(folder)["python"]
         least = {**usual, "steps": 2, "seq_len": 16, "batch_size": 1, "eval_batches": 1}
         result["imports_bytes"] = child(model_folder("demo", folder), data, folder / "least", least, True)["peak_bytes"]
-        for name in asked.model:
+        for name in args.model:
             source, rows = model_folder(name, folder), result.setdefault(name, {})
-            for case in (c for c in asked.cases if c not in rows):
+            for case in (c for c in args.cases if c not in rows):
                 conversion, lora = CASES[case]
                 base = source if conversion is None else folder / f"{name}-{case}".replace(" ", "-")
                 if conversion is not None:
                     converted(source, base, conversion)
-                steps = 3 if case in SHORT else asked.steps
+                steps = 3 if case in SHORT else args.steps
                 row = child(base, data, folder / "trained", {**usual, "steps": steps}, lora)
                 row["memory_bytes"] = row["peak_bytes"] - result["imports_bytes"]
                 row["weight_bytes"] = sum(p.stat().st_size for p in base.glob("*.safetensors"))
                 rows[case] = row | {"load_average": os.getloadavg()[1]}
-                common.save(result, asked.out)
+                common.save(result, args.out)
                 print(name, case, json.dumps(rows[case]), flush=True)
 
 

@@ -75,11 +75,11 @@ def main() -> None:
     parser = common.parser(__doc__, work="where models and outputs are kept", needs_out=True)
     parser.add_argument("--model", nargs="+", default=["smollm2", "gemma3"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
-    asked = parser.parse_args()
-    rows = common.Rows(asked.out, ("model", "case"), lambda: {"machine": common.machine()})
-    with common.work_folder(asked.work) as folder:
-        for name in asked.model:
-            measure(folder, name, asked.cases, rows)
+    args = parser.parse_args()
+    rows = common.Rows(args.out, ("model", "case"), lambda: {"machine": common.machine()})
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(folder, name, args.cases, rows)
 
 
 if __name__ == "__main__":

@@ -84,15 +84,15 @@ def modelopt(source: Path, work: Path) -> None:
         torch.manual_seed(0)
         model, ids = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16), torch.randint(0, 512, (2, 64))
         mtq.quantize(model, copy.deepcopy(getattr(mtq, f"{scheme}_CFG")), lambda m, ids=ids: m(input_ids=ids))
-        said = {}
+        logits = {}
         if scheme.startswith("INT4"):  # the only schemes that keep inputs unquantised and run on a CPU
             requantize_resmooth_fused_llm_layers(model)  # the export starts with this: it moves factors into norms
             with torch.inference_mode():
-                said = {_IDS: ids, _LOGITS: model(input_ids=ids).logits.clone()}
+                logits = {_IDS: ids, _LOGITS: model(input_ids=ids).logits.clone()}
         target = work / f"ModelOpt {scheme}"
         export_hf_checkpoint(model, export_dir=target)
         theirs = decoded_by_modelopt(load_file(target / "model.safetensors"))
-        save_file(theirs | said, work / f"{target.name}.{_THEIRS}")
+        save_file(theirs | logits, work / f"{target.name}.{_THEIRS}")
 
 
 _PEERS: Mapping[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
@@ -271,12 +271,12 @@ def main() -> None:
     parser.add_argument("what", choices=("make", "read"))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--peers", nargs="*", choices=_PEERS, default=["llm-compressor", "auto-round"])
-    asked = parser.parse_args()
-    asked.work.mkdir(parents=True, exist_ok=True)
-    if asked.what == "make":
-        make(asked.work, asked.peers)
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if args.what == "make":
+        make(args.work, args.peers)
         return
-    common.save(read(asked.work), asked.out)
+    common.save(read(args.work), args.out)
 
 
 if __name__ == "__main__":

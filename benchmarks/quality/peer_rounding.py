@@ -94,6 +94,6 @@ def gptqmodel(job: dict[str, Any]) -> None:
 PEERS = {"llm-compressor": llm_compressor, "auto-round": auto_round, "gptqmodel": gptqmodel}
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    job = json.loads(Path(sys.argv[1]).read_text())
     torch.manual_seed(0)
-    PEERS[asked["peer"]](asked)
+    PEERS[job["peer"]](job)

@@ -212,26 +212,26 @@ def command_of(folder: Path, model: Path, row: dict[str, Any], output: Path) -> 
     return [environment(folder, peer), Path(__file__).with_name("peer_rounding.py"), folder / "job.json"]
 
 
-def wanted_rows(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def wanted_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows to measure; methods without calibration text have no seed."""
     rows = []
-    for layout in asked.layout:
-        for rounding in asked.rounding:
+    for layout in args.layout:
+        for rounding in args.rounding:
             peer, _ = THEIRS.get(rounding, ("", ""))
             if (peer == "gptqmodel" and "int4" not in layout) or (peer == "auto-round" and "FP8" in layout):
                 continue  # the package has no calibrated rounding for this layout
             seeds = (
-                asked.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else asked.seed[:1]
+                args.seed if "--rounding" in OURS.get(rounding, "") else [None] if rounding in OURS else args.seed[:1]
             )
             rows += [{"layout": layout, "rounding": rounding, "seed": seed} for seed in seeds]
     return rows
 
 
 def measure(
-    folder: Path, name: str, asked: argparse.Namespace, rows: common.Rows, versions: dict[str, dict[str, str]]
+    folder: Path, name: str, args: argparse.Namespace, rows: common.Rows, versions: dict[str, dict[str, str]]
 ) -> None:
     """Add the missing rows of a model, and the versions of the packages that made them."""
-    missing = [row for row in wanted_rows(asked) if not rows.has(name, *row.values())]
+    missing = [row for row in wanted_rows(args) if not rows.has(name, *row.values())]
     if not missing:
         return
     model = model_at(folder, name)
@@ -286,14 +286,14 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--rounding", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
     parser.add_argument("--seed", nargs="+", type=int, default=list(SEEDS), help="seeds of the calibration windows")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    versions = common.load(asked.out)["versions"] if asked.out.exists() else {}
+    versions = common.load(args.out)["versions"] if args.out.exists() else {}
     keys = ("model", "layout", "rounding", "seed")
-    rows = common.Rows(asked.out, keys, lambda: {"versions": versions, "machine": common.machine()})
-    with common.work_folder(asked.work) as folder:
-        for name in asked.model:
-            measure(folder, name, asked, rows, versions)
+    rows = common.Rows(args.out, keys, lambda: {"versions": versions, "machine": common.machine()})
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(folder, name, args, rows, versions)
 
 
 if __name__ == "__main__":

@@ -50,22 +50,22 @@ def recovered(output: Path, source: Path, trained: Path, options: str) -> dict[s
     }
 
 
-def measure(name: str, model: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
-    rows, windows, data = result.setdefault(name, {}), windows_of(model, texts(folder)), asked.data
+def measure(name: str, model: Path, folder: Path, args: argparse.Namespace, result: dict[str, Any]) -> None:
+    rows, windows, data = result.setdefault(name, {}), windows_of(model, texts(folder)), args.data
     source = predictions(model, windows)
-    for case in asked.cases:
+    for case in args.cases:
         row = case if data == "demo" else f"{case}, recovered on {Path(data).stem}"
         if row in rows:
             continue
         output = folder / f"{name}-{case}".replace(", ", "-").replace(" ", "-")
         trained = folder / f"{output.name}-recovered-{Path(data).stem}"
         converted(model, output, CASES[case] + (f" --calibrate {shlex.quote(data)}" if GPTQ in CASES[case] else ""))
-        options = asked.options + ("" if data == "demo" else f" --data {shlex.quote(data)}")
+        options = args.options + ("" if data == "demo" else f" --data {shlex.quote(data)}")
         cost = recovered(output, model, trained, options)
         before, after = (compare_texts(source, predictions(path, windows)) for path in (output, trained))
         rows[row] = {what: {"before": before[what], "after": after[what]} for what in windows}
         rows[row] |= {**cost, "load_average": os.getloadavg()[1]}
-        common.save(result, asked.out)
+        common.save(result, args.out)
         print(name, row, json.dumps({k: v for k, v in rows[row].items() if k != "losses"}), flush=True)
 
 
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--data", default="demo", help="text to calibrate and train on")
     parser.add_argument("--options", default="", help="further options of finetune, such as '--steps 50'")
-    asked = parser.parse_args()
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    args = parser.parse_args()
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
     result["machine"] = common.machine()
-    with common.work_folder(asked.work) as folder:
-        for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, result)
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(name, model_folder(name, folder), folder, args, result)
 
 
 if __name__ == "__main__":

@@ -104,16 +104,16 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
-def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, result: dict[str, Any]) -> None:
+def measure(name: str, source: Path, folder: Path, args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Add every missing case of the source and of its rotated copies to the result, and save it after each."""
     windows = windows_of(source, texts(folder))
     wanted = predictions(source, windows)
-    copies = [(kind, seed) for kind in asked.rotations for seed in (asked.seeds if kind != "fold" else [0])]
+    copies = [(kind, seed) for kind in args.rotations for seed in (args.seeds if kind != "fold" else [0])]
     for kind, seed in [("source", 0), *copies]:
         rows = result.setdefault(name, {}).setdefault(
             kind if kind in ("source", "fold") else f"{kind}, seed {seed}", {}
         )
-        missing = [case for case in asked.cases if case not in rows]
+        missing = [case for case in args.cases if case not in rows]
         model, output = source if kind == "source" else folder / "rotated", folder / "out"
         if missing and kind != "source":
             rows["difference"] = rotated(source, model, kind, seed, windows["plays"][:4])
@@ -122,7 +122,7 @@ def measure(name: str, source: Path, folder: Path, asked: argparse.Namespace, re
             shutil.rmtree(output, ignore_errors=True)
             converted(model, output, options)
             rows[case] = compare_texts(wanted, predictions(output, windows))
-            common.save(result, asked.out)
+            common.save(result, args.out)
             print(name, kind, seed, case, json.dumps(rows[case]), flush=True)
 
 
@@ -132,12 +132,12 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--rotations", nargs="+", default=["fold", "block", "full"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    asked = parser.parse_args()
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    args = parser.parse_args()
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
     result["machine"] = common.machine()
-    with common.work_folder(asked.work) as folder:
-        for name in asked.model:
-            measure(name, model_folder(name, folder), folder, asked, result)
+    with common.work_folder(args.work) as folder:
+        for name in args.model:
+            measure(name, model_folder(name, folder), folder, args, result)
 
 
 if __name__ == "__main__":

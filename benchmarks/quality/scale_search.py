@@ -40,9 +40,9 @@ FORMS: dict[str, dict[str, str]] = {
 }
 
 
-def usual(asked: Mapping[str, str]) -> str:
+def usual(settings: Mapping[str, str]) -> str:
     """The scale from which a search starts."""
-    return "exact" if asked["format"].startswith("int") else "pow2"
+    return "exact" if settings["format"].startswith("int") else "pow2"
 
 
 def texts(folder: Path) -> dict[str, Path]:
@@ -78,12 +78,12 @@ def measure(path: Path, folder: Path, num_windows: int, rows: dict[str, Any], sa
                 model.get_parameter(name).copy_(plain[name])
         return answers
 
-    for form, asked in FORMS.items():
+    for form, settings in FORMS.items():
         if form in rows:
             continue
         row, answers = {}, {}
-        for name, scale in (("usual", usual(asked)), ("search", "search")):
-            options: Any = {"layout": "compressed-tensors", "verify": "none", "scale": scale, "force": True, **asked}
+        for name, scale in (("usual", usual(settings)), ("search", "search")):
+            options: Any = {"layout": "compressed-tensors", "verify": "none", "scale": scale, "force": True, **settings}
             result = convert(str(path), folder / "out", ConvertOptions(**options))
             done = [t.name for t in result.tensors if t.action == "convert"]
             with StoredTensors.open(folder / "out") as stored:
@@ -102,12 +102,12 @@ def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
     parser.add_argument("--windows", type=int, default=16)
-    asked = parser.parse_args()
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
-    for model in asked.model:
+    args = parser.parse_args()
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    for model in args.model:
         with tempfile.TemporaryDirectory() as name:
-            folder, save = Path(name), partial(common.save, result, asked.out)
-            measure(model_folder(model, folder), folder, asked.windows, result.setdefault(model, {}), save)
+            folder, save = Path(name), partial(common.save, result, args.out)
+            measure(model_folder(model, folder), folder, args.windows, result.setdefault(model, {}), save)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ def questions() -> list[dict[str, object]]:
     words = defaultdict(list)
     for word, _, kind in rows:
         words[kind].append(word)
-    asked: list[dict[str, object]] = []
+    items: list[dict[str, object]] = []
     for word, definition, kind in rows[:COUNT]:
         choices = [word, *generator.sample([w for w in words[kind] if w != word], 3)]
         generator.shuffle(choices)
         question = f"Definition: {definition}.\nWord:"
-        asked.append({"question": question, "choices": choices, "label": choices.index(word)})
-    return asked
+        items.append({"question": question, "choices": choices, "label": choices.index(word)})
+    return items
 
 
 def main() -> None:

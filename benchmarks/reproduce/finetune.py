@@ -12,8 +12,8 @@
 - demo: the checkpoint that ships with lpconv, on its own plays.
 
 All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. FILE
-has the runs by task and by RECIPE-seedN; each is added as it ends, and one that is there is not repeated. `--table`
-only prints the table of what is there.
+has the runs by task and by RECIPE-seedN; each is added as it ends, and existing ones are not repeated. `--table` only
+prints the table of the existing runs.
 """
 
 import argparse
@@ -149,9 +149,9 @@ TASKS: dict[str, Task] = {
 def run(task: Task, recipe: str, seed: int, prepared: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run without a twin; the fp32 run of the same seed serves all recipes."""
     extra = {"recipe": recipe} | task.variants.get(recipe, {})
-    asked = {name: extra.pop(name) for name in ("recipe", "operand_scale", "rounding") if name in extra}
+    chosen = {name: extra.pop(name) for name in ("recipe", "operand_scale", "rounding") if name in extra}
     options = FinetuneOptions(
-        arithmetic=arithmetic(**asked), seed=seed, twin="none", save_every=0, save="plain",
+        arithmetic=arithmetic(**chosen), seed=seed, twin="none", save_every=0, save="plain",
         force=True, track_every=0, **task.settings, **extra,
         **{k: v for k, v in prepared.items() if k != "model"},
     )  # fmt: skip

@@ -209,8 +209,8 @@ def recorded_noise() -> list[Noise]:
 def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", help="these only")
-    parser.add_argument("--table", action="store_true", help="only write the tables of what is there")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--table", action="store_true", help="only print the tables of the existing runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
     known = common.load(options.out) if options.out.exists() else {}

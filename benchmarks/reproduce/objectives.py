@@ -218,21 +218,21 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=("classes", "processes"), default=["classes", "processes"])
     parser.add_argument("--recipe", nargs="+", default=[n for n, r in RECIPES.items() if not r.arithmetic.is_native])
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    if asked.worker:
-        return train(asked.worker, asked.recipe, asked.out)
-    result: dict[str, Any] = common.load(asked.out) if asked.out.exists() else {}
+    if args.worker:
+        return train(args.worker, args.recipe, args.out)
+    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
     result["machine"] = common.machine()
-    if "classes" in asked.part:
+    if "classes" in args.part:
         result["classes"] = examine_classes()
         print(Counter(f"{k.split('/')[0]}: {v.split(':')[0]}" for k, v in result["classes"].items()))
-    if "processes" in asked.part:
-        result["processes"] = result.get("processes", {}) | compare_processes(asked.recipe, asked.work)
+    if "processes" in args.part:
+        result["processes"] = result.get("processes", {}) | compare_processes(args.recipe, args.work)
         for name, figure in result["processes"].items():
             print(name, figure)
-    common.save(result, asked.out)
+    common.save(result, args.out)
     return None
 
 

@@ -149,12 +149,12 @@ def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--table", action="store_true", help="print the table of the file, and run nothing")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    runs = [Run(**r) for r in common.load(asked.out)["runs"]] if asked.out.exists() else []
+    runs = [Run(**r) for r in common.load(args.out)["runs"]] if args.out.exists() else []
     done = {(r.model, r.compute, r.seed) for r in runs}
-    wanted = [] if asked.table else [
-        (model, compute, seed) for seed in range(asked.seeds) for model in MODELS for compute in ("fp32", "fp8")
+    wanted = [] if args.table else [
+        (model, compute, seed) for seed in range(args.seeds) for model in MODELS for compute in ("fp32", "fp8")
     ]  # fmt: skip
     for key in wanted:
         if key not in done:
@@ -162,7 +162,7 @@ def main() -> None:
             print(runs[-1], file=sys.stderr, flush=True)
             settings: dict[str, Any] = asdict(SIZE) | {"rate": RATE, "left": LEFT}
             head = {"command": common.command(), "machine": common.machine(), "settings": settings}
-            common.save({**head, "runs": [asdict(r) for r in runs]}, asked.out)
+            common.save({**head, "runs": [asdict(r) for r in runs]}, args.out)
     print(table(runs))
 
 

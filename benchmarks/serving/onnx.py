@@ -152,10 +152,10 @@ def compare(python: Path, runtime: str, folder: Path, prompts: list[list[int]], 
     done = subprocess.run([python, "-c", CHILD, *arguments], capture_output=True, text=True)
     if done.returncode:
         return {"runtime": runtime, "failed": done.stderr.strip().splitlines()[-1]}
-    said = json.loads(done.stdout.splitlines()[-1])
-    equal = sum(a == b for p, x, y in zip(prompts, said["tokens"], wanted, strict=True)
+    answers = json.loads(done.stdout.splitlines()[-1])
+    equal = sum(a == b for p, x, y in zip(prompts, answers["tokens"], wanted, strict=True)
                 for a, b in zip(x[len(p) :], y[len(p) :], strict=True))  # fmt: skip
-    row = {"runtime": runtime, "version": said["version"], "equal_tokens": equal, "of": NUM_TOKENS * len(prompts)}
+    row = {"runtime": runtime, "version": answers["version"], "equal_tokens": equal, "of": NUM_TOKENS * len(prompts)}
     if runtime in ("onnxruntime-genai", "optimum-onnx"):
         return row
     read = [torch.from_numpy(np.load(folder / f"{i}.npy")).log_softmax(-1) for i in range(len(prompts))]

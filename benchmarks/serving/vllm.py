@@ -55,8 +55,8 @@ if __name__ == "__main__":
     prompts, texts, count, dtype = map(json.loads, sys.argv[2:])
     model = LLM(model=sys.argv[1], dtype=dtype, enforce_eager=True, max_model_len=128, seed=0,
                 max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False)
-    def ask(asked, **more):
-        return model.generate([{"prompt_token_ids": ids} for ids in asked], SamplingParams(temperature=0, **more))
+    def ask(texts, **more):
+        return model.generate([{"prompt_token_ids": ids} for ids in texts], SamplingParams(temperature=0, **more))
     tokens = [list(a.outputs[0].token_ids) for a in ask(prompts, max_tokens=count, min_tokens=count)]
     logs = [[p[i].logprob for p, i in zip(a.prompt_logprobs[1:], ids[1:])]
             for a, ids in zip(ask(texts, max_tokens=1, prompt_logprobs=0), texts)]

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure on all ranks, and write the record."""
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--of", choices=("finetune", "bench"), default="finetune")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     dist.init_process_group("gloo")
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
     with tempfile.TemporaryDirectory() as own:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             torch.manual_seed(0)
             transformers.LlamaForCausalLM(_CONFIG).to(torch.bfloat16).save_pretrained(folder)
         dist.barrier()
-        names, peak = (_RECIPES, _peak) if asked.of == "finetune" else (tuple(_FORMS), _bench_peak)
+        names, peak = (_RECIPES, _peak) if args.of == "finetune" else (tuple(_FORMS), _bench_peak)
         peak(names[0], folder, by_rows=True)  # warm-up: loads modules
         rows = [_row(peak, name, folder) for name in names]
         dist.barrier()
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = {
             "schema_version": 1,
             "kind": "opening_memory",
-            "of": asked.of,
+            "of": args.of,
             "ranks": dist.get_world_size(),
             "model_bytes": size,
             "rows": rows,
         }
-        common.save(record, asked.out)
+        common.save(record, args.out)
     dist.barrier()
     os._exit(0)
 

@@ -84,7 +84,7 @@ def measure(directory: Path | None, dtype: str, resident: bool) -> dict[str, Any
         if resident:
             row["decode_s"] = min(decode_all(model) for _ in range(3))
     files = sum(p.stat().st_size for p in directory.glob("*.safetensors"))
-    return {**row, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "said": out[0, _PROMPT:].tolist()}
+    return {**row, "file_bytes": files, "peak_bytes": peak_rss_bytes(), "tokens": out[0, _PROMPT:].tolist()}
 
 
 def decode_all(model: Any) -> float:
@@ -112,7 +112,7 @@ def table(rounds: dict[str, list[dict[str, Any]]], imports: int) -> list[dict[st
     """Medians of each row, and derived figures."""
     rows: list[dict[str, Any]] = []
     for name, runs in rounds.items():
-        middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "said"}
+        middle = {k: statistics.median(r[k] for r in runs) for k in runs[0] if k != "tokens"}
         memory = middle["peak_bytes"] - imports
         row = {"case": name, **middle, "memory_bytes": memory, "over": memory / middle["file_bytes"] - 1}
         if "decode_s" in middle:
