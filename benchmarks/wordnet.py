@@ -10,6 +10,8 @@ WORDNET = Path(os.environ.get("WNSEARCHDIR", "/usr/share/wordnet"))
 
 def synsets(part: str) -> Iterator[str]:
     """The lines of a part of speech, such as "noun", without the licence."""
+    if not WORDNET.exists():
+        raise SystemExit("this benchmark needs Debian's wordnet-base")
     text = (WORDNET / f"data.{part}").read_text(encoding="ascii", errors="replace")
     return (line for line in text.splitlines() if not line.startswith(" "))
 
