@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
 
 
+_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 T = TypeVar("T")
 Side = Mapping[str, "Tensor"]
 Summand = tuple["Tensor", "float | Tensor"]
@@ -262,12 +263,21 @@ class Form(Stored):
     @property
     def seconds_to_encode(self) -> float:
         """Estimated time to write the tensor, on one core."""
-        return self.num_elements / self.encoded_per_second
+        return self.num_elements / self.encoded_per_second + self._seconds_to_search
 
     @property
     def seconds_to_check(self) -> float:
         """Estimated time to compare the whole tensor with its source, on one core."""
-        return self.num_elements / self.checked_per_second
+        return self.num_elements / self.checked_per_second + self._seconds_to_search
+
+    @property
+    def searches_scales(self) -> bool:
+        """Whether several scales are tried for each tile."""
+        return False
+
+    @property
+    def _seconds_to_search(self) -> float:
+        return self.num_elements / _SEARCHED_PER_SECOND if self.searches_scales else 0.0
 
     @property
     def has_input_scale(self) -> bool:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 FACTOR_SUFFIX = "_global_scale"
 # Packed codes: (stored dtype, kind of plane, offset of codes).
 _PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
-_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,16 +243,8 @@ class Tiles(ScaledCodes):
         return self.grain.has_factor
 
     @property
-    def seconds_to_encode(self) -> float:
-        return super().seconds_to_encode + self._seconds_to_search
-
-    @property
-    def seconds_to_check(self) -> float:
-        return super().seconds_to_check + self._seconds_to_search
-
-    @property
-    def _seconds_to_search(self) -> float:
-        return self.num_elements / _SEARCHED_PER_SECOND if self.searches else 0.0
+    def searches_scales(self) -> bool:
+        return self.searches
 
     def with_importance(self, importance: Tensor) -> Self:
         return replace(self, importance=importance)

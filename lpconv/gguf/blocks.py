@@ -41,7 +41,6 @@ _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1"
 # The types that lpconv writes, by format and granularity, and those of plain numbers.
 _TYPES = {("int8", "group:32"): "Q8_0", ("int4", "group:32"): "Q4_0", ("e2m1", "mx"): "MXFP4"}
 _PLAIN = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 
 
 def _place(type: str, start: int, stop: int) -> tuple[int, int]:
@@ -268,16 +267,8 @@ class GgufBlocks(GgufForm):
         return self.shape[-1]
 
     @property
-    def seconds_to_encode(self) -> float:
-        return super().seconds_to_encode + self._seconds_to_search
-
-    @property
-    def seconds_to_check(self) -> float:
-        return super().seconds_to_check + self._seconds_to_search
-
-    @property
-    def _seconds_to_search(self) -> float:
-        return self.num_elements / _SEARCHED_PER_SECOND if self.searches else 0.0
+    def searches_scales(self) -> bool:
+        return self.searches
 
     @property
     def _scales(self) -> str:
