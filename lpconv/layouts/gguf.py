@@ -1,6 +1,6 @@
 """GGUF of llama.cpp as a layout; `lpconv.gguf` has the rest."""
 
-from lpconv.gguf import GGUF
+from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.gguf.blocks import GgufBlocks, find_gguf
 from lpconv.layouts.layout import Layout, Scheme
 
@@ -10,7 +10,7 @@ LAYOUT = Layout(
     methods=(GGUF,),
     read=find_gguf,
     form=GgufBlocks,
-    in_one_file=True,
+    file=WEIGHTS,
     mixes_types=True,
     schemes=(
         Scheme("GGUF_F16", "fp16", "tensor", 16, _OPENS, "llama.cpp without loss, if fp16 holds the weights"),
@@ -21,7 +21,7 @@ LAYOUT = Layout(
     ),
     opening="This directory has a GGUF file for llama.cpp: {codes}. `llama-cli -m PATH/model.gguf` runs it, as do "
     "programs that use llama.cpp; lpconv is not needed. In Python, with `pip install llama-cpp-python`:",
-    python=("from llama_cpp import Llama", "model = Llama({file!r})"),
+    python=("from llama_cpp import Llama", "model = Llama({path!r})"),
     tag="gguf",
     library="gguf",
 )

@@ -214,7 +214,7 @@ def _check_layout(options: ConvertOptions, method: Method, format_name: str, gra
             f"layout `{options.layout}` cannot store method {method.name} in {format_name}{words}", hint=hint
         )
     form = method.form(options.layout)
-    if LAYOUTS[options.layout].in_one_file and options.max_shard_size is not None:
+    if LAYOUTS[options.layout].file and options.max_shard_size is not None:
         raise UsageError(f"--max-shard-size: layout `{options.layout}` writes one file", hint="leave it out")
     for rule in options.rules if options.layout != LPCONV else ():
         if rule.format != "keep" and not form.holds(FORMATS[rule.format], grain):

@@ -187,8 +187,8 @@ def _opening_section(result: ConvertResult) -> Section | None:
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
     """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
-    words = {"auto": auto_class(architecture), "path": path, "file": f"{path}/model.gguf"}
-    return tuple(line.format(**words) for line in LAYOUTS[layout].python)
+    path = "/".join(filter(None, (path, LAYOUTS[layout].file)))
+    return tuple(line.format(auto=auto_class(architecture), path=path) for line in LAYOUTS[layout].python)
 
 
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.
