@@ -193,7 +193,7 @@ def gates_section(gates: Sequence[GateRecord]) -> Section | None:
     """Every gate with its value; None without gates."""
     failed = sum(not g.passed for g in gates)
     title = f"{failed} of {len(gates)} gates failed" if failed else "All gates passed"
-    return section(title, Checks(checks=tuple(map(_gate_check, gates))), outcome="failed" if failed else "passed")
+    return section(title, Checks(checks=tuple(map(gate_check, gates))), outcome="failed" if failed else "passed")
 
 
 def failed_gates(gates: Sequence[GateRecord]) -> str:
@@ -201,6 +201,7 @@ def failed_gates(gates: Sequence[GateRecord]) -> str:
     return ", ".join(f"gate {g.expression} failed" for g in gates if not g.passed)
 
 
-def _gate_check(gate: GateRecord) -> Check:
-    met = "nothing" if gate.value is None else number_text(gate.value)
-    return Check(name=f"gate {gate.expression}", outcome="passed" if gate.passed else "failed", text=f"met {met}")
+def gate_check(gate: GateRecord) -> Check:
+    """A gate as a check, with the value that was compared."""
+    text = "not measured" if gate.value is None else f"the value is {number_text(gate.value)}"
+    return Check(name=f"gate {gate.expression}", outcome="passed" if gate.passed else "failed", text=text)

@@ -15,6 +15,7 @@ from lpconv.report.document import (
     Table,
     Tile,
     Verdict,
+    gate_check,
     section,
     sections_of,
 )
@@ -215,10 +216,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         text = "not compared; use --data FILE or --level logits to do so"
         steps.append(Check(name="outputs", outcome="not run", text=text))
     steps += [Check(name="task", outcome="passed", text=task_text(t)) for t in v.tasks]
-    steps += [
-        Check(name=f"gate {g.expression}", outcome=_outcome(g.passed), text=f"the value is {number_text(g.value)}")
-        for g in v.gates
-    ]
+    steps += map(gate_check, v.gates)
     return tuple(steps)
 
 
