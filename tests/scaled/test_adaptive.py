@@ -196,6 +196,19 @@ def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
         AdaptiveOptions(**wrong)
 
 
+@pytest.mark.parametrize("compute", ["fp8", "fp4", "fp2"])
+def test_a_compute_it_has_not_is_refused_before_the_model_is_touched(compute: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(UsageError):
+        adaptive_scaling(net, compute=compute)
+    assert (type(net), type(net[0])) == (nn.Sequential, nn.Linear)
+
+
+def test_lognormal_casts_lose_the_chosen_fraction() -> None:
+    model = adaptive_scaling(nn.Sequential(nn.Linear(2, 2)), options=AdaptiveOptions(casts="lognormal"))
+    assert model.lpconv_scaling.numerics.cast_underflow == AdaptiveOptions().threshold
+
+
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_an_empty_batch_has_gradients_of_zero(compute: str) -> None:
     model = adaptive_scaling(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), compute=compute)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import AdamW, ScaledTensor, scaled, scaled_tensor
@@ -16,7 +16,6 @@ from lpconv.scaled.pair import Role
 
 SCALES = [4.0, torch.tensor(4.0)]
 X = torch.tensor([[1.5, -2.0, 0.25, 3.0], [0.5, 1.0, -1.0, 2.0], [4.0, -0.5, 1.25, -3.0]])
-MASK, TARGET = torch.tensor([True, False, True, False]), torch.tensor([1, 0, 3])
 
 
 def value(x: Any) -> Any:
@@ -81,6 +80,22 @@ def test_a_norm_in_pieces_brings_data_back_to_1(scale: float | Tensor) -> None:
     expected = plain * torch.rsqrt(plain.pow(2).mean(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(out.dequantize(), expected, rtol=1e-3, atol=0)
     assert float(out.data_part.abs().max()) < 4
+
+
+class CastingRouter(nn.Linear):
+    """Casts itself to its own dtype in each forward pass, as Switch Transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super(CastingRouter, self.to(torch.float32)).forward(x)
+
+
+def test_a_layer_may_be_cast_to_its_own_dtype_while_a_graph_holds_it() -> None:
+    plain = nn.Sequential(CastingRouter(4, 4))
+    ours = scaled(copy.deepcopy(plain))
+    for model in (plain, ours):
+        (model(X) * model(2 * X)).sum().backward()
+    assert torch.equal(ours[0].weight.grad.dequantize(), plain[0].weight.grad)
+    assert ours.double()[0].weight.dtype == torch.float64
 
 
 def tiny_llama(**settings: Any) -> Any:

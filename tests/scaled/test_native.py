@@ -246,6 +246,14 @@ def test_gradients_that_enter_at_one_token_have_unit_size(what: str) -> None:
         assert sum(0.4 <= s <= 2.5 for s in of_kind) >= len(of_kind) - 2, (kind, of_kind)
 
 
+def test_dropout_leaves_the_scale() -> None:
+    torch.manual_seed(0)
+    out, grad = data_and_grads(
+        lambda x: torch.native_dropout(x, 0.1, True)[0], [at_unit((200, 300))], torch.randn(200, 300)
+    )
+    assert [rms(out), rms(grad)] == [pytest.approx(1, rel=0.02)] * 2
+
+
 def test_parts_of_a_gradient_have_the_size_of_the_whole() -> None:
     torch.manual_seed(0)
     x, ids = at_unit((40, 60)).requires_grad_(), torch.randint(0, 40, (25,))

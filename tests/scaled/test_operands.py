@@ -147,6 +147,14 @@ def test_each_product_has_a_scale_of_its_own_kind(text: str, kinds: tuple[str, s
     assert scale_kind(numerics, x, Scaled(w.data, 1.0, Role.EXACT)) == "carrier"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CASTS if kind != "static"])
+def test_batched_products_and_biases_fold_the_scales_out(kind: str) -> None:
+    numerics = Numerics(operand="e4m3fn", gradient="e5m2", operand_scales=operand_scales(kind))
+    a, b, bias = with_an_outlier((3, 16, 32), 20.0), with_an_outlier((3, 32, 8), 5.0) * 2.0**-9, torch.randn(3, 1, 8)
+    found = product(numerics, Scaled(a, 1.0), Scaled(b, 1.0), alpha=4.0, bias=bias)
+    assert sqnr(found, 4 * (a.double() @ b.double()) + bias) > 25
+
+
 @pytest.mark.parametrize("text", ["rows", "output=rows", "weights=row", "row,=row"])
 def test_unknown_kinds_and_products_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="unknown"):
