@@ -66,6 +66,12 @@ def test_the_number_of_threads_changes_no_count() -> None:
         torch.set_num_threads(threads)
 
 
+def test_buffers_made_in_inference_mode_serve_later() -> None:
+    with torch.inference_mode():
+        agree(torch.randn(100))
+    agree(torch.randn(100))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_layouts(dtype: torch.dtype) -> None:
     x = torch.randn(40, 50).to(dtype)

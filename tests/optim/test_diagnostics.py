@@ -49,3 +49,11 @@ def test_records_come_at_the_asked_steps_with_names() -> None:
     whole = combine(records)
     assert whole.num_meant == sum(r.num_meant for r in records)
     assert whole.intended_norm == pytest.approx(math.hypot(*(r.intended_norm for r in records)))
+
+
+def test_measuring_changes_nothing_and_no_intended_change_is_no_loss() -> None:
+    measured, plain = optimizer_after(5, "plus", every=1), optimizer_after(5, "plus", every=0)
+    for a, b in zip(measured.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        assert torch.equal(a, b)
+    still = combine(optimizer_after(2, "plus", lr=0.0).records)
+    assert (still.num_meant, still.lost_hi, still.lost_full) == (0, 0, 0)

@@ -130,6 +130,12 @@ def test_a_moment_that_cannot_decay_is_warned_of(make: Any, moment: str, better:
         make(param())
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("variant", "beta2"), [("plus", 0.999), ("light", 0.99), ("fp32-master", 0.9999)])
+def test_a_moment_that_can_decay_is_not(variant: str, beta2: float) -> None:
+    LowPrecisionAdamW([param()], variant=variant, betas=(0.9, beta2))
+
+
 def test_a_model_in_fp32_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="fp32.*'plus'"):
         CollageAdamW([nn.Parameter(torch.ones(4))])
