@@ -442,6 +442,11 @@ class TestKinds:
         assert waits.endswith(" a")
         assert bench.resumed == []
 
+    def test_a_job_alone_wants_what_it_needs_to_be_there(self, tmp_path: Path) -> None:
+        manifest = write_mixed(tmp_path)
+        with pytest.raises(InputError, match=r"speed .* a, .*`"):
+            run_batch(manifest, Bench().runners(Engine()), BatchOptions(only=("speed",)))
+
 
 class TestLock:
     def test_it_says_what_was_resolved_and_written(self, tmp_path: Path) -> None:
@@ -555,6 +560,13 @@ class TestReports:
         assert "hint: loosen" in str(failure.text)
         skipped = [element.get("message") for element in suite.iter("skipped")]
         assert skipped == [UP_TO_DATE, NOT_RUN]
+
+    def test_junit_counts_other_errors_as_errors(self, tmp_path: Path) -> None:
+        engine = Engine(failures={"a": InputError("gone"), "b": RuntimeError("bug")})
+        with pytest.raises(JobsFailedError) as caught:
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(keep_going=True))
+        root = ET.fromstring(junit_xml(caught.value.result))
+        assert (root.get("errors"), root.get("failures"), root.get("skipped")) == ("2", "0", "0")
 
     def test_the_table_has_a_line_per_job_and_the_hints(self, mixed: BatchResult, tmp_path: Path) -> None:
         rows = rows_of(mixed)

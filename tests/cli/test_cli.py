@@ -98,6 +98,11 @@ def test_errors_have_their_code_and_a_hint(
     assert os.listdir(tmp_path) == []
 
 
+def test_verbose_shows_where_an_error_came_from() -> None:
+    done = lpconv("-v", "convert", "/no/such/folder")
+    assert ("Traceback" in done.stderr, "hint:" in done.stderr, done.exit_code) == (True, True, 3)
+
+
 def test_an_error_is_json_under_json() -> None:
     done = lpconv("convert", "/no/such/folder", "--json")
     error = json.loads(done.stdout)["error"]

@@ -43,11 +43,15 @@ def test_outputs_that_were_asked_for_are_refused_before_the_work(tmp_path: Path,
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize(("model", "level"), [("demo", "weights"), ("demo", "logits"), ("minilm", "logits")])
-def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "level", "method"),
+    [("demo", "logits", "unit"), ("minilm", "logits", "unit"),
+     *(("demo", "weights", method) for method in ("unit", "collage", "multipoint"))],
+)  # fmt: skip
+def test_the_plan_is_what_a_run_takes(tmp_path: Path, model: str, level: str, method: str) -> None:
     name = "demo" if model == "demo" else str(minilm())
-    arguments = ("convert", name, "-o", tmp_path / "out", "--verify", level, "--workers", "2", "--json", "-q")
-    dry, done = (json.loads(run_cli(*arguments, *more).stdout) for more in (("--dry-run",), ()))
+    arguments = ("convert", name, "-o", tmp_path / "out", "--verify", level, "--method", method, "--workers", "2")
+    dry, done = (json.loads(run_cli(*arguments, "--json", "-q", *more).stdout) for more in (("--dry-run",), ()))
     assert done["verify"]["level"] == level
     assert done["peak_rss_bytes"] <= dry["memory_bytes"] <= _MOST * done["peak_rss_bytes"]
 

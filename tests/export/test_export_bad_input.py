@@ -18,6 +18,7 @@ from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.export.rewrite import stored_weights
 from lpconv.export.trace import Traceable, trace
 from lpconv.export.write import check_graph, compare_with_torch
+from lpconv.models.inputs import resize_inputs
 from lpconv.models.load import load
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
@@ -214,6 +215,15 @@ def test_components_add_up_to_the_weights_that_loading_gives(
         assert torch.equal(weight.value, state[name]), name
     integers = residual in ("exact16", "int8")  # bit patterns, which a graph cannot add: stored merged
     assert (weights["model.norm.weight"].form == "fp32") == (integers or method != "collage")
+
+
+def test_validation_inputs_differ_from_the_traced_ones_on_every_axis() -> None:
+    ids = torch.arange(26).view(2, 13)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids[:, :11]}
+    other = resize_inputs(inputs)
+    assert all(a != b for n in inputs for a, b in zip(inputs[n].shape, other[n].shape, strict=True))
+    assert 0 < other["attention_mask"].sum() < other["attention_mask"].numel()
+    assert other["attention_mask"].any(-1).all()
 
 
 def test_other_commands_refuse_an_export(tmp_path: Path) -> None:

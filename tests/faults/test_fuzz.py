@@ -204,6 +204,23 @@ class TestOutput:
             forget(outputs)
 
 
+@pytest.mark.parametrize(
+    ("ended", "fault"),
+    [
+        (Ended(code=3, out='{"error": {"code": 3}}', err="error: a\nhint: b\n"), None),
+        (Ended(code=1, out="", err="error: a\nhint: b\n"), "exit 1"),
+        (Ended(code=3, out="", err="Traceback (most recent call last)\nerror: a\nhint: b\n"), "traceback"),
+        (Ended(code=3, out='{"error": {"code": 3}}', err="error: a\n"), "hint"),
+        (Ended(code=-11, out="", err=""), "signal 11"),
+        (Ended(code=3, out="", err="error: a\nhint: b\n"), "no JSON"),
+        (Ended(code=4, out='{"error": {"code": 3}}', err="error: a\nhint: b\n"), "code"),
+    ],
+)
+def test_what_the_fuzzer_takes_for_a_fault(ended: Ended, fault: str | None) -> None:
+    found = fault_of(("doctor", "--json"), ended)
+    assert found is None if fault is None else fault in str(found)
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")

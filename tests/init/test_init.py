@@ -168,6 +168,16 @@ def test_a_config_that_builds_no_model_is_an_error_of_the_config(tmp_path: Path)
     assert "Padding_idx" in said
 
 
+def test_a_config_may_hold_infinity(tmp_path: Path) -> None:
+    config = hf.Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=16, n_groups=1,
+                             state_size=8, architectures=["Mamba2ForCausalLM"])  # fmt: skip
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    done = lpconv_("init", tmp_path / "config.json", "--method", "plain", "-q", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert hf.AutoConfig.from_pretrained(tmp_path / "out").time_step_limit[1] == float("inf")
+
+
 def test_a_preset_needs_no_checkpoint_and_takes_a_tokenizer(tmp_path: Path) -> None:
     words = ("init", "bert-base", "--width", "64", "--layers", "1", "-q")
     assert lpconv_(*words, "-o", tmp_path / "bare").exit_code == 0

@@ -90,6 +90,11 @@ def test_the_model_and_the_generator_stay_as_they_were() -> None:
     assert type(model.layers[0]) is nn.Linear
 
 
+def test_the_seed_decides_the_noise() -> None:
+    first, again, other = (gradient_noise(Small(), [BATCH], loss=as_loss, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+
+
 class Routed(nn.Module):
     """Two experts; rounded products route the batch to the first one, exact products to the second."""
 

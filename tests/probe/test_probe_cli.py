@@ -219,6 +219,11 @@ def test_a_short_text_is_repeated() -> None:
     assert [next(batches)["input_ids"].tolist() for _ in range(2)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
 
 
+def test_every_other_step_is_recorded() -> None:
+    found = probe_small("demo", steps=3, every=2)
+    assert (found.steps_seen, found.steps_recorded, len(found.losses)) == (3, 2, 3)
+
+
 def test_a_bare_encoder_gets_a_loss_whose_gradient_reaches_every_layer(tmp_path: Path) -> None:
     result = probe_small(bert(tmp_path / "model", "BertModel"))
     assert result.options["facts"]["Loss"].startswith("mean")
