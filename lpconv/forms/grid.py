@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component
 from lpconv.forms.form import Fetch, Side, Stored
-from lpconv.forms.planes import SHORT, Plane, Span, fill
+from lpconv.forms.planes import SHORT, Plane, Span, fill, one_by_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,3 +231,22 @@ def block_hint(value: object) -> tuple[int, int] | None:
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
         return None
     return value[0], value[1]
+
+
+def grid_of_blocks(
+    name: str,
+    shape: tuple[int, ...],
+    format: Format,
+    codes: Plane,
+    scale: Component,
+    hint: tuple[int, ...] = (),
+    *,
+    factor: Component | None = None,
+    divides: bool = False,
+) -> Grid | None:
+    """A weight with a scale for each block of rows and columns (see `block_of`); None if the scales do not fit."""
+    block = block_of(shape, one_by_one(scale).size, hint)
+    if block is None:
+        return None
+    scales = one_by_one(scale, block)
+    return Grid(name=name, shape=shape, format=format, codes=codes, scales=scales, factor=factor, divides=divides)

@@ -15,7 +15,7 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -33,7 +33,7 @@ from lpconv.forms.facts import (
     PlaneNames,
 )
 from lpconv.forms.form import Form, Over, Stored
-from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, block_of
+from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
 from lpconv.forms.planes import INTEGERS, Plane, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
@@ -52,6 +52,8 @@ INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_s
 KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 _CACHED = re.compile(r"(.+\.)([kv])_proj\.weight")
 _BROAD = re.compile("re:|[A-Z]")  # targets that are patterns or classes, not names of modules
+# Settings of weights, besides the type, that decide what codes mean.
+_MEANING = ("num_bits", "strategy", "group_size", "block_structure")
 MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones
 _E4M3FN = FORMATS["e4m3fn"]
 # Scales of groups of 16 normal numbers are a third of the RMS, and the smallest is 2^-9: NVFP4 keeps 17 of 20 dB.
@@ -169,16 +171,14 @@ def quantization_config(
     `ignored` are the names of unquantised `Linear` modules, `others` the presets of modules that do not have the usual
     one. With `kv_cache` the file has scales of keys and values.
     """
-    members: dict[str, list[str]] = {}
+    members: dict[str, tuple[CompressedPreset, list[str]]] = {}
     for module, other in (others or {}).items():
-        members.setdefault(other.title, []).append(module)
-    known = {other.title: other for other in (others or {}).values()}
-    groups = [_group(preset, ["Linear"]), *(_group(known[title], names) for title, names in members.items())]
-    if others:  # readers match names before classes
-        groups = [{**g, "format": p.format} for g, p in zip(groups, (preset, *known.values()), strict=True)]
+        members.setdefault(other.title, (other, []))[1].append(module)
+    parts = ((preset, ["Linear"]), *members.values())  # readers match names before classes
+    groups = (_group(other, targets, is_mixed=bool(members)) for other, targets in parts)
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": MIXED if others else preset.format,
+        "format": MIXED if members else preset.format,
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": list(ignored),
@@ -186,40 +186,38 @@ def quantization_config(
     }
 
 
-def _group(preset: CompressedPreset, targets: list[str]) -> dict[str, Any]:
+def _group(preset: CompressedPreset, targets: list[str], *, is_mixed: bool) -> dict[str, Any]:
     inputs = None if preset.inputs is None else dict(preset.inputs)
-    return {"targets": targets, "weights": dict(preset.weights), "input_activations": inputs,
-            "output_activations": None}  # fmt: skip
+    group = {"targets": targets, "weights": dict(preset.weights), "input_activations": inputs}
+    return {**group, "output_activations": None, **({"format": preset.format} if is_mixed else {})}
 
 
-_FORMATS = {"float8": "e4m3fn", "float4": "e2m1", "int8": "int8", "int4": "int4"}
+def _groups(config: object) -> list[dict[str, Any]]:
+    """The config's groups with settings of weights."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else None
+    values = groups.values() if isinstance(groups, dict) else ()
+    return [g for g in values if isinstance(g, dict) and isinstance(g.get("weights"), dict)]
+
+
+def weight_settings(config: object) -> list[dict[str, Any]]:
+    """The settings of weights in the config's groups."""
+    return [group["weights"] for group in _groups(config)]
 
 
 def groups_for(config: Mapping[str, Any], module: str) -> tuple[Mapping[str, Any], ...]:
     """The config's groups that a module may belong to: the one that names it, or all that name classes or patterns."""
-    groups = config.get("config_groups")
-    known = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    targets = [[str(t) for t in g["targets"]] if isinstance(g.get("targets"), list) else [] for g in known]
-    for group, names in zip(known, targets, strict=True):
-        if module in names:
-            return (group,)
-    return tuple(g for g, names in zip(known, targets, strict=True) if any(map(_BROAD.match, names)))
+    targets = [(g, g["targets"] if isinstance(g.get("targets"), list) else []) for g in _groups(config)]
+    named = [g for g, names in targets if module in names]
+    return tuple(named[:1] or (g for g, names in targets if any(_BROAD.match(str(n)) for n in names)))
 
 
-def codes_of(group: Mapping[str, Any]) -> tuple[str, Grain] | None:
-    """The format and granularity of the codes that a group asks for; None for one scale, and if lpconv writes none."""
-    weights = group.get("weights")
-    if not isinstance(weights, dict):
-        return None
-    kind, size = weights.get("type", "int"), weights.get("group_size")
-    number = _FORMATS.get(f"{kind}{weights.get('num_bits')}")
-    named = {"channel": "row", "tensor_group": "nvfp4", "group": "mx" if kind == "float" else f"group:{size}"}
-    name = "128x128" if weights.get("strategy") == "block" else named.get(str(weights.get("strategy")), "")
-    grain = find_grain(name)
-    if number is None or grain is None or preset_of(number, grain) is None:
-        return None
-    is_meant = {"128x128": weights.get("block_structure") == [128, 128], "row": True}
-    return (number, grain) if is_meant.get(name, size == grain.tile[1]) else None
+def preset_in(group: Mapping[str, Any]) -> CompressedPreset | None:
+    """The preset whose codes a group of a config means, whatever its inputs; None if lpconv writes no such codes."""
+    weights = group["weights"]
+    grain = find_grain(f"group:{weights.get('group_size')}")
+    known = (*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None))
+    meant = [weights.get("type", "int"), *map(weights.get, _MEANING)]
+    return next((p for p in known if meant == [p.weights["type"], *map(p.weights.get, _MEANING)]), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,10 +462,11 @@ class CompressedTiles(_Layout, Tiles):
         weight = name.removesuffix(_PACKED_SUFFIX)
         if any(weight + part in headers.root for part in _ONLY_READ):
             return None
-        for meant in map(codes_of, groups_for(headers.quantization, weight.removesuffix(_WEIGHT))):
-            form = cls._of_codes(weight, name, meant[1], meant[0], headers) if meant else None
-            if form is not None and meant is not None and form.format.name == meant[0] and form.codes.name == name:
-                return form._as_stored(headers)
+        for preset in map(preset_in, groups_for(headers.quantization, weight.removesuffix(_WEIGHT))):
+            if preset is not None and preset.grain is not None:
+                form = cls._of_codes(weight, name, preset.grain, preset.number, headers)
+                if form is not None and (form.format.name, form.codes.name) == (preset.number, name):
+                    return form._as_stored(headers)
         return None
 
     @property
@@ -494,91 +493,62 @@ def _as_grid(name: str, headers: Headers) -> Grid | None:
     compressed-tensors 0.20, `compressors/*/base.py` and `pack_quantized/helpers.py`.
     """
     weight = name.removesuffix(_PACKED_SUFFIX)
-    codes, scale = headers.component(name), headers.component(weight + "_scale")
+    codes, scale = headers.component(name), headers.component(weight + SCALE_SUFFIX)
     if codes is None or scale is None or len(codes.shape) < 2:
         return None
     if weight == name:
         return _one_each(codes, scale, headers)
-    packed = _packed_fp4 if codes.dtype == "U8" else _packed_integers
-    return packed(weight, codes, scale, headers)
+    if codes.dtype != "U8":
+        return _packed_integers(weight, codes, scale, headers)
+    factor = headers.component(weight + FACTOR_SUFFIX)
+    if (scale.dtype == "F8_E4M3") != (factor is not None):
+        return None
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    plane = Plane(component=codes, kind="e2m1")
+    return grid_of_blocks(weight, shape, FORMATS["e2m1"], plane, scale, factor=factor, divides=factor is not None)
 
 
 def _one_each(codes: Component, scale: Component, headers: Headers) -> Grid | None:
+    if codes.dtype not in ("F8_E4M3", "I8"):
+        return None
     hints = (block_hint(w.get("block_structure")) for w in weight_settings(headers.quantization))
-    block = block_of(codes.shape, one_by_one(scale).size, next(filter(None, hints), FP8_BLOCK))
+    hint, fmt = next(filter(None, hints), FP8_BLOCK), OF_DTYPE.get(codes.dtype, FORMATS["int8"])
+    grid = grid_of_blocks(codes.name, codes.shape, fmt, one_by_one(codes), scale, hint)
     zeros = headers.component(codes.name + "_zero_point")
-    if block is None or codes.dtype not in ("F8_E4M3", "I8"):
-        return None
-    return Grid(
-        name=codes.name,
-        shape=codes.shape,
-        format=OF_DTYPE.get(codes.dtype, FORMATS["int8"]),
-        codes=one_by_one(codes),
-        scales=one_by_one(scale, block),
-        zeros=None if zeros is None else one_by_one(zeros, block),
-    )
-
-
-def _packed_fp4(name: str, codes: Component, scale: Component, headers: Headers) -> Grid | None:
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-    block = block_of(shape, one_by_one(scale).size)
-    factor = headers.component(name + "_global_scale")
-    if block is None or (scale.dtype == "F8_E4M3") != (factor is not None):
-        return None
-    return Grid(
-        name=name,
-        shape=shape,
-        format=FORMATS["e2m1"],
-        codes=Plane(component=codes, kind="e2m1"),
-        scales=one_by_one(scale, block),
-        factor=factor,
-        divides=factor is not None,
-    )
+    return grid and replace(grid, zeros=None if zeros is None else one_by_one(zeros, grid.scales.block))
 
 
 def _packed_integers(name: str, codes: Component, scale: Component, headers: Headers) -> Grid | None:
-    """Integers of a width that the config names and the sizes allow; `weight_shape` must agree once it is read."""
+    """Integers of a width that the config names and the sizes allow; `weight_shape` must agree once it is read.
+
+    Zero points may be packed too, along the rows of the weight, with the same offset as codes.
+    """
     rows, words = codes.shape[-2:]
-    for bits, group in _integer_schemes(headers):
+    for weights in weight_settings(headers.quantization):
+        bits, size = weights.get("num_bits"), weights.get("group_size")
+        if weights.get("type", "int") != "int" or not isinstance(bits, int) or bits not in INTEGERS:
+            continue
+        group = size if isinstance(size, int) and size > 0 else 0
         cols = one_by_one(scale).size[1] * group if group else words * 32 // bits
+        codes_plane = Plane(component=codes, kind=INTEGERS[bits], plus=-(2 ** (bits - 1)))
         scales = one_by_one(scale, (1, group or cols))
-        zeros, offset = headers.component(name + "_zero_point"), -(2 ** (bits - 1))
+        zeros = headers.component(name + "_zero_point")
+        zeros_plane = None if zeros is None else one_by_one(zeros, scales.block)
+        if zeros is not None and zeros.dtype == "I32":
+            zeros_plane = replace(codes_plane, component=zeros, block=scales.block, axis=0)
         grid = Grid(
             name=name,
             shape=(*codes.shape[:-2], rows, cols),
             format=FORMATS["int4" if bits <= 4 else "int8"],
-            codes=Plane(component=codes, kind=INTEGERS[bits], plus=offset),
+            codes=codes_plane,
             scales=scales,
-            zeros=None if zeros is None else _zeros(zeros, scales.block, INTEGERS[bits], offset),
+            zeros=zeros_plane,
             order=headers.component(name + "_g_idx"),
             size=headers.component(name + "_shape"),
         )
         if grid.agrees:
             return grid
     return None
-
-
-def _zeros(component: Component, block: tuple[int, int], kind: str, offset: int) -> Plane:
-    """Zero points, which are packed along the rows of the weight, with the same offset as codes."""
-    if component.dtype != "I32":
-        return one_by_one(component, block)
-    return Plane(component=component, kind=kind, block=block, axis=0, plus=offset)
-
-
-def _integer_schemes(headers: Headers) -> Iterator[tuple[int, int | None]]:
-    for weights in weight_settings(headers.quantization):
-        bits, group = weights.get("num_bits"), weights.get("group_size")
-        if weights.get("type", "int") == "int" and isinstance(bits, int) and bits in INTEGERS:
-            yield bits, group if isinstance(group, int) and group > 0 else None
-
-
-def weight_settings(settings: object) -> Iterator[dict[str, Any]]:
-    """Yield the weight settings of the config's groups."""
-    groups = settings.get("config_groups") if isinstance(settings, Mapping) else None
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict):
-            yield weights
 
 
 _VLLM = "transformers with compressed-tensors; vLLM (not tested)"

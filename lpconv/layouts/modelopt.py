@@ -6,7 +6,7 @@ from typing import Any
 
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
-from lpconv.forms.grid import FP8_BLOCK, Grid, block_of
+from lpconv.forms.grid import FP8_BLOCK, Grid, grid_of_blocks
 from lpconv.forms.planes import Plane, one_by_one
 from lpconv.layouts.layout import Layout
 
@@ -44,17 +44,10 @@ def _modelopt_integers(codes: Component, scale: Component, headers: Headers) -> 
     """4-bit integers, with a scale per group of a row."""
     *lead, pairs, cols = codes.shape
     shape, of_products = (*lead, pairs * 2, cols), headers.component(codes.name + "_scale_2")
-    block = block_of(shape, one_by_one(scale).size)
-    if block is None or block[0] != 1 or (of_products is None and headers.quantization.get("quant_algo") == "W4A8_AWQ"):
+    if of_products is None and headers.quantization.get("quant_algo") == "W4A8_AWQ":
         return None
-    return Grid(
-        name=codes.name,
-        shape=shape,
-        format=FORMATS["int4"],
-        codes=Plane(component=codes, kind="int4", axis=0),
-        scales=one_by_one(scale, block),
-        cancelling=of_products,
-    )
+    grid = grid_of_blocks(codes.name, shape, FORMATS["int4"], Plane(component=codes, kind="int4", axis=0), scale)
+    return replace(grid, cancelling=of_products) if grid is not None and grid.scales.block[0] == 1 else None
 
 
 def _modelopt_others(codes: Component, scale: Component, headers: Headers) -> Grid | None:
@@ -66,17 +59,8 @@ def _modelopt_others(codes: Component, scale: Component, headers: Headers) -> Gr
     if fmt == "e2m1" and scale.dtype not in ("F8_E4M3", "U8"):
         return None
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if fmt == "e2m1" else codes.shape
-    block = block_of(shape, one_by_one(scale).size, FP8_BLOCK)
-    if block is None:
-        return None
-    return Grid(
-        name=codes.name,
-        shape=shape,
-        format=FORMATS[fmt],
-        codes=Plane(component=codes, kind="e2m1") if fmt == "e2m1" else one_by_one(codes),
-        scales=one_by_one(scale, block),
-        factor=factor,
-    )
+    plane = Plane(component=codes, kind="e2m1") if fmt == "e2m1" else one_by_one(codes)
+    return grid_of_blocks(codes.name, shape, FORMATS[fmt], plane, scale, FP8_BLOCK, factor=factor)
 
 
 def _as_matrix(scale: Component) -> Component:

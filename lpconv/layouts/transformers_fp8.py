@@ -19,7 +19,7 @@ from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.formats.spec import OF_DTYPE, Format
 from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers, PlaneNames
 from lpconv.forms.form import Stored
-from lpconv.forms.grid import Grid, block_hint, block_of
+from lpconv.forms.grid import block_hint, grid_of_blocks
 from lpconv.forms.planes import one_by_one
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
@@ -96,17 +96,9 @@ def _read(name: str, headers: Headers) -> Stored | None:
     codes, scale = headers.component(name), headers.component(name + _SCALE_INV)
     if codes is None or scale is None or codes.dtype not in ("F8_E4M3", "F8_E5M2") or len(codes.shape) < 2:
         return None
-    form = FineGrained.recognise(name, headers)
     hint = block_hint(headers.quantization.get("weight_block_size")) or ()
-    block = block_of(codes.shape, one_by_one(scale).size, hint)
-    if form is not None or block is None:
-        return form
-    return Grid(
-        name=name,
-        shape=codes.shape,
-        format=OF_DTYPE[codes.dtype],
-        codes=one_by_one(codes),
-        scales=one_by_one(scale, block),
+    return FineGrained.recognise(name, headers) or grid_of_blocks(
+        name, codes.shape, OF_DTYPE[codes.dtype], one_by_one(codes), scale, hint
     )
 
 
