@@ -23,6 +23,7 @@ from lpconv.formats.codes import encode_narrow_, num_zero_codes
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.blocks import Workspace, as_float32, block_error, buffer_view, error_of, num_zeros, same_numbers
 from lpconv.forms.facts import BlockError, BlockStats, checked_ranges
+from lpconv.forms.planes import PACKED, fill, stored_numbers
 from lpconv.kernels.decode import decode as decode_fp8
 
 _REACH = 1.25  # numbers reach up to this multiple of the largest code in 4-bit and integer formats; see `tile_scales`
@@ -68,8 +69,17 @@ def encode(
     return codes, block_error(value, got, num_flushed=flushed)
 
 
-def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -> Tensor:
-    """codes · scale in fp32, 1-D; `codes` has the dtype of a format that scaled checkpoints use."""
+def decode(codes: Tensor, scale: float | Tensor, packed: str = "", *, out: Tensor | None = None) -> Tensor:
+    """codes · scale in fp32, 1-D; `codes` has the dtype of a format that scaled checkpoints use, or is `packed`.
+
+    `packed` is a format in `PACKED`.
+    """
+    if packed:
+        kind, plus = PACKED[packed]
+        value = stored_numbers(codes.view(1, -1), kind, 1).view(-1)
+        value = value.add_(plus) if plus else value
+        _rows_of(value, scale).mul_(scale)
+        return value
     if out is None:
         out = torch.empty(codes.shape)
     if codes.dtype == torch.float32 and isinstance(scale, float):
@@ -79,19 +89,21 @@ def decode(codes: Tensor, scale: float | Tensor, *, out: Tensor | None = None) -
     return value
 
 
-def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor) -> Tensor:
+def decode_to(out: Tensor, codes: Tensor, scale: float | Tensor, packed: str = "") -> Tensor:
     """`decode` into `out`, rounded to its dtype.
 
-    8-bit codes are exact in 16 bits, and their products with a scale that is exact too are rounded once either way,
-    since torch multiplies 16-bit numbers in fp32.
+    8-bit floats and e2m1 are exact in 16 bits, and their products with a scale that is exact too are rounded once
+    either way, since torch multiplies 16-bit numbers in fp32.
     """
-    if out.dtype == torch.float32:
+    if out.dtype == torch.float32 and not packed:
         return decode(codes, scale, out=out)
     short = scale.to(out.dtype) if isinstance(scale, Tensor) else scale
     is_cut = isinstance(scale, Tensor) and not torch.equal(scale.to(out.dtype).float(), scale)
-    if is_cut or codes.dtype.itemsize != 1 or out.dtype.itemsize != 2:
-        return out.copy_(decode(codes, scale))
-    _rows_of(decode_fp8(codes, out.dtype, out=out), scale).mul_(short)
+    is_short = packed == "e2m1" if packed else codes.dtype.itemsize == 1
+    if is_cut or not is_short or out.dtype.itemsize != 2:
+        return out.copy_(decode(codes, scale, packed))
+    fill(out.view(1, -1), codes.view(1, -1), packed or "fp8")
+    _rows_of(out, scale).mul_(short)
     return out
 
 

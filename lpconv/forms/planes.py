@@ -28,6 +28,8 @@ _PIECE = 2**17  # bytes whose numbers are looked up at once
 # Unsigned integers by their bits, 32 / bits per 32-bit word, the first in the lowest bits.
 INTEGERS = {2: "uint2", 4: "uint4", 8: "uint8"}
 _PER_WORD = {"e2m1": 2, "int4": 2, "uint2": 16, "uint4": 8, "uint8": 4, "awq": 8}
+# Codes that tiles pack, by format: their kind, and what is added to them.
+PACKED = {"e2m1": ("e2m1", 0), "int4": ("uint4", -8), "int8": ("uint8", -128)}
 # The nibble of number k of a word: AWQ's kernels need the even ones in the lower half.
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _DTYPES = {

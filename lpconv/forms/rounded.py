@@ -9,14 +9,13 @@ from __future__ import annotations  # tensors are named below and not imported
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import (
     BlockError,
     BlockFacts,
     BlockStats,
-    Component,
     EncodedBlock,
     FormSettings,
     Measurement,
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
 
 _SLACK = 1e-5  # tolerance of a distance in units of the scale, computed in fp32
+
+
+def _of_inner(name: str) -> Any:
+    """An attribute or method of `Rounded.inner`."""
+    return property(lambda form: getattr(form.inner, name))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,29 +66,9 @@ class Rounded(Form):
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         raise NotImplementedError("a plan gives the form without feedback")
 
-    @property
-    def words(self) -> str:
-        return self.inner.words
-
-    @property
-    def components(self) -> tuple[Component, ...]:
-        return self.inner.components
-
-    @property
-    def data(self) -> tuple[Component, ...]:
-        return self.inner.data
-
-    @property
-    def side(self) -> tuple[Component, ...]:
-        return self.inner.side
-
-    @property
-    def late_side(self) -> tuple[Component, ...]:
-        return self.inner.late_side
-
-    @property
-    def cols(self) -> int:
-        return self.inner.cols
+    words, components, data, side, late_side = map(_of_inner, ("words", "components", "data", "side", "late_side"))
+    cols, place, scale, decode, side_in = map(_of_inner, ("cols", "place", "scale", "decode", "side_in"))
+    has_input_scale = _of_inner("has_input_scale")
 
     @property
     def nearest(self) -> Form:
@@ -93,16 +77,6 @@ class Rounded(Form):
     @property
     def rounding(self) -> RoundingRecord:
         return self.record
-
-    @property
-    def has_input_scale(self) -> bool:
-        return self.inner.has_input_scale
-
-    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        return self.inner.place(start, stop, side)
-
-    def scale(self, side: Side) -> float | None:
-        return self.inner.scale(side)
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side=self.held)
@@ -123,12 +97,6 @@ class Rounded(Form):
         error = block_error(value, got.sub_(moved))
         stats = None if self.side else block_stats(x, work)
         return EncodedBlock(data=data, stats=stats, error=error + BlockError(sum_squares=float(moved.square_().sum())))
-
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return self.inner.decode(data, start, stop, side)
-
-    def side_in(self, data: Sequence[Tensor]) -> Side | None:
-        return self.inner.side_in(data)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         """Whether numbers are on the grid, by the slow reference, and no further from the source than recorded."""

@@ -84,6 +84,11 @@ class ScaledCodes(Form):
     def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
         return float(side[self.name + SCALE_SUFFIX])
 
+    @property
+    def packed(self) -> str:
+        """The format of packed codes, or ""."""
+        return ""
+
     def codes_in(self, data: Sequence[Tensor]) -> Tensor:
         """The codes in stored data, in the dtype of the format."""
         return data[0]
@@ -147,12 +152,12 @@ class ScaledCodes(Form):
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode
 
-        return decode(self.codes_in(data), self.code_scale(side, start, stop))
+        return decode(self.codes_in(data), self.code_scale(side, start, stop), self.packed)
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.forms.codes import decode_to
 
-        return decode_to(out, self.codes_in(data), self.code_scale(side, start, stop))
+        return decode_to(out, self.codes_in(data), self.code_scale(side, start, stop), self.packed)
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers

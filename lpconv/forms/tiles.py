@@ -12,9 +12,8 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain, find_grain
@@ -29,9 +28,9 @@ from lpconv.forms.facts import (
     Measurement,
     PlaneNames,
 )
-from lpconv.forms.form import Fetch, Form, Over, Side, Stored, Summand, not_finite_error
+from lpconv.forms.form import Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
-from lpconv.forms.planes import Plane, one_by_one, stored_numbers
+from lpconv.forms.planes import PACKED, Plane, one_by_one, stored_numbers
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
 
 
 FACTOR_SUFFIX = "_global_scale"
-# Packed codes: (stored dtype, kind of plane, offset of codes).
-_PACKED = {"e2m1": ("U8", "e2m1", 0), "int4": ("I32", "uint4", -8), "int8": ("I32", "uint8", -128)}
+# Dtypes of packed codes, whose numbers `PACKED` defines.
+_DTYPES = {"e2m1": "U8", "int4": "I32", "int8": "I32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +148,17 @@ class Tiles(ScaledCodes):
     def codes(self) -> Component:
         """The codes as an encoder makes them, for the component `data`."""
         dtype, suffix = self.format.safetensors, ""
-        if self.format.name in _PACKED:
-            dtype, suffix = _PACKED[self.format.name][0], self.names.packed
+        if self.packed:
+            dtype, suffix = _DTYPES[self.format.name], self.names.packed
         assert dtype is not None, self.format.name
         cols = self.cols * self.format.storage_bits // DTYPE_BITS[dtype]
         lead = self.shape[:-1] if self.shape else ()
         shape = (*self.names.axis, *lead, *([cols] if self.shape else []))
         return Component(name=self.name + suffix, dtype=dtype, shape=shape)
+
+    @property
+    def packed(self) -> str:
+        return self.format.name if self.format.name in PACKED else ""
 
     @functools.cached_property
     def scales(self) -> Component:
@@ -204,7 +207,7 @@ class Tiles(ScaledCodes):
     @functools.cached_property
     def grid(self) -> Grid:
         """The weight as a third-party `Grid`."""
-        _, kind, plus = _PACKED.get(self.format.name, ("", "", 0))
+        kind, plus = PACKED.get(self.format.name, ("", 0))
         rows = self.matrix[0]
         flat = replace(self.codes, shape=(rows, math.prod(self.codes.shape) // max(rows, 1)))
         return Grid(
@@ -264,51 +267,35 @@ class Tiles(ScaledCodes):
         return {**side, self.scales.name: scales, self.bias.name: scales * least}
 
     def is_valid_side(self, side: Side) -> bool:
-        grid = self.grid
-        (span,) = grid.spans(0, self.num_elements)
-        scales = grid.scales_of(grid.scales.fetch(_fetcher(side), span), span, side)
-        if not grid.is_valid_side(side) or not is_positive(scales):
+        if not self.grid.is_valid_side(side) or not is_positive(self._tile_scales(side)):
             return False
         wanted = self.with_scales(side, side[self.scales.name])
         return self.bias is None or wanted[self.bias.name].equal(side[self.bias.name])
 
     def code_scale(self, side: Side, start: int, stop: int) -> Tensor:
         """The factors of codes: [rows, tiles, 1], or [rows, cols] if tiles do not divide rows."""
-        cols, grid = self.cols, self.grid
+        cols = self.cols
         height, width = self.grain.sizes(*self.matrix)
         top, bottom = (start // cols, stop // cols) if cols else (0, 0)
         first, last = top // height, -(-bottom // height)
-        raw = side[grid.scales.component.name][first:last]
-        factors = grid.with_factor(stored_numbers(raw, grid.scales.kind, 1), side)
+        factors = self._tile_scales(side, slice(first, last))
         if height > 1:
             factors = factors.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
         return factors.repeat_interleave(width, 1)[:, :cols] if width and cols % width else factors.unsqueeze(2)
 
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        if self.format.name not in _PACKED:
-            return super().decode(data, start, stop, side)
-        return self.grid.decode(self._as_grid(data, start, stop, side), start, stop, side)
-
-    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        if self.format.name not in _PACKED:
-            return super().decode_to(out, data, start, stop, side)
-        return self.grid.decode_to(out, self._as_grid(data, start, stop, side), start, stop, side)
-
-    def _as_grid(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
-        """The data in the layout of `grid`."""
-        first = self._place_in(self.codes, start)
-        fetch = _fetcher({**side, self.codes.name: self.codes_in(data)}, {self.codes.name: first})
-        return self.grid.read(fetch, start, stop, side)
+    def _tile_scales(self, side: Side, rows: slice = slice(None)) -> Tensor:
+        """The factors of tiles, with all that belongs to the tensor, fp32."""
+        return self.grid.with_factor(stored_numbers(side[self.scales.name][rows], self.grid.scales.kind, 1), side)
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        if self.format.name in _PACKED or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
+        if self.packed or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
             return Stored.summands(self, data, side)
         return ((data[0], self.code_scale(side, 0, self.num_elements).view(-1)),)
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         encoded = super().encode(x, start, measured, work)
         (codes,) = encoded.data
-        if self.format.name not in _PACKED and not self.names.word:
+        if not self.packed and not self.names.word:
             return encoded
         from lpconv.formats.codes import pack_nibbles
         from lpconv.storage.dtypes import TORCH_DTYPES
@@ -425,13 +412,3 @@ class Tiles(ScaledCodes):
 
 def _holds(grain: Grain, format: Format) -> bool:
     return not grain.formats or format.name in grain.formats
-
-
-def _fetcher(held: Side, first: Mapping[str, int] = MappingProxyType({})) -> Fetch:
-    """A `Fetch` from tensors in memory, which begin at element `first` of the stored tensor (default 0)."""
-
-    def fetch(component: Component, start: int, stop: int) -> Tensor:
-        skipped = first.get(component.name, 0)
-        return held[component.name].view(-1)[start - skipped : stop - skipped]
-
-    return fetch
