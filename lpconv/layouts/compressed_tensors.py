@@ -14,7 +14,6 @@ have a scale for the cache, `ATTENTION.k_scale` and `ATTENTION.v_scale`: from ca
 from __future__ import annotations  # tensors are named below and not imported
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -311,15 +310,23 @@ class _Layout(ScaledCodes):
     def with_cache(self, absmax: float) -> Self:
         return replace(self, cache_absmax=absmax)
 
-    @abstractmethod
-    def scale_of_inputs(self, absmax: float) -> Tensor:
-        """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
-
     def begin(self, largest: float) -> Measurement:
         return self._with_activations(super().begin(largest))
 
     def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
         return self._with_activations(super().combine(looked, over, fused))
+
+    def _scale_of_inputs(self, absmax: float) -> Tensor:
+        """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
+        import torch
+
+        from lpconv.formats.scale import pow2_ceil
+        from lpconv.forms.tile_scales import dividing_factor
+
+        if self.input_name == INPUT_GLOBAL_SCALE:
+            return dividing_factor(self.format, absmax, pow2=self.has_pow2_scale)
+        scale = _scale_for(absmax)
+        return torch.tensor([pow2_ceil(scale) if self.has_pow2_scale else scale], dtype=torch.float32)
 
     def _with_activations(self, measured: Measurement) -> Measurement:
         import torch
@@ -327,10 +334,9 @@ class _Layout(ScaledCodes):
         side = dict(measured.side)
         if self.has_input_scale:
             assert self.input_absmax is not None, "not calibrated"
-            side[self.input_scale.name] = self.scale_of_inputs(self.input_absmax)
+            side[self.input_scale.name] = self._scale_of_inputs(self.input_absmax)
         if self.cache_scale is not None:
-            scale = max(self.cache_absmax / _E4M3FN.max, 2.0**-126) if self.cache_absmax else 1.0
-            side[self.cache_scale] = torch.tensor([scale], dtype=torch.float32)
+            side[self.cache_scale] = torch.tensor([_scale_for(self.cache_absmax or 0.0)], dtype=torch.float32)
         return replace(measured, side=side)
 
 
@@ -390,14 +396,6 @@ class Compressed(_Layout):
     def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
         guessed = None if self.shares_scale else super().guess(sample)
         return guessed and self._with_activations(guessed)
-
-    def scale_of_inputs(self, absmax: float) -> Tensor:
-        import torch
-
-        from lpconv.formats.scale import pow2_ceil
-
-        scale = max(absmax / self.format.max, 2.0**-126) if absmax else 1.0
-        return torch.tensor([pow2_ceil(scale) if self.has_pow2_scale else scale], dtype=torch.float32)
 
     @property
     def grid(self) -> Grid | None:
@@ -473,10 +471,10 @@ class CompressedTiles(_Layout, Tiles):
     def side(self) -> tuple[Component, ...]:
         return (*super().side, *self._of_activations)
 
-    def scale_of_inputs(self, absmax: float) -> Tensor:
-        from lpconv.forms.tile_scales import dividing_factor
 
-        return dividing_factor(self.format, absmax, pow2=self.has_pow2_scale)
+def _scale_for(absmax: float) -> float:
+    """The scale that maps `absmax` to the largest e4m3fn number, 1 for zero."""
+    return max(absmax / _E4M3FN.max, 2.0**-126) if absmax else 1.0
 
 
 def _read(name: str, headers: Headers) -> Stored | None:

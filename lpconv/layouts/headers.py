@@ -12,7 +12,7 @@ from lpconv.forms.facts import Headers
 from lpconv.forms.form import Stored
 from lpconv.forms.grid import Grid
 from lpconv.forms.tiles import Tiles
-from lpconv.layouts import READ, Layout
+from lpconv.layouts import LAYOUTS, READ, Layout
 from lpconv.layouts.compressed_tensors import INPUT_SCALES, Compressed
 from lpconv.layouts.lpconv import read_own
 
@@ -33,7 +33,6 @@ _UNREAD = {
     "bitsandbytes": re.compile(r"\.weight\.(absmax|quant_map|quant_state\.bitsandbytes__\w+)$|\.(SCB|weight_format)$"),
     "torchao": re.compile(r"\._?weight(:|_)_?(qdata|tensor_impl|data|int_data|scale_and_zero)\b"),
     "HQQ": re.compile(r"\.W_q$"),
-    "mlx": re.compile(r"\.scales$"),
 }
 
 
@@ -87,15 +86,11 @@ def why_unreadable(headers: Headers) -> str | None:
     tool = None if method in (None, "lpconv") else f"`{method}`"
     for name, pattern in _UNREAD.items():
         match = next((n for n in headers.root if pattern.search(n)), None)
-        if match is not None and (name != "mlx" or _has_words(match, headers)):
-            tool = f"{name} (`{match}`)"
+        tool = tool if match is None else f"{name} (`{match}`)"
+    for layout in LAYOUTS.values():
+        match = layout.unread_part(headers)
+        tool = tool if match is None else f"{layout.name} (`{match}`)"
     return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
-
-
-def _has_words(scales: str, headers: Headers) -> bool:
-    """Whether the codes next to these scales are 32-bit words under the weight's own name, as only in mlx."""
-    weight = headers.root.get(f"{scales.rpartition('.')[0]}.weight")
-    return weight is not None and weight.dtype == "U32"
 
 
 def check_unwrapped(names: Collection[str]) -> None:

@@ -86,11 +86,18 @@ def _read(name: str, headers: Headers) -> Stored | None:
     return form if all(map(headers.holds, form.components)) else None
 
 
+def _unread_part(headers: Headers) -> str | None:
+    """Scales next to codes in 32-bit words under the weight's own name, as only mlx writes them."""
+    pairs = ((n, f"{n.removesuffix(Mlx.names.scale)}.weight") for n in headers.root if n.endswith(Mlx.names.scale))
+    return next((n for n, weight in pairs if weight in headers.root and headers.root[weight].dtype == "U32"), None)
+
+
 _OPENS = "mlx-lm"
 LAYOUT = Layout(
     name="mlx",
     methods=("mlx",),
     read=_read,
+    unread_part=_unread_part,
     is_judged=False,
     form=Mlx,
     schemes=(

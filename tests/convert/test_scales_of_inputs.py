@@ -294,7 +294,7 @@ def test_memory_that_is_too_little_is_refused_before_the_work(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations are counted in addition to the memory of the conversion."""
-    monkeypatch.setattr(memory, "CALIBRATING_BYTES", 2**50)
+    monkeypatch.setattr(memory, "_CALIBRATING_BYTES", 2**50)
     asked = ("--format", "e4m3fn", "--verify", "none")
     assert convert_demo(tmp_path / "out", plain, *asked).exit_code == 0
     done = convert_demo(tmp_path / "calibrated", plain, *asked, "--calibrate", text(tmp_path))
