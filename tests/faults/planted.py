@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
     "gate_published": _fault("not result.problems and all(g.passed for g in met)", "not result.problems",
                              "convert/test_verification.py", "convert/test_convert.py"),
     "reversed_kl": _fault("mean_kl=float(_divergence(log_p, log_q)", "mean_kl=float(_divergence(log_q, log_p)",
-                          "verify/test_witness.py"),
+                          "verify/test_text.py"),
     "nan_in_weights": _fault("lost = int((known & ~torch.isfinite(y)).sum())", "lost = 0",
                              "faults/test_layout_damage.py"),
     # Scaled training.

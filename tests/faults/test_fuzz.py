@@ -74,7 +74,7 @@ class TestHeader:
         end = 8 + int.from_bytes(sound[:8], "little")
         rng = random.Random(seed)
         codes: Counter[int] = Counter()
-        for _ in range(200):
+        for _ in range(120):
             if part == "json":
                 head = odd_value(rng, sound[8:end])
                 file.write_bytes(len(head).to_bytes(8, "little") + head + sound[end:])
@@ -88,7 +88,7 @@ class TestHeader:
                 assert not published(outputs / "out")
             inspect(source)  # says what is wrong, and raises nothing
             forget(outputs)
-        assert codes[3] > 100, "most damage to a header is found"
+        assert codes[3] > 60, "most damage to a header is found"
 
     def check_that_safetensors_agrees(self, file: Path, output: Path) -> None:
         """What was converted in spite of its damage is a file that the safetensors library reads the same way."""
@@ -107,7 +107,7 @@ class TestHeader:
         sound = file.read_bytes()
         start = 8 + int.from_bytes(sound[:8], "little")
         rng = random.Random(4)
-        for i in range(100):
+        for i in range(40):
             damaged = bytearray(sound)
             for _ in range(4):
                 damaged[rng.randrange(start, len(sound))] = rng.randrange(256)
@@ -165,7 +165,7 @@ def test_a_damaged_pickle(tmp_path: Path, outputs: Path, legacy: bool) -> None:
     torch.save(DEMO_TENSORS, file, _use_new_zipfile_serialization=not legacy)
     sound = file.read_bytes()
     rng = random.Random(0)
-    for _ in range(300):
+    for _ in range(100):
         file.write_bytes(rng.choice(BYTES)(rng, sound))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols it has not seen
@@ -195,7 +195,7 @@ class TestOutput:
             if name != "SHA256SUMS":  # a list with other line breaks is the same list
                 assert found.passed == ((output / name).read_bytes() == sound)
 
-        for _ in range(120):
+        for _ in range(60):
             (output / name).write_bytes(rng.choice(damages)(rng, sound))
             outcome(lambda: verify("hash"), {3})
             outcome(lambda: verify("weights"), {3})

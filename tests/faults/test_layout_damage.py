@@ -73,7 +73,7 @@ def cut_at(largest: float, name: str) -> Callable[[Tensors, Config], None]:
     return change(name, lambda x: (x.float() * 1e3).clamp_max(largest).to(x.dtype))
 
 
-def drop(name: str) -> Callable[[Tensors, Config], None]:
+def drop(name: str) -> Callable[[Tensors, Config], object]:
     return lambda t, c: t.pop(name)
 
 

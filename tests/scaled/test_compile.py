@@ -16,7 +16,8 @@ LOSS = {"bert-mlm": "ForMaskedLM", "gpt2": "ForCausalLM", "llama": "ForCausalLM"
 
 def prepared(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model of one layer and a batch that the plain model compiles whole with."""
-    plain, batch = build(name, "sdpa", num_layers=1)
+    made: tuple[Any, Any] = build(name, "sdpa", num_layers=1)
+    plain, batch = made
     plain.loss_type = LOSS[name]  # transformers would log once inside the graph for a class that it does not know
     if name != "bert-mlm":
         batch["use_cache"] = False  # a fresh cache breaks the graph of the plain model too
