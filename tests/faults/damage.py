@@ -1,8 +1,7 @@
-"""Outputs damaged on purpose: every component of every form, in every way that we could think of.
+"""Outputs damaged on purpose: every component of every form, in a dozen ways.
 
-A `Damage` changes files of a sound output in place; `seen` says which checks notice it. Hashes are asked as the damage
-leaves them. Then they are made anew, as somebody would who damaged the tensors before they were hashed or signed them
-again, and the weights are asked.
+A `Damage` changes files of a valid output in place; `look` says which checks notice it. First hashes are checked. Then
+they are written again, as if the tensors had been damaged before hashing, and weights are checked.
 """
 
 import contextlib
@@ -95,7 +94,7 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """An output and what it was made from."""
+    """An output and its source."""
 
     source: Path
     output: Path
@@ -103,7 +102,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """Which checks noticed a damage: hashes as it left them, weights after the hashes were made anew."""
+    """Whether hashes noticed a damage, and whether weights did after the hashes were written again."""
 
     damage: Damage
     hashes: bool
@@ -119,7 +118,7 @@ def make_source(directory: Path, seed: int, hidden: int) -> Path:
 
 
 def make_outputs(folder: Path) -> dict[str, Pair]:
-    """Source and output of every form, in some files each; beside each one of another source of these shapes."""
+    """Source and output of every form, in several files; next to each, an output of another source of these shapes."""
     outputs = {}
     for i, (form, options) in enumerate(FORMS_TRIED.items()):
         hidden = 256 if "128x128" in form else 32  # more than one tile
@@ -136,7 +135,7 @@ def make_outputs(folder: Path) -> dict[str, Pair]:
 
 
 def look(damage: Damage, pair: Pair) -> Seen | None:
-    """What the checks say of an output with a damage, which is undone; None for one that changes nothing."""
+    """Damage an output, run the checks and undo the damage; None if the damage changes nothing."""
     output = pair.output
     with _undone(output) as before:
         damage.do(output)
@@ -148,7 +147,7 @@ def look(damage: Damage, pair: Pair) -> Seen | None:
 
 
 def seen_in_outputs(damage: Damage, pair: Pair) -> bool:
-    """Whether running both models shows a damage, with its hashes made anew."""
+    """Whether running both models shows a damage after its hashes were written again."""
     with _undone(pair.output):
         damage.do(pair.output)
         rehash(pair.output, with_residual=True)
@@ -185,7 +184,7 @@ def _files(output: Path) -> dict[Path, bytes]:
 
 
 def damages(form: str, output: Path) -> Iterator[Damage]:
-    """Everything that is done to an output of a form; what forms of a kind have in common, to the first of them."""
+    """All damages for an output; those that do not depend on the form only for the first form of a kind."""
     low = {"residual": f"{WEIGHT}"} if (output / "collage").exists() else {}
     packed = _find(output, f"{WEIGHT}_packed") is not None
     parts = {
@@ -205,7 +204,7 @@ def damages(form: str, output: Path) -> Iterator[Damage]:
 
 
 def _codes(output: Path) -> str:
-    """What the weight's codes are called."""
+    """Name of the weight's codes."""
     return WEIGHT if _find(output, WEIGHT) else f"{WEIGHT}_packed"
 
 
@@ -344,7 +343,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 
 def _open(folder: Path, name: str) -> tuple[Path, TensorInfo, bytearray, int]:
-    """The file of a tensor, its place in the data, all bytes of the file, and where in them the data begin."""
+    """The file of a tensor, its entry in the header, all bytes of the file, and the offset of the data."""
     file = _find(folder, name)
     assert file is not None, name
     header = read_header(file)

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/verify.md: what each level of verification detects of damage that was planted.
+"""Print the tables of docs/verify.md: how much planted damage each level of verification detects.
 
 python -m tests.faults.damage_page
 """
@@ -17,23 +17,23 @@ OUTPUTS_SEE = {("codes", "NaN"), ("codes", "0xFF")}
 
 
 def matrix(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
-    """What was seen of everything that was done to each output."""
+    """Results of all damages, by form."""
     return {form: [s for d in damages(form, pair.output) if (s := look(d, pair))] for form, pair in outputs.items()}
 
 
 def in_layouts(outputs: Mapping[str, Pair]) -> dict[str, list[Seen]]:
-    """What was seen of every planted difference, by layout."""
+    """Results of all planted differences, by layout."""
     return {layout: [s for d in differences() if (s := look(d, pair))] for layout, pair in outputs.items()}
 
 
 def in_outputs(form: str, pair: Pair) -> list[tuple[Damage, bool]]:
-    """What running both models shows, of damage that it claims to see: outputs that are no numbers."""
+    """Whether running both models shows the damage that makes outputs NaN or infinite."""
     tried = [d for d in damages(form, pair.output) if (d.component, d.kind) in OUTPUTS_SEE and _has_nan(form)]
     return [(d, seen_in_outputs(d, pair)) for d in tried]
 
 
 def _has_nan(form: str) -> bool:
-    """Codes of four bits have no NaN, and 0xFF bytes are numbers there."""
+    """Whether codes of a form can be NaN; those of four bits cannot."""
     return not any(word in form for word in ("points", "e2m1", "int4"))
 
 

@@ -60,7 +60,7 @@ def make_layouts(folder: Path) -> dict[str, Pair]:
 
 
 def differences() -> Iterator[Damage]:
-    """All that is planted."""
+    """All planted differences."""
     for component, several in _DIFFERENCES.items():
         for kind, do in several.items():
             yield Damage(component=component, kind=kind, do=do)
@@ -89,7 +89,7 @@ def _put(name: str, *path: Any, value: Any) -> Callable[[Path], None]:
 
 
 def _tensors(change: Callable[[Tensors], object], metadata: str = "pt") -> Callable[[Path], None]:
-    """Another `model.safetensors`; GGUF files have no tensors of these names."""
+    """Rewrite `model.safetensors`; GGUF files have no tensors of these names."""
 
     def do(output: Path) -> None:
         if (output / WEIGHTS).exists():
@@ -104,7 +104,7 @@ def _tensors(change: Callable[[Tensors], object], metadata: str = "pt") -> Calla
 
 
 def _bytes(name: str, change: Callable[[bytearray], None]) -> Callable[[Path], None]:
-    """The stored data of a tensor, also in a GGUF file; packed codes have names of their own."""
+    """Change the stored data of a tensor, also in a GGUF file; packed codes have their own names."""
 
     def do(output: Path) -> None:
         if (output / "model.gguf").exists():
@@ -160,7 +160,7 @@ def _drop(start: str) -> Callable[[Tensors], object]:
 
 
 def _times(end: str, factor: float) -> Callable[[Tensors], None]:
-    """All tensors whose names have an end, times a factor."""
+    """Multiply all tensors whose names end with `end`."""
 
     def change(tensors: Tensors) -> None:
         for name, x in tensors.items():
@@ -195,7 +195,7 @@ def _adapter(output: Path) -> None:
 
 
 def _shards(output: Path) -> None:
-    """An index that leads to other weights than `model.safetensors`, which lies beside it."""
+    """Add an index to weights that differ from those of `model.safetensors`."""
     if (output / WEIGHTS).exists():
         tensors = load_file(output / WEIGHTS)
         other = {n: x.flip(0).contiguous() for n, x in tensors.items()}
@@ -223,7 +223,7 @@ def _exchange(a: bytes, b: bytes) -> Callable[[bytearray], None]:
 
 
 def _field(key: str, value: float) -> Callable[[Path], None]:
-    """Another number under a key of the header."""
+    """Replace a number in the header of a GGUF file."""
 
     def do(output: Path) -> None:
         if (output / "model.gguf").exists():
@@ -235,7 +235,7 @@ def _field(key: str, value: float) -> Callable[[Path], None]:
 
 
 def _forged(options: dict[str, Any], record: dict[str, Any], *, tuned: bool = False) -> Callable[[Path], None]:
-    """Codes set to zero, and a record that says that they were chosen so."""
+    """Set codes to zero, and add a record that says that they were chosen so."""
 
     def do(output: Path) -> None:
         if not (output / WEIGHTS).exists() or (output / "collage").exists():
@@ -279,7 +279,7 @@ def _rounding(**changed: Any) -> Callable[[Path], None]:
 
 
 def _inputs(*ends: str) -> Callable[[Path], None]:
-    """Scales of inputs, keys or values that are 16 times too large, in the file and the record."""
+    """Make scales of inputs, keys or values 16 times too large, in the file and the record."""
 
     def do(output: Path) -> None:
         document = json.loads((output / MARKER).read_text())

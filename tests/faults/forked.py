@@ -1,4 +1,4 @@
-"""Command lines of lpconv in processes forked from one that has imported everything, which takes seconds."""
+"""Run commands of lpconv in forked processes, which need not import anything again."""
 
 import faulthandler
 import fcntl
@@ -39,7 +39,7 @@ _TYPICAL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a process ended: its exit code, or minus a signal, and what it wrote."""
+    """Exit code of a process, or minus its signal, and its output."""
 
     code: int
     out: str
@@ -47,7 +47,7 @@ class Ended:
 
 
 def import_everything(material: Path) -> None:
-    """Import here what typical commands import, so that those that are forked need not: it takes them seconds."""
+    """Import everything that typical commands import, because each forked process would take seconds for it."""
     for arguments in _TYPICAL:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(material, folder, dirs_exist_ok=True)
@@ -58,14 +58,14 @@ def import_everything(material: Path) -> None:
 
 
 def _imports_of(arguments: Sequence[str], folder: Path) -> None:
-    """Do a command and say what is imported after it."""
+    """Run a command and print the modules that are imported afterwards."""
     with suppress(SystemExit):
         command_line(arguments, folder)
     print("\nIMPORTED", *sys.modules, file=sys.stderr)
 
 
 def command_line(arguments: Sequence[str], folder: Path) -> None:
-    """`lpconv ARGUMENTS…` in this process, in a folder."""
+    """Run `lpconv ARGUMENTS…` in this process, in a folder."""
     from lpconv.cli.main import run
 
     os.chdir(folder)
@@ -75,13 +75,13 @@ def command_line(arguments: Sequence[str], folder: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """A process that runs, and the ends of its pipes to read and to write."""
+    """A running process and both ends of its pipes."""
 
     pid: int
     pipes: tuple[tuple[int, int], ...]
 
     def end(self) -> Ended:
-        """Wait for it."""
+        """Wait for the end of the process."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         said = []
         for end, into in self.pipes:
@@ -92,9 +92,9 @@ class Begun:
 
 
 def begin(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Begun:
-    """Start a function in its own process.
+    """Start `action` in a process of its own.
 
-    None of its files may become larger than `file_bytes`. It ends by SIGALRM after `patience_s`.
+    Its files cannot grow beyond `file_bytes`. It is ended by SIGALRM after `patience_s`.
     """
     pipes = (os.pipe(), os.pipe())
     for _, into in pipes:  # nobody reads before the process has ended
@@ -112,12 +112,12 @@ def begin(action: Callable[[], object], *, file_bytes: int | None = None, patien
 
 
 def forked(action: Callable[[], object], *, file_bytes: int | None = None, patience_s: int = 300) -> Ended:
-    """`begin` something, and wait for it."""
+    """Run `action` in a process of its own."""
     return begin(action, file_bytes=file_bytes, patience_s=patience_s).end()
 
 
 def killed(action: Callable[[], object], *, after_s: float) -> Ended:
-    """`begin` something, and end it by SIGKILL after so many seconds, unless it has ended before."""
+    """Run `action` in a process of its own that is killed after some seconds, unless it has ended."""
     begun = begin(action)
     time.sleep(after_s)
     os.kill(begun.pid, signal.SIGKILL)  # one that has ended waits for us, and keeps its exit code
@@ -125,7 +125,7 @@ def killed(action: Callable[[], object], *, after_s: float) -> Ended:
 
 
 def _exit_code(action: Callable[[], object]) -> int:
-    """What Python would end with."""
+    """Call `action` and return the exit code that Python would end with."""
     code = 0
     try:
         action()

@@ -1,4 +1,4 @@
-"""Give every command of lpconv damaged files, odd options and places that cannot be written, and see what it says.
+"""Run commands of lpconv on damaged files, with odd options and unwritable outputs, and check how they end.
 
     python -m tests.faults.fuzz                   # a minute
     python -m tests.faults.fuzz --long --seed 1   # hours
@@ -76,7 +76,7 @@ def _try(number: int, seed: int, material: Path, folder: Path) -> Outcome:
 
 
 def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
-    """What is wrong with the way a command ended, None where nothing is."""
+    """What is wrong with the way a command ended, or None."""
     code, out, err = ended.code, ended.out, ended.err
     if code < 0:
         stack = [line.strip() for line in err.splitlines() if line.startswith("  File ")][:3]
@@ -98,7 +98,7 @@ def fault_of(arguments: Sequence[str], ended: Ended) -> str | None:
 
 
 def asks_json(arguments: Sequence[str]) -> bool:
-    """Whether `--json` stands there as an option, and not as what an option before it is given."""
+    """Whether `--json` is an option here, and not the value of the option before it."""
     if "--json" not in arguments:
         return False
     parameters = typer.main.get_command(app).commands[arguments[0]].params  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def asks_json(arguments: Sequence[str]) -> bool:
 
 
 def is_finished(output: Path) -> bool:
-    """Whether something that a command writes last is there."""
+    """Whether the file that a command writes last exists."""
     if not output.is_dir():
         return output.exists()
     return any((output / n).exists() for n in ("lpconv.json", "probe.json", "report.json", "model.onnx"))
@@ -115,7 +115,7 @@ def is_finished(output: Path) -> bool:
 
 @contextmanager
 def _small_disks(work: Path) -> Iterator[None]:
-    """File systems without room, and without leave to write, beside the material; folders if mounting fails."""
+    """Mount a full and a read-only file system next to the material; they stay folders if mounting fails."""
     folders = {"full": "size=64k", "ro": "ro"}
     mounted = []
     for name, how in folders.items():

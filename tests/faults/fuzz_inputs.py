@@ -1,4 +1,4 @@
-"""What `fuzz.py` tries: commands with something wrong in what they read, in their options, or where they write.
+"""Inputs of `fuzz.py`: commands with damaged files, wrong options or unwritable outputs.
 
 A `Trial` is one command line in a folder of its own. `outputs` are the places that must hold nothing finished where the
 command fails.
@@ -26,7 +26,7 @@ LONG = "x" * 300
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A command line, run in `folder`; what is wrong with it in words; and where its output would be."""
+    """A command line, a description of what is wrong with it, and its outputs."""
 
     arguments: tuple[str, ...]
     wrong: str
@@ -47,7 +47,7 @@ def _copied(material: Path, folder: Path, *names: str) -> None:
 
 
 def _harm(rng: random.Random, path: Path) -> str:
-    """Damage a file in place; in words."""
+    """Damage a file in place, and describe the damage."""
     sound = path.read_bytes()
     if rng.random() < 0.05:
         path.unlink()
@@ -68,7 +68,7 @@ def _harm(rng: random.Random, path: Path) -> str:
 def _on_a_checkpoint(
     rng: random.Random, name: str, only: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A command that reads the checkpoint `name`, and what it writes; those that take long come seldom."""
+    """A command that reads the checkpoint `name`, and its outputs; slow commands are rare."""
     form = FORMS[rng.choice(list(FORMS))]
     recipe = rng.choice(("unit-fp8", "collage-bf16", "fp32"))
     level = rng.choice(("none", "weights", "auto", "logits"))
@@ -97,7 +97,7 @@ def _trial(
 
 
 def damaged_checkpoint(*kinds: str, files: Sequence[str], only: Sequence[str] = ()) -> Attack:
-    """A file of a checkpoint is not what it should be; `only` names the commands that read it."""
+    """Damage a file of a checkpoint; `only` names the commands that read it."""
 
     def attack(rng: random.Random, material: Path, folder: Path) -> Trial:
         name = rng.choice(kinds)
@@ -111,7 +111,7 @@ def damaged_checkpoint(*kinds: str, files: Sequence[str], only: Sequence[str] = 
 
 
 def damaged_output(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """A file of one of our outputs is not what it should be; the source beside it is sound."""
+    """Damage a file of one of our outputs; the source is valid."""
     name = rng.choice((*FORMS, "restored", "tuned", "unequal", "fresh"))
     _copied(material, folder, name, "llama")
     there = sorted(p for p in (folder / name).rglob("*") if p.is_file() and p.suffix not in (".html", ".md"))
@@ -133,7 +133,7 @@ def damaged_output(rng: random.Random, material: Path, folder: Path) -> Trial:
 
 
 def damaged_result(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """A record of ours, a manifest or a journal is not what it should be."""
+    """Damage a record, a manifest or a journal."""
     name, files, commands = rng.choice(_RESULTS)
     _copied(material, folder, name, *(["llama"] if name not in ("llama", "batch") else []), "sharded")
     path = folder / name
@@ -166,7 +166,7 @@ _RESULTS: Sequence[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]] = (
 
 
 def damaged_data(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """The text to train on, or to probe with, is not what it should be."""
+    """Damage the text for training or probing."""
     _copied(material, folder, "llama", "data")
     path = folder / "data" / rng.choice(("x.txt", "x.jsonl", "x.csv", "x.parquet"))
     wrong = _harm(rng, path)
@@ -178,7 +178,7 @@ def damaged_data(rng: random.Random, material: Path, folder: Path) -> Trial:
 
 
 def vocabulary(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """The tokenizer knows more tokens than the model, or there is another vocabulary size in the config."""
+    """Use a tokenizer with more tokens than the model, or change the vocabulary size in the config."""
     name = "narrow"
     _copied(material, folder, name)
     if rng.random() < 0.5:
@@ -198,7 +198,7 @@ _ENDLESS = {"--steps", "--seeds", "--min-iters", "--min-time", "--rounds", "--la
 
 
 def options(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """One or two options have a value that they do not take."""
+    """Give one or two options an invalid value."""
     _copied(material, folder, "llama", "unit", "probe", "batch", "bench.json")
     base: Mapping[str, tuple[str, ...]] = {
         "convert": ("convert", "llama", "--verify", "none", "-q", "-o", "OUT"),
@@ -238,7 +238,7 @@ _PLACES = ("", ".", "/", "/proc/x", LONG, f"{LONG}/x", "file", "file/x", "deep/e
 
 
 def places(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """The output cannot be where it should; `full` and `ro` below `material` are file systems without room."""
+    """Write to a place where no output can be; `full` and `ro` are file systems next to `material`."""
     _copied(material, folder, "llama", "unit", "probe", "batch")
     (folder / "file").write_text("mine")
     (folder / "there").mkdir()
@@ -269,7 +269,7 @@ def places(rng: random.Random, material: Path, folder: Path) -> Trial:
 
 
 def full_disk(rng: random.Random, material: Path, folder: Path) -> Trial:
-    """No file may grow beyond so many bytes, which the system says as it says that a disk is full."""
+    """Limit the size of files, which ends like a full disk."""
     _copied(material, folder, "llama", "unit", "probe", "batch")
     arguments, outputs = rng.choice(
         [

@@ -108,7 +108,7 @@ def _bert(target: Path) -> None:
 
 
 def _unequal(sound: Path, target: Path) -> None:
-    """A checkpoint of others in which weights that readers fuse have scales that differ."""
+    """Write a third-party checkpoint in which weights that readers fuse have different scales."""
     ours = shutil.ignore_patterns("lpconv.json", "SHA256SUMS", "report.*")
     shutil.copytree(sound, target, ignore=ours)
     tensors = load_file(target / "model.safetensors")
@@ -119,7 +119,7 @@ def _unequal(sound: Path, target: Path) -> None:
 
 
 def _interrupted(folder: Path) -> None:
-    """A fine-tuning that stopped after its last checkpoint, and a conversion that stopped after its last shard."""
+    """Write a fine-tuning without its published model, and a conversion that stopped after its last shard."""
     tuning = ("finetune", "llama", "--recipe", "bf16", *TUNE, "--save-every", "1", "-o", "stopped")
     _stopped(folder, "lpconv.train.study", "publish_model", *tuning)
     assert list((folder / "stopped").rglob("checkpoint-*"))
@@ -129,7 +129,7 @@ def _interrupted(folder: Path) -> None:
 
 
 def _stopped(folder: Path, module: str, function: str, *arguments: str) -> None:
-    """A command that ends where it would call a function."""
+    """Run a command that ends when it calls a function."""
     code = (
         f"import os, sys, {module} as m\nfrom lpconv.cli.main import app\n"
         f"m.{function} = lambda *_: os._exit(9)\napp(sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""Ways to damage the bytes of a file, or a value of a JSON document, drawn from a seeded generator."""
+"""Random damage to the bytes of a file, or to a value of a JSON document."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def insert(rng: random.Random, data: bytes) -> bytes:
 
 
 def retype(rng: random.Random, data: bytes) -> bytes:
-    """Characters that mean something in JSON, in place of others."""
+    """Replace characters by others that have a meaning in JSON."""
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 4)):
         changed[rng.randrange(len(data))] = rng.choice(b'0123456789"{}[],:-.eE \\')
@@ -50,7 +50,7 @@ BYTES: tuple[Damage, ...] = (flip_bit, cut, drop, insert, retype, repeat)
 
 
 def odd_value(rng: random.Random, data: bytes) -> bytes:
-    """A JSON document with one value replaced or one key removed."""
+    """Replace one value or remove one key of a JSON document."""
     document = json.loads(data)
     *path, last = rng.choice([p for p in _paths(document) if p])
     owner = document

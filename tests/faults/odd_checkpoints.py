@@ -87,7 +87,7 @@ _LEAST_DB = {"exact": 200.0, "fp16": 55.0, "collage": 40.0, "e4m3fn": 20.0, "com
 
 @dataclass
 class Files:
-    """A checkpoint on its way to the disk: tensors, config, and further files that a quirk writes."""
+    """A checkpoint before it is written: tensors, config, and functions that write more files."""
 
     state: dict[str, Tensor]
     config: dict[str, Any]
@@ -317,7 +317,7 @@ def _write_weights(f: Files, directory: Path) -> None:
 
 
 def opened_by_transformers(directory: Path) -> tuple[dict[str, Tensor], set[str]] | None:
-    """Parameters in fp32 as transformers reads them, and those that it finds no data for; None if it opens nothing."""
+    """Parameters in fp32 as transformers reads them, and names without data; None if it cannot open the folder."""
     config = json.loads((directory / "config.json").read_text())
     cls = getattr(T, (config.get("architectures") or ["AutoModel"])[0])
     try:
@@ -331,7 +331,7 @@ def opened_by_transformers(directory: Path) -> tuple[dict[str, Tensor], set[str]
 
 
 def check_case(case: Case, folder: Path) -> str:
-    """What became of a case: "equal", or "refused: ..." with the message. Raises AssertionError for a difference."""
+    """ "equal", or "refused: ..." with the message. Raises AssertionError for a difference."""
     source, output = folder / "source", folder / "output"
     write_case(case, source)
     wanted = opened_by_transformers(source)

@@ -1,4 +1,4 @@
-"""No planted damage is silent at a level that claims to see it, in any form; the page says what was found."""
+"""Every planted damage is detected by the levels that claim to; docs/verify.md has the numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path

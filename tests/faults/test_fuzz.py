@@ -1,4 +1,4 @@
-"""Seeded damage to every file that lpconv reads: an error of ours with a hint, or an output that is right.
+"""Damaged files end in one of lpconv's errors with a hint, or in a correct output.
 
 Nothing else may come out: no other exception, nothing published that the damage reached.
 """
@@ -54,7 +54,7 @@ def forget(folder: Path) -> None:
 
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
-    """A folder for outputs only, so that all of them can be looked at and thrown away."""
+    """A folder for outputs only, so that all of them can be checked and deleted."""
     (tmp_path / "outputs").mkdir()
     return tmp_path / "outputs"
 
@@ -175,7 +175,7 @@ def test_a_damaged_pickle(tmp_path: Path, outputs: Path, legacy: bool) -> None:
 
 
 class TestOutput:
-    """An output is input too: for `verify`, `restore` and `inspect`."""
+    """Outputs are inputs of `verify`, `restore` and `inspect`."""
 
     @pytest.mark.parametrize(
         ("method", "name"),

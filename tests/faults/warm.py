@@ -1,4 +1,4 @@
-"""Imported by the server that conversions are forked from: what each would import or compile again, done once."""
+"""Imports and compiled templates of the process that conversions are forked from."""
 
 from lpconv.report.convert import convert_document
 from lpconv.report.html import html

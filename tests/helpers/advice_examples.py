@@ -1,4 +1,4 @@
-"""Records of an advice for tests of what is made of them."""
+"""Example records of `lpconv advise`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A bench without child processes: what a child would do is done here, when its answer is asked for."""
+"""A bench without child processes: their work is done here when the answer is read."""
 
 import json
 import os
@@ -13,7 +13,7 @@ __all__ = ["Direct", "without_processes"]
 
 
 class Direct(Child):
-    """Answers as a child process does, JSON included."""
+    """Answers like a child process, through JSON."""
 
     def __init__(self) -> None:
         self._worker, self._asked = Worker(), ""

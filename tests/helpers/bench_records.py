@@ -1,4 +1,4 @@
-"""Records of benches that never ran, for tests of what is made of them."""
+"""Example records of `lpconv bench`."""
 
 from lpconv.bench.roofline import Gemm
 from lpconv.results import (

@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over a pipe by its DevTools protocol: one process for many pages."""
+"""A headless Chromium, driven by its DevTools protocol over a pipe: one process for many pages."""
 
 import base64
 import json
@@ -18,12 +18,12 @@ _FLAGS = (
 
 
 def find_browser() -> str | None:
-    """The path of an installed Chromium; None where there is none."""
+    """The path of an installed Chromium, or None."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 class Browser:
-    """A context manager. `ask` and `picture` are about the page that is open, as it looks now."""
+    """A context manager. `ask` and `picture` refer to the open page as it looks now."""
 
     def __init__(self, executable: str, profile: Path) -> None:
         from_us, self._commands = os.pipe()
@@ -60,7 +60,7 @@ class Browser:
             pass
 
     def look(self, *, width: int, dark: bool = False) -> None:
-        """As on a device so wide, in CSS pixels, and with this colour scheme; 900 high."""
+        """Set the width of the screen in CSS pixels, and the colour scheme; it is 900 high."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
@@ -73,7 +73,7 @@ class Browser:
         return found["result"].get("value")
 
     def picture(self, file: Path, *, height: int | None = None) -> None:
-        """A PNG of the page's first `height` pixels, by default of all."""
+        """Write a PNG of the page's first `height` pixels, by default of the whole page."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
@@ -120,7 +120,7 @@ class Browser:
 
 
 def problems(browser: Browser) -> list[str]:
-    """What is wrong with the page as it looks now, each in words. On a phone, boxes called wide may slide sideways."""
+    """Problems of the open page. On a phone, boxes of class `wide` may scroll sideways."""
     found: list[str] = browser.ask(f"({_CHECKS})()")
     return found
 

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests, sound and broken, and ways to run lpconv on them."""
+"""Small valid and broken checkpoints, and functions that run lpconv on them."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def write_checkpoint(
     *,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A checkpoint directory written by the safetensors library; a sequence of tables makes one shard of each."""
+    """Write a checkpoint with the safetensors library; each table of a sequence becomes a shard."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config or {}))
     if isinstance(tensors, Mapping):
@@ -77,7 +77,7 @@ def write_checkpoint(
 
 
 def converted_demo(folder: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
-    """The demo model in several forms: the options of each conversion by name."""
+    """Convert the demo model with several sets of options."""
     for name, options in forms.items():
         convert("demo", folder / name, ConvertOptions(verify="none", **options))
     return {name: folder / name for name in forms}
@@ -106,7 +106,7 @@ def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, 
 
 
 def files_of(directory: Path, *, without: set[str] = REPORTS) -> dict[str, bytes]:
-    """Every file below `directory` with its bytes, but for the two reports of the run."""
+    """The bytes of every file below `directory`, without the two reports of the run."""
     found = ((p.relative_to(directory).as_posix(), p) for p in sorted(directory.rglob("*")) if p.is_file())
     return {name: path.read_bytes() for name, path in found if name not in without}
 
@@ -117,7 +117,7 @@ def bits_of(x: Tensor) -> bytes:
 
 
 def rehash(output: Path, *, with_residual: bool = False) -> None:
-    """Write SHA256SUMS of what lies there now; `with_residual` also the hashes that a residual has of its root."""
+    """Write SHA256SUMS again; `with_residual` also updates the hashes in the index of a residual."""
     index = output / "collage" / "residual.json"
     if with_residual and index.exists():
         document = json.loads(index.read_text())
@@ -129,13 +129,13 @@ def rehash(output: Path, *, with_residual: bool = False) -> None:
 
 
 def published(output: Path) -> bool:
-    """Whether anything is called OUT, or something beside it looks like a finished output."""
+    """Whether the output exists, or something next to it looks like a finished output."""
     partial = output.with_name(output.name + ".partial")
     return os.path.lexists(output) or ((partial / "lpconv.json").exists() and not (partial / "journal.jsonl").exists())
 
 
 def refusal(run: Run, output: Path, **options: Any) -> LpconvError:
-    """The error that a run ends in; it has a hint, and nothing was published."""
+    """The error of a run that must fail with a hint and publish nothing."""
     with pytest.raises(LpconvError) as caught:
         run(**options)
     assert caught.value.hint
@@ -144,11 +144,11 @@ def refusal(run: Run, output: Path, **options: Any) -> LpconvError:
 
 
 def cli_environment(**extra: str) -> dict[str, str]:
-    """The environment of a child process that finds this checkout of lpconv."""
+    """Environment of a child process that imports this checkout of lpconv."""
     return os.environ | {"PYTHONPATH": str(Path(lpconv.__file__).parents[1]), "OMP_NUM_THREADS": "1"} | extra
 
 
 def run_cli(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    """`lpconv ARGUMENTS…` in a process of its own."""
+    """Run `lpconv ARGUMENTS…` in a process of its own."""
     command = [sys.executable, "-m", "lpconv", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=cli_environment(**env), capture_output=True, text=True, check=False)

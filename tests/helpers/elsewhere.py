@@ -1,6 +1,6 @@
-"""`python -c SCRIPT`, forked from one process that has imported torch and transformers, and never lpconv.
+"""Run scripts, and open checkpoints, in processes that have imported torch and transformers but not lpconv.
 
-Starting Python anew takes 3 to 5 seconds of processor time, nearly all of it for these two.
+They are forked from one process, because importing both takes 3 to 5 seconds of processor time.
 """
 
 import atexit
@@ -50,7 +50,7 @@ for line in sys.stdin:
 
 
 def run_script(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What a script printed and how it ended, in a process that has imported nothing of ours."""
+    """Run a script in a process that has not imported lpconv."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
@@ -99,7 +99,7 @@ class Opened(NamedTuple):
 def opens_elsewhere(
     *paths: Path, cls: str = "AutoModelForCausalLM", dtype: str = "", decodes: bool = False
 ) -> list[Opened]:
-    """Open checkpoints with plain transformers if lpconv cannot be imported; no key may be missing or unexpected."""
+    """Open checkpoints with transformers alone; no key may be missing or unexpected."""
     out = paths[0].with_suffix(".pt")
     done = run_script(_OPEN, cls, dtype, "yes" if decodes else "", out, *paths)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Whether this build of torch.compile can keep 16-bit roundings, which is a private option of it."""
+"""Whether this build of torch.compile can keep 16-bit roundings, a private option."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""Checkpoints in the layouts of others, made of plain ones: by their own packages where those run on a CPU.
+"""Checkpoints in third-party layouts, made from plain ones by the tools' own packages if these run on a CPU.
 
-What no package here writes is packed by the words of its documentation. Scales are those of rounding to nearest.
+Other layouts are packed as their documentation says. Scales are those of rounding to nearest.
 """
 
 import json
@@ -34,7 +34,7 @@ def scheme_of(preset: str, **changed: Any) -> Any:
 
 
 def _scales(w: Tensor, block: tuple[int, int], limit: float) -> Tensor:
-    """max |w| of each block over `limit`; 1 where that is nothing. Blocks at the edges may be smaller."""
+    """max |w| / limit of each block, 1 for blocks of zeros. Blocks at the edges may be smaller."""
     (rows, cols), (n, k) = block, w.shape
     padded = torch.nn.functional.pad(w, (0, -k % cols, 0, -n % rows))
     amax = padded.view(len(padded) // rows, rows, -1, cols).abs().amax((1, 3))
@@ -56,7 +56,7 @@ def _fp4(x: Tensor) -> Tensor:
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Two codes to a byte, the first in the lower half."""
+    """Pack two codes into a byte, the first in the lower half."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -291,12 +291,12 @@ MAKERS: Mapping[str, tuple[Maker, Callable[[], dict[str, Any]]]] = {
 
 
 def quantised(name: str) -> bool:
-    """Whether a tensor of a decoder is a weight that these layouts hold."""
+    """Whether these layouts quantize this tensor of a decoder."""
     return name.endswith("_proj.weight")
 
 
 def make_foreign(layout: str, plain: Path, target: Path) -> Path:
-    """A plain checkpoint rewritten into a layout."""
+    """Rewrite a plain checkpoint in a third-party layout."""
     make, config_of = MAKERS[layout]
     target.mkdir(parents=True)
     for file in plain.iterdir():

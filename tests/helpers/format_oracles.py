@@ -1,4 +1,4 @@
-"""Other people's implementations of the formats, and comparisons, for the tests of this folder."""
+"""Third-party implementations of the formats, and comparisons."""
 
 import math
 from functools import cache

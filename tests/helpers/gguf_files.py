@@ -1,4 +1,4 @@
-"""GGUF files: of a model of one layer with a tensor of each type and random numbers, and of any small Llama."""
+"""GGUF files of a random one-layer model with a tensor of each type, and of any small model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A model hub on the loopback: what `huggingface_hub` asks of the real one, and what can go wrong with it.
+"""A model hub on localhost with the API that `huggingface_hub` uses, and with faults.
 
 One repository with its files; every file may have one fault. Requests are counted and the server stops by itself, after
 so many of them or so long, so that a client that retries for ever ends a test and does not hang it.
@@ -35,7 +35,7 @@ class Hub:
     endpoint: str = ""
 
     def digest(self, name: str) -> str:
-        """What the hub promises of a file: the SHA-256 of weights, Git's hash of anything else."""
+        """The hub's hash of a file: SHA-256 for weights, Git's hash for others."""
         data = self.files[name]
         if _is_large(name):
             return hashlib.sha256(data).hexdigest()
@@ -71,7 +71,7 @@ class Hub:
 
 @contextmanager
 def serving(repo_id: str, files: Mapping[str, bytes], **faults: str) -> Iterator[Hub]:
-    """A hub with one repository, up to the end of the block."""
+    """Serve one repository until the end of the block."""
     hub = Hub(repo_id=repo_id, files=files, faults=dict(faults))
     server = _Server(("127.0.0.1", 0), _Handler)
     server.hub = hub

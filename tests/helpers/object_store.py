@@ -1,4 +1,4 @@
-"""An object store on the loopback: the part of S3 that lpconv speaks, and what can go wrong with one.
+"""An object store on localhost: the part of S3 that lpconv uses, with faults.
 
 Objects live in memory. A fault is a function of a request that says what is done to its answer, so a test can cut, slow
 down or refuse any answer; requests are kept. `https://` sources are served from the same objects, without a listing.
@@ -24,7 +24,7 @@ ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "an-id", "AWS_SECRET_ACCESS_KEY": "top-secre
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked: a method, the key without the bucket, the query, and the range of bytes, if any."""
+    """A request: method, key without the bucket, query, and range of bytes, if any."""
 
     method: str
     key: str
@@ -60,21 +60,21 @@ class Store:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put_folder(self, prefix: str, folder: Path) -> str:
-        """Store all files of a folder; gives back the URL of the prefix."""
+        """Store all files of a folder; returns the URL of the prefix."""
         for path in folder.rglob("*"):
             if path.is_file():
                 self.objects[f"{prefix}/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
         return f"s3://{BUCKET}/{prefix}"
 
     def read(self, *, suffix: str = "") -> int:
-        """How many bytes of objects were asked for, of those whose keys end so."""
+        """Number of requested bytes of objects whose keys end with `suffix`."""
         asked = (r for r in self.requests if r.method == "GET" and r.key.endswith(suffix) and r.key in self.objects)
         return sum((r.last + 1 if r.last is not None else len(self.objects[r.key])) - (r.first or 0) for r in asked)
 
 
 @contextmanager
 def serving(objects: Mapping[str, bytes] | None = None) -> Iterator[Store]:
-    """A store up to the end of the block."""
+    """Serve a store until the end of the block."""
     store = Store(objects=dict(objects or {}))
     server = _Server(("127.0.0.1", 0), _Handler)
     server.store = store

@@ -1,4 +1,4 @@
-"""A page of every kind as it may come out at its worst: long names, many layers, all sections, figures made up."""
+"""A page of every kind with long names, many layers, all sections and invented figures."""
 
 import math
 import zlib
@@ -56,7 +56,7 @@ STEPS = 60
 
 
 def made_up(*name: object) -> float:
-    """A number in [0, 1) that belongs to this name."""
+    """A number in [0, 1) that depends on the name only."""
     return zlib.crc32(repr(name).encode()) / 2**32
 
 
@@ -101,7 +101,7 @@ def _run(role: str, seed: int) -> RunRecord:
 
 
 def finetune(**changes: object) -> FinetuneResult:
-    """Two seeds of a classification with a twin, and all that a run can record."""
+    """Two seeds of a classification with a twin and every kind of record."""
     made = FinetuneResult(
         name="bert-large-uncased-whole-word-masking",
         output="runs/bert-large-uncased-whole-word-masking-unit-fp8-collage-finetuned",
@@ -235,7 +235,7 @@ def verification() -> Verification:
 
 
 def advice() -> AdviceResult:
-    """Candidates for both purposes, one of each that failed, was pruned or was not reached, and long names."""
+    """Candidates for both purposes: measured, failed, pruned and not reached, with long names."""
     rows = [a_row(f"multipoint e4m3fn, {i}.5 bits; {i} of 210 as they are", size_bytes=10**8 * (i + 3),
                   gap=gap(0.02 / 4**i, 0.01 / 4**i), meets=i > 1) for i in range(4)]  # fmt: skip
     trained = [a_row(name, purpose="train", settings={"recipe": name}, memory_bytes=10**9 * (i + 2),

@@ -1,4 +1,4 @@
-"""Functions run by several ranks that talk over gloo, forked from one process that has imported what they need."""
+"""Run functions on several gloo ranks, forked from one process that has imported what they need."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ _PRELOADED = ["lpconv.train.study", "transformers.models.llama.modeling_llama", 
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], folder: Path, *arguments: object) -> Any:
-    """What rank 0 returns of `function(*arguments)`, called on each of the ranks, in `folder`."""
+    """Call `function(*arguments)` on each rank, in `folder`, and return the result of rank 0."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     port = free_port()
     start_processes(  # type: ignore[no-untyped-call]  # untyped in torch
@@ -27,7 +27,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], folder: Path, *argum
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A TCP port that is free."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

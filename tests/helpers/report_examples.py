@@ -74,7 +74,7 @@ def llama_shapes(layers: int = 32) -> Shapes:
 
 
 def _made_up(name: str, salt: str = "") -> float:
-    """A number in [0, 1) that belongs to this name."""
+    """A number in [0, 1) that depends on the name only."""
     return zlib.crc32((salt + name).encode()) / 2**32
 
 
@@ -187,7 +187,7 @@ def llama_result(fmt: str = "e4m3fn", layers: int = 32, **changes: Any) -> Conve
 
 
 def calibrated_result() -> ConvertResult:
-    """One of those with the largest input of every module that is converted."""
+    """A conversion with the largest input of every converted module."""
     result = llama_result(layers=1, method="unit", options={"granularity": "nvfp4", "layout": "compressed-tensors"})
     coded = [t for t in result.tensors if t.action == "convert"]
     absmax = {t.name.removesuffix(".weight"): 7.25 + i for i, t in enumerate(coded)}
@@ -196,7 +196,7 @@ def calibrated_result() -> ConvertResult:
 
 
 def plan_of(result: ConvertResult) -> PlanResult:
-    """The plan that such a result would have come from."""
+    """The plan that belongs to a result."""
     return PlanResult(
         method=result.method,
         format=result.format,
@@ -216,7 +216,7 @@ def plan_of(result: ConvertResult) -> PlanResult:
 
 
 def section_of(document: Document, title: str) -> Section:
-    """The section with this title, of which there is one."""
+    """The only section with this title."""
     (section,) = (s for s in document.sections if s.title == title)
     return section
 

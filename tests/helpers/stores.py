@@ -1,4 +1,4 @@
-"""An object store for tests, as the environment names one."""
+"""An object store that the environment variables point to."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ __all__ = ["offered"]
 def offered(
     monkeypatch: pytest.MonkeyPatch, folder: Path, objects: Mapping[str, bytes] | None = None
 ) -> Iterator[Store]:
-    """A store that ``s3://bucket`` means up to the end of the block, with an empty cache in `folder`."""
+    """Serve `s3://bucket` until the end of the block, with an empty cache in `folder`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     for name, value in {**ENVIRONMENT, "NO_PROXY": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
