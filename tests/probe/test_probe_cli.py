@@ -253,17 +253,6 @@ def test_models_that_do_not_read_text_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_text_and_lengths_are_refused(tmp_path: Path) -> None:
-    short, binary = tmp_path / "short.txt", tmp_path / "binary"
-    short.write_text("to be")
-    binary.write_bytes(b"\xff\xfe\x00")
-    out = ("-o", tmp_path / "out")
-    assert "tokens" in refused(3, "probe", "demo", "--data", short, *out)
-    refused(3, "probe", "demo", "--data", binary, *out)
-    refused(3, "probe", "demo", "--data", tmp_path / "none.txt", *out)
-    assert "256" in refused(2, "probe", "demo", "--seq-len", 257, *out)
-
-
 def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
