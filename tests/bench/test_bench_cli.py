@@ -253,3 +253,8 @@ def test_an_interrupted_run_keeps_the_rows_it_has(tmp_path: Path) -> None:
 )
 def test_bad_requests_end_with_their_code_and_a_hint(code: int, args: tuple[str, ...]) -> None:
     refused(code, *args, "-q")
+
+
+@pytest.mark.parametrize("flag", ["--min-iters", "--rounds", "--launches"])
+def test_an_effort_of_zero_is_refused_by_its_flag(flag: str) -> None:
+    assert f"{flag} 0 " in refused(2, "demo", flag, 0)

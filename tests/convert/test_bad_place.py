@@ -123,7 +123,7 @@ class TestOwnSource:
                 convert(str(model), file.parent, ConvertOptions(format="fp16", verify="none", force=True))
         assert files_of(file.parent) == before
 
-    @pytest.mark.parametrize("command", ["convert demo --verify none", "restore made"])
+    @pytest.mark.parametrize("command", ["convert demo --verify none", "restore made", "export onnx made"])
     def test_force_keeps_the_files_of_others(self, made: Path, command: str) -> None:
         arguments = [*command.split(), "-o", "out", "--force"]
         for _ in range(2):

@@ -59,6 +59,8 @@ def test_held_out_rows_do_not_depend_on_the_seed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        ("empty.txt", b""),
+        ("broken.jsonl", b'{"text": "a"\n{{{'),
         ("binary.txt", b"\xff\xfe\x00"),
         ("numbers.jsonl", b'{"text": 1}\n{"text": 2}\n'),
         ("blank.jsonl", b'{"text": ""}\n{"text": "  "}\n'),
