@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from obstore.store import LocalStore
+from typer.testing import CliRunner
 
-from lpconv.convert.run import convert
+from lpconv.cli.main import app
+from lpconv.convert.run import convert, finish
 from lpconv.errors import (
     InputError,
     LpconvError,
@@ -327,6 +329,21 @@ def test_secrets_are_written_nowhere(store: Store, source: Path) -> None:
 def test_places_that_are_not_written(store: Store, source: Path, url: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(url)):
         convert(str(source), url, ConvertOptions())
+
+
+def test_parts_are_put_together_in_folders(store: Store, source: Path) -> None:
+    with pytest.raises(UnsupportedError, match="parts"):
+        finish(str(source), URL, ConvertOptions())
+    assert not store.objects
+
+
+def test_its_report_is_shown(store: Store, source: Path) -> None:
+    run(source)
+    said = CliRunner().invoke(app, ["report", URL, "--json"])
+    assert said.exit_code == 0, said.stderr
+    assert [r["output"] for r in json.loads(said.stdout)["runs"]] == [URL]
+    del store.objects["out/report.json"]
+    assert CliRunner().invoke(app, ["report", URL]).exit_code == 3
 
 
 def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, tmp_path: Path) -> None:

@@ -278,6 +278,10 @@ class TestWantedFiles:
         ]
         assert wanted_files(["model.safetensors", *copies]) == ["model.safetensors"]
 
+    def test_side_files_and_code_come_along(self) -> None:
+        side = ["README.md", "1_Pooling/config.json", "merges.txt", "modeling_x.py", "spiece.model"]
+        assert set(side) < set(wanted_files(["model.safetensors", *side]))
+
     def test_weights_of_modules_of_sentence_transformers_come_along(self) -> None:
         dense = "2_Dense/model.safetensors"
         assert dense in wanted_files(["model.safetensors", "modules.json", dense])
