@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
-from lpconv.forms import FormSettings, Kept
+from lpconv.forms import FormSettings
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.gguf.arranged import TRANSPOSED, ArrangedSource, arranged
@@ -112,8 +112,8 @@ def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: GgufModel, ti
     if info.name in model.in_full:
         form = GgufNumbers.of(info.name, shape, FORMATS["fp32"], FormSettings())
         reason = reason if len(shape) < 2 else "fp32 in llama.cpp"
-    elif isinstance(form, Kept):
-        if form.dtype not in _SAME:
-            raise UnsupportedError(f"`{info.name}` is {form.dtype}, which GGUF cannot store", hint="exclude nothing")
-        form = GgufNumbers.of(info.name, shape, FORMATS[_SAME[form.dtype]], FormSettings())
+    elif form.is_kept:
+        if info.dtype not in _SAME:
+            raise UnsupportedError(f"`{info.name}` is {info.dtype}, which GGUF cannot store", hint="exclude nothing")
+        form = GgufNumbers.of(info.name, shape, FORMATS[_SAME[info.dtype]], FormSettings())
     return PlannedTensor(info=info, form=form, reason=reason)

@@ -145,6 +145,18 @@ class TestReading:
         torch.save({"a": torch.arange(6.0)}, folder / "pytorch_model.bin")
         assert torch.equal(weights(directory_of(store.put_folder("m", folder)))["a"], torch.arange(6.0))
 
+    def test_a_gguf_file_is_copied(self, store: Store, tmp_path: Path) -> None:
+        pytest.importorskip("gguf")
+        from tests.helpers.gguf_files import write_gguf
+
+        file = write_gguf(tmp_path / "source")
+        url = store.put_folder("m", file.parent)
+        checkpoint = Checkpoint.open(f"{url}/{file.name}")
+        (name,) = checkpoint.weight_files
+        assert (checkpoint.directory / name).read_bytes() == file.read_bytes()
+        with pytest.raises(InputError, match=r"other\.gguf"):
+            resolve(f"{url}/other.gguf")
+
     def test_a_view_that_was_interrupted_is_completed(self, store: Store, source: Path) -> None:
         url = store.put_folder("m", source)
         directory = directory_of(url)
