@@ -300,7 +300,8 @@ class GgufBlocks(GgufForm):
 
         own = None
         if self._scales in measured.side:
-            stats, scales = measured.stats, self._rows(measured.side, start, start + x.numel())
+            rows = slice(start // self.cols, (start + x.numel()) // self.cols)
+            stats, scales = measured.stats, measured.side[self._scales][rows]
         else:
             block = self.look(x, start, work)
             stats = own = block.stats
@@ -355,11 +356,7 @@ class GgufBlocks(GgufForm):
         return same_numbers(got, reference_values(value, scales, self.format))
 
     def code_scale(self, side: Side, start: int, stop: int) -> Tensor:
-        return self._factors(self._rows(side, start, stop))
-
-    def _rows(self, side: Side, start: int, stop: int) -> Tensor:
-        """The scales of the rows with the numbers `start` to `stop`."""
-        return side[self._scales][start // self.cols : stop // self.cols]
+        return self._factors(side[self._scales][start // self.cols : stop // self.cols])
 
     def _factors(self, scales: Tensor) -> Tensor:
         """Stored scales in fp32, [rows, blocks, 1]."""

@@ -65,11 +65,6 @@ class GgufPlan(Plan):
         hidden = sorted(self.model.hidden)
         return (f"{code_list(hidden)}: llama.cpp has no such tensor, so the output lacks it",) if hidden else ()
 
-    @property
-    def is_for_transformers(self) -> bool:
-        """False: transformers ignores some keys of the file, such as the head size of a Qwen3."""
-        return False
-
     def with_tensors(self, tensors: Sequence[PlannedTensor]) -> Self:
         return self.of(self.options, self.model, tensors)
 

@@ -7,7 +7,6 @@ transformers; nothing is copied. `lpconv.gguf.read` creates the view of a file o
 
 import hashlib
 import importlib.metadata
-import json
 import math
 import os
 import re
@@ -17,36 +16,23 @@ from typing import Any, TypeGuard
 
 from lpconv.errors import InputError, check_installed
 from lpconv.gguf import BLOCKS, GGUF, SUFFIX, WEIGHTS
-from lpconv.storage.header import Header, TensorInfo, check_name, read_header
-from lpconv.storage.partfile import read_small
+from lpconv.storage.header import Header, TensorInfo, check_name
 from lpconv.storage.place import cache_folder
 from lpconv.version import __version__
 
 
-def is_view(directory: Path) -> bool:
-    """Whether a directory is a view that `as_directory` created, or an output in this layout, which is like one."""
-    return directory.parent == cache_folder(GGUF) or is_written(directory)
+def is_view(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a directory has a GGUF file, and its table in config.json: a view, or an output in this layout."""
+    settings = config.get("quantization_config")
+    is_named = isinstance(settings, dict) and settings.get("quant_method") == GGUF and "tensors" in settings
+    return is_named and (directory / WEIGHTS).is_file()
 
 
-def is_written(directory: Path) -> bool:
-    """Whether a directory has a GGUF file, and its table in config.json."""
-    if not (directory / WEIGHTS).is_file():
-        return False
-    try:
-        config = json.loads(read_small(directory / "config.json"))
-    except (InputError, ValueError, RecursionError):
-        return False
-    settings = config.get("quantization_config") if isinstance(config, dict) else None
-    return isinstance(settings, dict) and settings.get("quant_method") == GGUF and "tensors" in settings
-
-
-def header_of(path: Path, config: Mapping[str, Any]) -> Header:
-    """The header of one weight file of a checkpoint; for a GGUF file, from the config of its view.
+def header_in(config: Mapping[str, Any], path: Path) -> Header:
+    """The header of the file of a view, from the view's config.
 
     Raw blocks are U8, with the bytes of a row as columns; plain numbers that need no processing have their own dtype.
     """
-    if path.name != WEIGHTS or not is_view(path.parent):
-        return read_header(path)
     check_installed("reading GGUF", "gguf", extra=GGUF)
     table, tensors, num_bytes = config["quantization_config"]["tensors"], {}, path.stat().st_size
     for name, t in table.items() if isinstance(table, dict) else [("tensors", table)]:

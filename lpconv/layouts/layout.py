@@ -46,9 +46,9 @@ class Layout:
 
     The rest is for layouts that lpconv writes: the `form` of converted tensors (None for lpconv's own, where methods
     have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
-    lines of `python`, with `{auto}` and `{path}`. `tag` and `library` are those of the hub; `served` are the formats
-    and beginnings of granularities that vLLM was seen to serve (docs/layouts.md). `has_cache_scales`: it can store
-    scales of keys and values. `file` is the only file, to which `{path}` then leads; empty for safetensors.
+    lines of `python`, with `{auto}` and `{path}`. `tag` and `library`, which opens it, are those of the hub; `served`
+    are the formats and beginnings of granularities that vLLM was seen to serve (docs/layouts.md). `has_cache_scales`:
+    it can store scales of keys and values. `file` is the only file, to which `{path}` then leads; else empty.
     """
 
     name: str

@@ -101,9 +101,8 @@ class StoredTensors:
         checkpoint = open_readable(model)
         stored = cls(checkpoint, read_residual(checkpoint.directory))
         try:
-            wrong = stored._disagreement()
-            if wrong is not None:
-                raise InputError(wrong, hint=FETCH_AGAIN)
+            if (stray := stored._stray()) is not None:
+                raise InputError(f"`{stray}` is stored in an unknown form", hint=FETCH_AGAIN)
             if not stored.is_ours:
                 from lpconv.layouts.scale_defects import from_scales  # imports torch (seconds)
 
@@ -113,19 +112,6 @@ class StoredTensors:
             stored.close()
             raise
         return stored
-
-    def _disagreement(self) -> str | None:
-        """A contradiction between files and config, as a sentence, or None.
-
-        An output of ours may be an unquantised copy.
-        """
-        stray, method = self._stray(), self._headers.quantised_by
-        if stray is not None:
-            return f"`{stray}` is stored in an unknown form"
-        is_plain = all(f.is_kept for f in self.forms.values())
-        if is_plain and not self.is_ours and not READ[str(method)].mixes_types:
-            return f"config.json says that the weights are quantised by `{method}`, but none are"
-        return None
 
     def _stray(self) -> str | None:
         """A tensor that belongs to no form, or that has unexpected components, or None."""

@@ -229,11 +229,6 @@ class Plan:
         """Warnings about what the files cannot hold."""
         return ()
 
-    @property
-    def is_for_transformers(self) -> bool:
-        """Whether transformers must open the output."""
-        return True
-
     def config_entries(self, converted: ConvertedFacts) -> dict[str, Any]:
         """Entries to add to config.json, so that readers recognise the output."""
         return self.form.config_entries(converted)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lpconv.errors import InputError
-from lpconv.gguf.view import header_of
+from lpconv.gguf.view import header_in
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import find_side_files, find_weights, read_config
-from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo
+from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
 from lpconv.storage.partfile import read_error
 from lpconv.storage.place import open_regular
 from lpconv.storage.resolve import Resolved, check_promises, from_path, resolve
@@ -98,7 +98,8 @@ class Checkpoint:
 
     def read_header(self, name: str) -> Header:
         """The checked header of one weight file."""
-        return header_of(self.directory / name, self.config)
+        path = self.directory / name
+        return read_header(path) if self.kind == "safetensors" else header_in(self.config, path)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -152,14 +152,15 @@ def find_weights(directory: Path, config: Mapping[str, Any]) -> tuple[str, tuple
     safetensors before `pytorch_model.bin`. Only lpconv also reads a lone safetensors file of any other name. Raises
     InputError if there are no weights, if the index is damaged, and for links that lead out of the directory.
     """
-    kind, files, weight_map = _weights(directory, config.get("transformers_weights"))
+    kind, files, weight_map = _weights(directory, config)
     for name in files if kind != GGUF else ():  # a view links to its file
         check_inside(directory, name)
     return kind, files, weight_map
 
 
-def _weights(directory: Path, named: object) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
-    if is_view(directory):
+def _weights(directory: Path, config: Mapping[str, Any]) -> tuple[str, tuple[str, ...], dict[str, str] | None]:
+    named = config.get("transformers_weights")
+    if is_view(directory, config):
         return GGUF, (WEIGHTS,), None
     for name in _PRECEDENCE if named is None else (str(named),):
         kind = "torch" if name.startswith("pytorch_model") else "safetensors"

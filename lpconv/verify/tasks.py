@@ -9,7 +9,7 @@ import io
 import math
 import numbers
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,27 +51,15 @@ def _is_path(task: str) -> bool:
 
 
 def load_tasks(options: VerifyOptions, progress: Progress) -> Mapping[str, Any]:
-    """The tasks by name, with their questions.
+    """The tasks by name, with their questions. Groups and folders stand for their tasks.
 
     Raises UsageError for unknown tasks and for gates on scores that they lack, InputError for tasks that cannot be
     loaded.
     """
-    progress.start("loading tasks", 0)
-    tasks = _read_tasks(options.tasks)
-    scores = [f"task:{name}:{metric}_drop" for name, task in tasks.items() for metric in task.aggregation()]
-    for gate in filter(is_of_task, options.gates):
-        metric = re.sub(r",[^:]*(?=_drop)", "", VERIFY_GATES.parse(gate).metric)  # without the name of a filter
-        find("metric", metric.removesuffix("_high"), dict.fromkeys(scores))
-    return tasks
-
-
-def _read_tasks(names: Sequence[str]) -> dict[str, Any]:
-    """The tasks by name, with their questions. Groups and folders stand for their tasks.
-
-    Raises UsageError for an unknown name, and InputError for a task that cannot be loaded.
-    """
     from lm_eval.tasks import TaskManager
 
+    progress.start("loading tasks", 0)
+    names = options.tasks
     folders = [name for name in names if _is_path(name) and Path(name).is_dir()]
     tasks: dict[str, Any] = {}
     with _quiet():
@@ -90,7 +78,16 @@ def _read_tasks(names: Sequence[str]) -> dict[str, Any]:
                 ) from e
     if not tasks:
         raise InputError(f"there are no tasks in {', '.join(names)}", hint="pass task files for lm-eval")
+    _check_scores(tasks, options.gates)
     return tasks
+
+
+def _check_scores(tasks: Mapping[str, Any], gates: Iterable[str]) -> None:
+    """Raise UsageError for a gate on a score that no task has."""
+    scores = [f"task:{name}:{metric}_drop" for name, task in tasks.items() for metric in task.aggregation()]
+    for gate in filter(is_of_task, gates):
+        metric = re.sub(r",[^:]*(?=_drop)", "", VERIFY_GATES.parse(gate).metric)  # without the name of a filter
+        find("metric", metric.removesuffix("_high"), dict.fromkeys(scores))
 
 
 def compare_on_tasks(

@@ -10,6 +10,7 @@ from lpconv.errors import InputError, LpconvError, UnsupportedError, UsageError,
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import Gate, needs_logits, with_gates
+from lpconv.layouts import LAYOUTS
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
 from lpconv.layouts.reader import open_readable
 from lpconv.lookup import find
@@ -102,7 +103,8 @@ def with_models(
 def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     """Let transformers open source and output, or record why not.
 
-    It must open the output if it opens the source, unless the plan says that it need not.
+    It must open the output if it opens the source, unless the layout is for another library, or a warning says that it
+    does not. It ignores some keys of GGUF files, for example, such as the head size of a Qwen3.
     """
     if automatic and job.memory.no_logits is not None:
         return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
@@ -118,7 +120,8 @@ def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
         except UnsupportedError as e:
             why = e.message
         except VerificationError as e:
-            must_open = job.plan.is_for_transformers and not any(joined_warnings(job.plan))
+            is_meant = LAYOUTS[job.plan.options.layout].library == "transformers"
+            must_open = is_meant and not any(joined_warnings(job.plan))
             is_known = role == "source" or None in models or not must_open
             why = e.message if is_known else None
             model = None if is_known else OpenedModel(error=e.message)
