@@ -210,8 +210,8 @@ class GgufModel:
             writer.add_tensor_info(
                 self.names[name], shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=raw_dtype
             )
-        out = io.BytesIO()
-        writer.fout, writer.state = [out], WriterState.EMPTY  # only written to
+        out: Any = io.BytesIO()  # only written to
+        writer.fout, writer.state = [out], WriterState.EMPTY
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
