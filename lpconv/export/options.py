@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from lpconv.errors import UnsupportedError, UsageError
-from lpconv.forms import Headers, Stored
+from lpconv.forms import Headers, Stored, grid_of
 from lpconv.forms.grid import Grid
-from lpconv.layouts.headers import grid_of, recognise
+from lpconv.layouts.headers import recognise
 from lpconv.options import AllowMissing, Force, Option, Revision
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import open_source

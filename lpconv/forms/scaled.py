@@ -14,17 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import OF_DTYPE, Format
-from lpconv.forms.facts import (
-    BlockFacts,
-    BlockStats,
-    Component,
-    EncodedBlock,
-    FormSettings,
-    Headers,
-    Measurement,
-    PlaneNames,
-)
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand
+from lpconv.forms.grid import Grid
+from lpconv.forms.names import PlaneNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +61,11 @@ class ScaledCodes(Form):
     @property
     def takes_codes(self) -> bool:
         return True
+
+    @property
+    def grid(self) -> Grid | None:
+        """The codes and scales as a `Grid`; None if they are no matrix."""
+        return None
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:

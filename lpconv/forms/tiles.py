@@ -18,18 +18,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
-from lpconv.forms.facts import (
-    BlockFacts,
-    BlockStats,
-    Component,
-    EncodedBlock,
-    FormSettings,
-    Headers,
-    Measurement,
-    PlaneNames,
-)
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
+from lpconv.forms.names import PlaneNames
 from lpconv.forms.planes import PACKED, Plane, one_by_one, stored_numbers
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
@@ -206,7 +198,6 @@ class Tiles(ScaledCodes):
 
     @functools.cached_property
     def grid(self) -> Grid:
-        """The weight as a third-party `Grid`."""
         kind, plus = PACKED.get(self.format.name, ("", 0))
         rows = self.matrix[0]
         flat = replace(self.codes, shape=(rows, math.prod(self.codes.shape) // max(rows, 1)))

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from lpconv.forms import Headers, Stored
+from lpconv.forms import Headers, Stored, grid_of
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
 from lpconv.inspect.headers import VALUES, describe, inspect
 from lpconv.layouts import READ
 from lpconv.layouts.defects import Findings
-from lpconv.layouts.headers import grid_of, recognise
+from lpconv.layouts.headers import recognise
 from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.layouts.scale_defects import FACTOR, from_scales
 from lpconv.models.ties import find_ties, tie_warnings

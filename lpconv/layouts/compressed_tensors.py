@@ -21,18 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
-from lpconv.forms.facts import (
-    BlockFacts,
-    BlockStats,
-    Component,
-    ConvertedFacts,
-    FormSettings,
-    Headers,
-    Measurement,
-    PlaneNames,
-)
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Stored
 from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
+from lpconv.forms.names import PlaneNames
 from lpconv.forms.planes import INTEGERS, Plane, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
@@ -233,6 +225,7 @@ class _Layout(ScaledCodes):
 
     has_input_scale: bool = False
     input_absmax: float | None = None
+    is_expert: bool = False
     has_cache_scale: bool = False
     cache_absmax: float | None = None
 
@@ -243,7 +236,8 @@ class _Layout(ScaledCodes):
         form = super().of(name, shape, format, settings)
         assert isinstance(form, _Layout)
         caches = settings.kv_cache and cache_scale_name(name) is not None
-        return replace(form, has_input_scale=settings.calibrated, has_cache_scale=caches)
+        is_expert = settings.is_expert
+        return replace(form, has_input_scale=settings.calibrated, has_cache_scale=caches, is_expert=is_expert)
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -399,7 +393,6 @@ class Compressed(_Layout):
 
     @property
     def grid(self) -> Grid | None:
-        """The weight as a third-party `Grid`; None if it is not a matrix."""
         if len(self.shape) != 2 or 0 in self.shape:
             return None
         scale, codes = self.components[0], self.components[-1]
@@ -430,13 +423,6 @@ class CompressedTiles(_Layout, Tiles):
     suffixes: ClassVar[tuple[str, ...]] = names.suffixes
     whole: ClassVar[type[ScaledCodes]] = Compressed
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
-
-    is_expert: bool = False
-
-    @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
-        form = super().of(name, shape, format, settings)
-        return replace(form, is_expert=settings.is_expert) if isinstance(form, CompressedTiles) else form
 
     def _rule(self, num_rows: int | None = None) -> TileScales:
         return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))

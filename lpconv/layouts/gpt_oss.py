@@ -33,4 +33,4 @@ def _read(name: str, headers: Headers) -> Grid | None:
     )
 
 
-GPT_OSS = Layout(name="mxfp4", methods=("mxfp4",), read=_read)
+GPT_OSS = Layout(name="mxfp4", methods=("mxfp4",), read=_read, dequantizer="Mxfp4Config")

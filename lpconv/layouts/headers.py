@@ -8,12 +8,11 @@ from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
+from lpconv.forms import Stored, grid_of
 from lpconv.forms.facts import Headers
-from lpconv.forms.form import Stored
 from lpconv.forms.grid import Grid
-from lpconv.forms.tiles import Tiles
 from lpconv.layouts import LAYOUTS, READ, Layout
-from lpconv.layouts.compressed_tensors import INPUT_SCALES, Compressed
+from lpconv.layouts.compressed_tensors import INPUT_SCALES
 from lpconv.layouts.lpconv import read_own
 
 # Prefixes that wrappers add to the names of a model's tensors.
@@ -52,13 +51,6 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
 def _recognise_one(name: str, headers: Headers, layout: Layout | None) -> Stored:
     form = None if layout is None else layout.read(name, headers)
     return form if form is not None and form.agrees else read_own(name, headers)
-
-
-def grid_of(form: Stored) -> Grid | None:
-    """The codes and scales of a weight as a `Grid`; None for any other form."""
-    if isinstance(form, (Compressed, Tiles)):
-        return form.grid
-    return form if isinstance(form, Grid) else None
 
 
 def judged_grids(forms: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Grid]:

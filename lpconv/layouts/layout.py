@@ -42,7 +42,8 @@ class Layout:
     have a name, or None if this layout has no such codes; the caller checks `Stored.agrees`. `why_unreadable` names the
     settings of a config that lpconv does not read, and `unread_part` a tensor that only this tool writes, in files that
     lpconv does not read. `is_judged` means that `inspect` judges the scales. In a layout that `mixes_types`, weights
-    that belong together may have different ones, and all may be plain numbers.
+    that belong together may have different ones, and all may be plain numbers. The `dequantizer` is the config class of
+    transformers that decodes it on a CPU, where it cannot multiply it.
 
     The rest is for layouts that lpconv writes: the `form` of converted tensors (None for lpconv's own, where methods
     have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
@@ -57,6 +58,7 @@ class Layout:
     why_unreadable: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
     unread_part: Callable[[Headers], str | None] = lambda headers: None
     is_judged: bool = True
+    dequantizer: str = ""
     mixes_types: bool = False
     form: type[Form] | None = None
     schemes: tuple[Scheme, ...] = ()

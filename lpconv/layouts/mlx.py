@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers, PlaneNames
+from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
 from lpconv.forms.form import Stored
+from lpconv.forms.names import PlaneNames
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
 from lpconv.storage.header import DTYPE_BITS

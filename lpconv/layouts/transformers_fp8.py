@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
 from lpconv.formats.spec import OF_DTYPE, Format
-from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers, PlaneNames
+from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
 from lpconv.forms.form import Stored
 from lpconv.forms.grid import block_hint, grid_of_blocks
+from lpconv.forms.names import PlaneNames
 from lpconv.forms.planes import one_by_one
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
@@ -107,6 +108,7 @@ LAYOUT = Layout(
     name="transformers",
     methods=("fp8", "mxfp8"),
     read=_read,
+    dequantizer="FineGrainedFP8Config",
     form=FineGrained,
     schemes=(
         Scheme("TRANSFORMERS_FP8", "e4m3fn", "128x128", 8, _OPENS, "plain transformers, in DeepSeek-V3's layout"),

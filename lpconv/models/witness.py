@@ -22,6 +22,7 @@ from torch.nn.modules import module as module_hooks
 
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.gguf import GGUF, WEIGHTS
+from lpconv.layouts import READ
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
 from lpconv.layouts.reader import StoredTensors
 from lpconv.machine import out_of_memory
@@ -105,12 +106,10 @@ def _reading_arguments(checkpoint: Checkpoint) -> dict[str, Any]:
         raise UnsupportedError("its files are at a URL", hint="download it")
     if method in (None, METHOD, COMPRESSED_TENSORS):
         return {}
-    if method in ("fp8", "mxfp8"):  # multiplied on GPUs only
-        return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
-    if method == "mxfp4":
-        return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     if method == GGUF:
         return {"gguf_file": WEIGHTS}
+    if method in READ and READ[method].dequantizer:
+        return {"quantization_config": getattr(transformers, READ[method].dequantizer)(dequantize=True)}
     raise UnsupportedError(f"transformers does not decode `{method}` on a CPU", hint="open it with its own runtime")
 
 

@@ -22,9 +22,9 @@ import lpconv
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import UnsupportedError
+from lpconv.forms import grid_of
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.inspect.headers import inspect
-from lpconv.layouts.headers import grid_of
 from lpconv.layouts.reader import StoredTensors
 from lpconv.layouts.transformers_fp8 import FineGrained
 from lpconv.plan.options import ConvertOptions

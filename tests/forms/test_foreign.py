@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.layouts.headers import grid_of
+from lpconv.forms import grid_of
 from lpconv.layouts.reader import StoredTensors, open_values
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import SafetensorsSource, read_range

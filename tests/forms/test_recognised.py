@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.forms.facts import ConvertedFacts, PlaneNames
+from lpconv.forms.facts import ConvertedFacts
+from lpconv.forms.names import PlaneNames
 from lpconv.inspect.headers import inspect
 from lpconv.layouts import LAYOUTS, READ, Layout
 from lpconv.layouts.reader import StoredTensors
