@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench nosuch": (3, "`nosuch`"),
     "bench --format fp9": (2, "`fp9`"),
     "bench --mode trian": (2, "`trian`"),
-    "bench demo --rounds 0": (2, "--rounds 0 "),
     "bench --batch x": (2, "--batch x: "),
     "bench --compare none.json": (3, "none.json"),
     "bench demo --save /proc/x": (7, "`/proc`"),

@@ -257,10 +257,6 @@ def test_longer_windows_than_the_model_reads_are_refused(tmp_path: Path) -> None
     assert "256" in refused(2, "probe", "demo", "--seq-len", 257, "-o", tmp_path / "out")
 
 
-def test_a_sequence_longer_than_the_positions_is_refused(tmp_path: Path) -> None:
-    assert "256" in refused(2, "probe", "demo", "--seq-len", 257, "-o", tmp_path / "out")
-
-
 def test_a_model_with_nan_is_probed_with_one_warning(tmp_path: Path) -> None:
     model = transformers.BertModel(transformers.BertConfig(**BERT))
     with torch.no_grad():
