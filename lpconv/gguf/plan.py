@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
-from lpconv.formats.spec import FORMATS
+from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms import FormSettings
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf import GGUF, WEIGHTS
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 32
-_SAME = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: GgufModel, ti
         form = GgufNumbers.of(info.name, shape, FORMATS["fp32"], FormSettings())
         reason = reason if len(shape) < 2 else "fp32 in llama.cpp"
     elif form.is_kept:
-        if info.dtype not in _SAME:
+        if info.dtype not in ("F32", "F16", "BF16"):
             raise UnsupportedError(f"`{info.name}` is {info.dtype}, which GGUF cannot store", hint="exclude nothing")
-        form = GgufNumbers.of(info.name, shape, FORMATS[_SAME[info.dtype]], FormSettings())
+        form = GgufNumbers.of(info.name, shape, OF_DTYPE[info.dtype], FormSettings())
     return PlannedTensor(info=info, form=form, reason=reason)

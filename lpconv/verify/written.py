@@ -103,8 +103,8 @@ def with_models(
 def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
     """Let transformers open source and output, or record why not.
 
-    It must open the output if it opens the source, unless the layout is for another library, or a warning says that it
-    does not. It ignores some keys of GGUF files, for example, such as the head size of a Qwen3.
+    It must open the output if it opens the source, unless the layout is for another library, whose files it may read
+    only in part, or a warning says that it does not.
     """
     if automatic and job.memory.no_logits is not None:
         return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
