@@ -396,13 +396,7 @@ class Compressed(_Layout):
         if len(self.shape) != 2 or 0 in self.shape:
             return None
         scale, codes = self.components[0], self.components[-1]
-        return Grid(
-            name=self.name,
-            shape=self.shape,
-            format=self.format,
-            codes=one_by_one(codes),
-            scales=one_by_one(scale, (self.shape[0], self.shape[1])),
-        )
+        return grid_of_blocks(self.name, self.shape, self.format, one_by_one(codes), scale)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Stored, grid_of
 from lpconv.forms.facts import Headers
 from lpconv.forms.grid import Grid
-from lpconv.layouts import LAYOUTS, READ, Layout
+from lpconv.layouts import LAYOUTS, READ
 from lpconv.layouts.compressed_tensors import INPUT_SCALES
 from lpconv.layouts.lpconv import read_own
 
@@ -41,16 +41,12 @@ def recognise(headers: Headers) -> Mapping[str, Stored]:
     Neither are the activation scales of third-party checkpoints.
     """
     layout = READ.get(headers.quantised_by or "")
-    forms = {n: _recognise_one(n, headers, layout) for n in headers.root}
+    read = [(n, None if layout is None else layout.read(n, headers)) for n in headers.root]
+    forms = {n: form if form is not None and form.agrees else read_own(n, headers) for n, form in read}
     parts = {c.name for n, form in forms.items() for c in form.components if c.name != n}
     if layout is not None:
         parts |= {n for n in forms if n.rpartition(".")[2] in ACTIVATIONS}
     return {form.name: form for n, form in forms.items() if n not in parts}
-
-
-def _recognise_one(name: str, headers: Headers, layout: Layout | None) -> Stored:
-    form = None if layout is None else layout.read(name, headers)
-    return form if form is not None and form.agrees else read_own(name, headers)
 
 
 def judged_grids(forms: Mapping[str, Stored], settings: Mapping[str, Any]) -> dict[str, Grid]:
