@@ -35,7 +35,7 @@ from lpconv.storage.partfile import PartFile, write_small
 from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range
 from lpconv.storage.staging import MARKER, SUMS, Staging
-from lpconv.verify.reader import OutputReader, read_provenance
+from lpconv.verify.reader import OutputReader, read_output
 from lpconv.verify.run import check_hashes
 from lpconv.version import __version__
 
@@ -50,14 +50,14 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     A small `lpconv.json` records what was restored, and lets `force` replace it. Raises InputError for a directory that
     is not an lpconv output, or whose files do not match SHA256SUMS.
     """
-    provenance = read_provenance(directory)
+    recorded = read_output(directory)
     changed = check_hashes(directory, progress).mismatched
     if changed:
         raise InputError(f"`{changed[0]}` does not match {SUMS}", hint="download the output again")
-    checkpoint = Checkpoint.open(directory)
+    checkpoint, provenance = recorded.checkpoint, recorded.provenance
     watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
     with (
-        OutputReader.from_directory(directory) as reader,
+        OutputReader.of(recorded) as reader,
         Staging(output, {"restore": str(directory)}, force=force) as staging,
         staging.discard_on_failure(),
     ):

@@ -1,8 +1,6 @@
 """Checks of `finetune --recover` and `--lora` before torch is imported: the output has codes, its source is here."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
@@ -10,10 +8,10 @@ from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
-from lpconv.results import TensorRecord, from_json
+from lpconv.results import from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.staging import MARKER, is_output, is_trained, read_marker
-from lpconv.verify.reader import open_recorded_source, read_provenance
+from lpconv.verify.reader import Recorded, read_output
 
 _HINT = "convert it with `lpconv convert`, for example with --format int4 --granularity group:32"
 
@@ -39,11 +37,11 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     name = output.origin.name
     if not is_output(output.directory):
         raise UnsupportedError(f"`{name}` was not written by lpconv: it has no {MARKER} and no codes", hint=_HINT)
-    provenance = read_provenance(output.directory)
+    recorded = read_output(output.directory)
+    provenance = recorded.provenance
     if is_trained(output.directory):
         raise UnsupportedError(f"`{name}` was trained after conversion, so it has no source to recover", hint=_HINT)
-    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
-    narrow = [r for r in records if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
+    narrow = [r for r in recorded.tensors if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
     options = from_json(ConvertOptions, provenance["options"])
     if not narrow or not METHODS[options.method].has_granularity:
         stored = f"{options.method} in {provenance.get('format')}"
@@ -57,7 +55,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
         raise UnsupportedError(
             f"`{name}` stores input scales, which --recover does not support", hint="convert without input scales"
         )
-    found = _open_source(output, source, provenance)
+    found = _open_source(output, source, recorded)
     options = replace(
         options,
         rounding=NEAREST,
@@ -77,16 +75,12 @@ def base_of_twin(model: Checkpoint, source: str | None) -> Checkpoint:
     provenance = read_marker(model.directory)
     if source is None and ("source" not in provenance or is_trained(model.directory)):
         return model
-    return _open_source(model, source, provenance)
+    return _open_source(model, source, Recorded(directory=model.directory, provenance=provenance))
 
 
-def _open_source(output: Checkpoint, source: str | None, provenance: Mapping[str, Any]) -> Checkpoint:
+def _open_source(output: Checkpoint, source: str | None, recorded: Recorded) -> Checkpoint:
     """The source of an output, by default the recorded one. Raises InputError if it is missing or has other tensors."""
-    found = (
-        open_recorded_source(output.directory, provenance, option="--source")
-        if source is None
-        else open_readable(source)
-    )
+    found = recorded.open_source(option="--source") if source is None else open_readable(source)
     ours, theirs = stored_shapes(output), stored_shapes(found)
     wrong = next((n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n) != theirs.get(n)), None)
     if wrong is not None:

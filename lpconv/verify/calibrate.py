@@ -8,9 +8,8 @@ machine finds the same scales however much memory is free.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from lpconv.report.numbers import code_list, plural
 from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of
-from lpconv.verify.reader import OutputReader
+from lpconv.verify.reader import Recorded
 
 _LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale
 _HINT = "leave --calibrate out to keep inputs unquantized"
@@ -71,22 +70,20 @@ def job_windows(job: Job) -> tuple[Any, Tokens, int]:
     return calibration_windows(job.plain, text_at(str(o.calibrate)), num_tokens, o.calibration_seed, hint=hint)
 
 
-def check_calibration(
-    job: Job, directory: Path, output: OutputReader, provenance: Mapping[str, Any], progress: Progress
-) -> FeedbackCheck | None:
+def check_calibration(job: Job, output: Recorded, progress: Progress) -> FeedbackCheck | None:
     """Compare recorded scales with those of a second calibration. None if nothing came from a calibration or training.
 
     The text is looked for by its recorded name in the current folder and next to the output.
     """
-    num_chosen = sum(r.rounding is not None for r in output.records.values())
+    num_chosen = sum(r.rounding is not None for r in output.tensors)
     num_scales = job.plan.num_calibrated
     skipped = [f"the codes of {plural(num_chosen, 'tensor')}, which were trained or chosen by error feedback, are only "
                "bounded"] * bool(num_chosen)  # fmt: skip
     if not num_scales:
         return FeedbackCheck(skipped=skipped[0]) if skipped else None
-    recorded = from_json(CalibrationRecord, provenance.get("calibration"))
+    recorded = from_json(CalibrationRecord, output.provenance.get("calibration"))
     asked = str(job.plan.options.calibrate)
-    text = next((p for p in (text_at(asked), directory.parent / asked) if p.is_file()), None)
+    text = next((p for p in (text_at(asked), output.directory.parent / asked) if p.is_file()), None)
     if text is None or sha256_of(text) != recorded.sha256:
         why = "is not here" if text is None else "is another file"
         skipped.append(f"scales of inputs: not checked, because the calibration text `{recorded.text}` {why}")

@@ -1,6 +1,8 @@
 """Read a converted checkpoint back: records from `lpconv.json`, values decoded block by block."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,8 +12,8 @@ from lpconv.forms.rounded import Rounded, digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.plan.options import NEAREST
-from lpconv.results import SourceRecord, TensorRecord, from_json
-from lpconv.storage.checkpoint import Checkpoint
+from lpconv.results import CalibrationRecord, SourceRecord, TensorRecord, from_json
+from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.storage.residual import Residuals, read_residual
@@ -32,8 +34,45 @@ _OTHER_KINDS = {
 _PROVENANCE = {"method": str, "source": dict, "source_config": dict, "options": dict, "tensors": list}
 
 
-def read_provenance(directory: Path) -> dict[str, Any]:
-    """The document `lpconv.json` of an output. Raises InputError if it is missing, damaged or from a newer version."""
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """An output of a conversion and its document `lpconv.json`, as `provenance`."""
+
+    directory: Path
+    provenance: Mapping[str, Any]
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The output, opened once. Raises the errors of `Checkpoint.open`."""
+        return Checkpoint.open(self.directory)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorRecord, ...]:
+        """The record of every tensor. Raises InputError if it is damaged."""
+        return from_json(tuple[TensorRecord, ...], self.provenance["tensors"])
+
+    @cached_property
+    def absmax(self) -> Mapping[str, float]:
+        """The largest inputs that calibration found, by module. Raises InputError if there are none."""
+        return from_json(CalibrationRecord, self.provenance.get("calibration")).absmax
+
+    def open_source(self, *, option: str) -> Checkpoint:
+        """The recorded source. Raises InputError, whose hint names `option`, if it is not here."""
+        recorded = from_json(SourceRecord, self.provenance["source"])
+        if is_url(recorded.name):
+            raise InputError(
+                f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
+                hint=f"if you trust it, pass it to {option}",
+            )
+        try:
+            return open_readable(recorded.name, revision=recorded.revision)
+        except InputError as e:
+            why = f"the source of `{self.directory}` is not here: {e.message}"
+            raise InputError(why, hint=f"pass the source to {option}") from e
+
+
+def read_output(directory: Path) -> Recorded:
+    """An output with its record. Raises InputError if lpconv.json is missing, damaged or from a newer version."""
     check_is_output(directory)
     document = read_json(directory / MARKER)
     kind = _OTHER_KINDS.get(str(document.get("kind")))
@@ -46,22 +85,7 @@ def read_provenance(directory: Path) -> dict[str, Any]:
     wrong = [k for k, kind in _PROVENANCE.items() if not isinstance(document.get(k), kind)]
     if wrong:
         raise InputError(f"`{directory / MARKER}` has no {' and no '.join(wrong)}", hint="download the output again")
-    return document
-
-
-def open_recorded_source(directory: Path, provenance: Mapping[str, Any], *, option: str) -> Checkpoint:
-    """The source in the record of an output. Raises InputError, whose hint names `option`, if it is not here."""
-    recorded = from_json(SourceRecord, provenance["source"])
-    if is_url(recorded.name):
-        raise InputError(
-            f"{MARKER} names `{recorded.name}` as the source, which is not read without your consent",
-            hint=f"if you trust it, pass it to {option}",
-        )
-    try:
-        return open_readable(recorded.name, revision=recorded.revision)
-    except InputError as e:
-        why = f"the source of `{directory}` is not here: {e.message}"
-        raise InputError(why, hint=f"pass the source to {option}") from e
+    return Recorded(directory=directory, provenance=document)
 
 
 class OutputReader(StoredTensors):
@@ -73,7 +97,7 @@ class OutputReader(StoredTensors):
 
     rounding, is_trained = NEAREST, False
 
-    def __init__(self, directory: Path, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
+    def __init__(self, directory: Openable, records: Sequence[TensorRecord], residuals: Residuals | None) -> None:
         super().__init__(Checkpoint.open(directory), residuals)
         self.records = {r.name: r for r in records if r.action != "tie"}
         wrong = next((r for r in self.records.values() if not self._fits(r)), None)
@@ -86,10 +110,13 @@ class OutputReader(StoredTensors):
 
     @classmethod
     def from_directory(cls, directory: Path) -> Self:
-        document = read_provenance(directory)
-        reader = cls(directory, from_json(tuple[TensorRecord, ...], document["tensors"]), read_residual(directory))
-        reader.rounding = document["options"].get("rounding", NEAREST)
-        reader.is_trained = (directory / TUNED).is_file()
+        return cls.of(read_output(directory))
+
+    @classmethod
+    def of(cls, recorded: Recorded) -> Self:
+        reader = cls(recorded.checkpoint, recorded.tensors, read_residual(recorded.directory))
+        reader.rounding = recorded.provenance["options"].get("rounding", NEAREST)
+        reader.is_trained = (recorded.directory / TUNED).is_file()
         return reader
 
     def _fits(self, record: TensorRecord) -> bool:

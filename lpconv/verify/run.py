@@ -16,13 +16,13 @@ from lpconv.layouts.reader import open_readable
 from lpconv.plan.files import summed_files
 from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress
-from lpconv.results import FilesCheck, HashCheck, TensorRecord, VerifyResult, from_json
+from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain
 from lpconv.storage.partfile import read_small, sha256_of
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.options import VerifyOptions, check_verify
-from lpconv.verify.reader import read_provenance
+from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
 
@@ -77,15 +77,14 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
         return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
-    provenance = read_provenance(directory)
+    recorded = read_output(directory)
     hashes = check_hashes(directory, progress)
     problems = tuple(f"`{n}` does not match {SUMS}" for n in hashes.mismatched)
     files = FilesCheck(not_compared=("weights, config and other files at --level hash",)) if against else None
     result = VerifyResult(level="hash", passed=not problems, hash=hashes, files=files, problems=problems)
     if not problems:
-        Checkpoint.open(directory)  # raises an error if there are no weights
-        warnings = lost_signals(from_json(tuple[TensorRecord, ...], provenance["tensors"]))
-        result = dataclasses.replace(result, warnings=tuple(warnings))
+        _ = recorded.checkpoint  # raises an error if there are no weights
+        result = dataclasses.replace(result, warnings=tuple(lost_signals(recorded.tensors)))
     asked = level == "logits" or needs_logits(gates)
     automatic = level is None and not asked and against is not None
     if not (asked or automatic or level == "weights" or gates):
@@ -93,14 +92,12 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
     depth = "logits" if asked else "auto" if automatic else "weights"
-    job = prepare_verification(
-        provenance, directory, against, verify=depth, trust_remote_code=options.trust_remote_code
-    )
+    job = prepare_verification(recorded, against, verify=depth, trust_remote_code=options.trust_remote_code)
     try:
-        checked = check_source(job, directory, provenance, result, gates=gates, progress=progress)
+        checked = check_source(job, recorded, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
-        copied = from_json(tuple[str, ...], provenance.get("side_files", []))
-        return _with_files(checked, Checkpoint.open(directory), job.plain, copied)
+        copied = from_json(tuple[str, ...], recorded.provenance.get("side_files", []))
+        return _with_files(checked, recorded.checkpoint, job.plain, copied)
     finally:
         job.source.close()
 

@@ -26,7 +26,6 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list, plural
 from lpconv.report.tensors import overflow_text
 from lpconv.results import (
-    CalibrationRecord,
     ComparedTensor,
     LogitsCheck,
     OpenedCheck,
@@ -41,7 +40,7 @@ from lpconv.storage.contents import read_json
 from lpconv.storage.header import quantization_method
 from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
-from lpconv.verify.reader import OutputReader, open_recorded_source
+from lpconv.verify.reader import OutputReader, Recorded
 from lpconv.verify.weights import check_weights, whole_tensors
 from lpconv.workers import SingleThreadedTorch, Workers
 
@@ -223,15 +222,13 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
         return LogitsCheck(skipped=text)
 
 
-def prepare_verification(
-    provenance: Mapping[str, Any], directory: Path, against: str | None, *, verify: str, trust_remote_code: bool
-) -> Job:
+def prepare_verification(recorded: Recorded, against: str | None, *, verify: str, trust_remote_code: bool) -> Job:
     """The conversion that made an output, prepared for verification at level `verify`. The caller closes its source.
 
     The records determine which tensors it converts. Raises InputError if the source is not found.
     """
     options = dataclasses.replace(
-        from_json(ConvertOptions, provenance["options"]),
+        from_json(ConvertOptions, recorded.provenance["options"]),
         include=(),
         exclude=(),
         rules=(),
@@ -245,33 +242,24 @@ def prepare_verification(
         options = fill_options(options)
     except UsageError as e:
         raise InputError(f"invalid options in {MARKER}: {e.message}", hint="download the output again") from e
-    source = (
-        open_recorded_source(directory, provenance, option="--against") if against is None else open_readable(against)
-    )
-    return prepare(source, directory, options)
+    source = recorded.open_source(option="--against") if against is None else open_readable(against)
+    return prepare(source, recorded.directory, options)
 
 
 def check_source(
-    job: Job,
-    directory: Path,
-    provenance: Mapping[str, Any],
-    result: VerifyResult,
-    *,
-    gates: Sequence[Gate],
-    progress: Progress,
+    job: Job, recorded: Recorded, result: VerifyResult, *, gates: Sequence[Gate], progress: Progress
 ) -> VerifyResult:
     """Add to `result` (hashes of an output) the comparison with the source of `job`, and the gates.
 
     Raises InputError if the source is not the one that was converted, UnreadError if disk or network fail.
     """
-    records = from_json(tuple[TensorRecord, ...], provenance["tensors"])
-    _check_same_tensors(job, records)
+    _check_same_tensors(job, recorded.tensors)
     try:
-        checked = _check_weights(job, directory, provenance, {r.name: r for r in records}, result, progress)
+        checked = _check_weights(job, recorded, result, progress)
     except (InputError, UnsupportedError) as e:  # the files cannot be read in their expected form
         return dataclasses.replace(result, level="weights", passed=False, problems=(*result.problems, problem_text(e)))
     if job.plan.options.verify != "weights":
-        checked = with_models(job, directory, checked, records, progress)
+        checked = with_models(job, recorded.directory, checked, recorded.tensors, progress)
     return with_gates(checked, gates)
 
 
@@ -285,35 +273,29 @@ def _check_same_tensors(job: Job, records: Sequence[TensorRecord]) -> None:
         )
 
 
-def _check_weights(
-    job: Job,
-    directory: Path,
-    provenance: Mapping[str, Any],
-    records: Mapping[str, TensorRecord],
-    result: VerifyResult,
-    progress: Progress,
-) -> VerifyResult:
+def _check_weights(job: Job, recorded: Recorded, result: VerifyResult, progress: Progress) -> VerifyResult:
     """Add the comparison of weights, config and index to `result`."""
     from lpconv.verify.calibrate import check_calibration  # imports transformers (seconds)
 
+    records = {r.name: r for r in recorded.tensors}
     plan = decided = _with_recorded_decisions(job.plan, records)
     if plan.num_calibrated:
-        plan = _with_calibration(plan, provenance)
-    with OutputReader.from_directory(directory) as output:
+        plan = _with_calibration(plan, recorded)
+    with OutputReader.of(recorded) as output:
         plan = plan.with_forms(lambda t: output.as_chosen(t.form))
         planned = {t.name: t for t in plan.tensors if t.action != "tie"}
         weights = check_stored(job, output, planned, progress)
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
-        feedback = check_calibration(dataclasses.replace(job, plan=decided), directory, output, provenance, progress)
+        feedback = check_calibration(dataclasses.replace(job, plan=decided), recorded, progress)
         names = {c.name for t in planned.values() for c in t.root}
         stray = [f"tensor `{n}` differs from the source" for n in sorted(output.entries.keys() - names)]
-        stray += plan.header_problems(directory, output.checkpoint.headers)
+        stray += plan.header_problems(recorded.directory, output.checkpoint.headers)
         files = {n: e.file for n, e in output.entries.items()}
         index = weight_index(files, sum(e.info.num_bytes for e in output.entries.values()))
     ties = {t.name: t.tied_to for t in job.plan.tensors}
     untied = [f"`{n}` and `{r.tied_to}` are not tied in the source" for n, r in records.items() if r.tied_to != ties[n]]
-    problems = (*stray, *untied, *_document_problems(job, plan, directory, provenance, index))
+    problems = (*stray, *untied, *_document_problems(job, plan, recorded, index))
     wrong = (*weights_problems(weights, records.values()), *(feedback.wrong if feedback else ()))
     problems = (*result.problems, *wrong, *problems)
     tensors = _compare_records(planned, records, set(weights.mismatched))
@@ -324,7 +306,7 @@ def _check_weights(
         weights=weights,
         feedback=feedback,
         problems=problems,
-        warnings=(*lost_signals([*records.values()]), *filter(None, [feedback.skipped if feedback else None])),
+        warnings=(*lost_signals(recorded.tensors), *filter(None, [feedback.skipped if feedback else None])),
         tensors=tensors,
     )
 
@@ -366,22 +348,20 @@ def _with_recorded_decisions(plan: Plan, records: Mapping[str, TensorRecord]) ->
     return plan.with_tensors(tensors)
 
 
-def _with_calibration(plan: Plan, provenance: Mapping[str, Any]) -> Plan:
+def _with_calibration(plan: Plan, recorded: Recorded) -> Plan:
     """The plan with the recorded calibration, so that the text is not read again."""
-    absmax = from_json(CalibrationRecord, provenance.get("calibration")).absmax
     needed = [t.module for t in plan.tensors if t.form.has_input_scale]
-    missing = [name for name in (*needed, *plan.cache_scales) if name not in absmax]
+    missing = [name for name in (*needed, *plan.cache_scales) if name not in recorded.absmax]
     if missing:
         raise InputError(
             f"{MARKER} does not record the largest value for `{missing[0]}`", hint="download the output again"
         )
-    return plan.with_inputs(absmax)
+    return plan.with_inputs(recorded.absmax)
 
 
-def _document_problems(
-    job: Job, plan: Plan, directory: Path, provenance: Mapping[str, Any], index: Mapping[str, Any]
-) -> list[str]:
+def _document_problems(job: Job, plan: Plan, recorded: Recorded, index: Mapping[str, Any]) -> list[str]:
     """Differences of config.json, the index and lpconv.json from the source and the conversion."""
+    directory, provenance = recorded.directory, recorded.provenance
     wanted, config = output_config(job.plain, plan), read_json(directory / "config.json")
     keys = sorted(k for k in wanted.keys() | config.keys() if wanted.get(k, _ABSENT) != config.get(k, _ABSENT))
     problems = [f"config.json: `{k}` does not match the source and the conversion" for k in keys]

@@ -28,7 +28,7 @@ from lpconv.plan.options import ConvertOptions
 from lpconv.storage import remote
 from lpconv.storage.resolve import directory_of, resolve
 from lpconv.storage.urls import UNFINISHED
-from lpconv.verify.reader import read_provenance
+from lpconv.verify.reader import read_output
 from lpconv.verify.written import prepare_verification
 from tests.helpers.checkpoints import REPORTS, files_of, write_checkpoint
 from tests.helpers.object_store import ENVIRONMENT, Fault, Request, Store
@@ -352,9 +352,7 @@ def test_verifying_counts_what_it_reads_of_a_store(store: Store, source: Path, t
     convert(str(source), tmp_path / "local", ConvertOptions(format="e4m3fn", verify="none"))
     needed = {}
     for output in (tmp_path / "local", resolve(URL).directory):
-        job = prepare_verification(
-            read_provenance(output), output, str(source), verify="weights", trust_remote_code=False
-        )
+        job = prepare_verification(read_output(output), str(source), verify="weights", trust_remote_code=False)
         job.source.close()
         needed[output] = job.memory.needed_bytes
     here, there = needed.values()
