@@ -1,7 +1,7 @@
 """Plant faults in the source of lpconv, one at a time, and list the tests that catch each.
 
     python -m tests.faults.planted                           # half an hour
-    python -m tests.faults.planted --only ties_up lost_tie   # some of them
+    python -m tests.faults.planted --only ties_up lost_weight   # some of them
 
 Each fault replaces one piece of text that occurs exactly once in lpconv, wherever it has been moved to, in a copy of
 the working tree. Then the tests that should catch it run there, until `MOST` have failed. A fault that no test
@@ -58,7 +58,8 @@ FAULTS: dict[str, Fault] = {
     "hole_in_file": _fault("if t.begin != position:", "if t.begin < position:", "storage/test_header.py"),
     "file_cut_short": _fault("if data_start + position != file_size:", "if data_start + position < file_size:",
                              "storage/test_header.py"),
-    "lost_tie": _fault("if keep is None or declared is False:", "if keep is None:", "convert/test_odd_tensors.py"),
+    "lost_weight": _fault("named.items() if _equal_bytes(source, n, keep)}", "named.items()}",
+                          "convert/test_odd_tensors.py"),
     "offset_ignored": _fault("header.data_start + entry.info.begin + start,", "header.data_start + entry.info.begin,",
                              "convert/test_convert.py", "convert/test_parts.py"),
     # Writing, resuming, verifying.
