@@ -46,17 +46,20 @@ def test_energy_is_that_of_the_window_over_its_steps() -> None:
     assert found.unavailable is None
 
 
-def test_a_counter_that_stands_still_is_no_measurement() -> None:
+@pytest.mark.parametrize(("share", "watts", "reason"), [(1.0, 0, "change"), (0.76, 400, "1.9 s")])
+def test_a_counter_that_stands_still_and_a_short_window_are_no_measurement(
+    share: float, watts: float, reason: str
+) -> None:
     clock = Clock()
 
     def spin(seconds: float) -> int:
-        clock.now += seconds
+        clock.now += share * seconds
         return 50
 
-    found = measure_energy(Monitor(clock, watts=0), spin, tokens_per_step=1, clock=clock)
+    found = measure_energy(Monitor(clock, watts=watts), spin, tokens_per_step=1, clock=clock)
 
     assert found.joules_per_step is None
-    assert "change" in (found.unavailable or "")
+    assert reason in (found.unavailable or "")
 
 
 class NotSupported(Exception):

@@ -66,6 +66,17 @@ def test_a_step_takes_as_long_as_the_slowest_process() -> None:
         assert team.ask("measure", iterations=2, seconds=0) == measured(3, 4, wall=3, recompiles=1)
 
 
+def test_memory_is_that_of_the_process_that_needs_most() -> None:
+    small, large = {"peak_bytes": 1, "saved_bytes": 9}, {"peak_bytes": 2, "saved_bytes": 1}
+    with Team([Scripted(small), Scripted(large)]) as team:
+        assert team.ask("memory") == large
+
+
+def test_several_processes_are_ddp_by_default() -> None:
+    found = [parallel_of(BenchOptions(processes=n, modes=("train",))) for n in (1, 2)]
+    assert found == [None, "ddp"]
+
+
 def test_what_one_process_fails_at_ends_the_others_who_would_wait_for_ever() -> None:
     children = [Scripted(None), Scripted(LpconvError("luck"))]
     team = Team(children)

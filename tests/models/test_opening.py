@@ -1,5 +1,6 @@
 """A model opened to run, to trace, to train and to time, in every form it can be stored in, a head or none on it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import lpconv.hf
 from lpconv.bench.models import find_model
 from lpconv.bench.run import choose_model
+from lpconv.bench.runner import CaseRunner
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.errors import InputError, UnsupportedError
@@ -144,6 +146,16 @@ def test_what_another_library_quantised_is_refused_before_it_is_read(tmp_path: P
 def test_a_task_without_a_class_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no seq2seq model"):
         open_to_train(TASKS["seq2seq"], bert(tmp_path / "model"), seed=0)
+
+
+def test_a_bench_says_how_much_of_its_weights_is_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LPCONV_COMPILE", "never")
+    folder = bert(tmp_path / "model", "BertForMaskedLM")
+    case, _ = choose_model(str(folder), None, {"device": "cpu", "name": "CPU"})
+    case = dataclasses.replace(case, batch=1, seq=8, compiled="off")
+    assert CaseRunner(case, memory_share=1.0).weights == "checkpoint"
+    change_config(folder, num_hidden_layers=3)
+    assert CaseRunner(case, memory_share=1.0).weights.startswith("16 of 58 ")
 
 
 @pytest.mark.parametrize(
