@@ -110,9 +110,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         + F.conv1d(torch.zeros_like(x).view(2, 2, 6), w.view(9, 2, 2)[:4], y[0, :4]).sum()
         + torch.where(MASK, torch.zeros_like(x), 2.0)
     ),
-    "attention, zeros": lambda x, y, w: F.scaled_dot_product_attention(
-        torch.zeros_like(x).view(1, 2, 2, 6), torch.zeros_like(x).view(1, 2, 2, 6), y.view(1, 2, 2, 6)
-    ),
 }
 
 SCALES = {
