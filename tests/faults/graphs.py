@@ -195,7 +195,7 @@ class Comparison:
         if all(OPS[s.op].exact for s in self.graph.steps) and eps < 2.0**-20 and not is_mixed:
             return False
         if not self.noisy:
-            self.noisy = [_noisy(self.graph, seed) for seed in range(4)]
+            self.noisy = [_noisy(self.graph, seed) for seed in range(16)]
         changes = [float((same(run)[index].detach().double() - theirs.double()).abs().max()) for run in self.noisy]
         bound = _ROUNDINGS * (max(changes) + eps * float(theirs.double().abs().max())) + 2.0**-100
         is_far = (ours.double() - theirs.double()).abs() > bound  # never, if noise makes the plain graph undefined

@@ -7,19 +7,61 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor, nn
 
 from lpconv.errors import UnsupportedError
 from lpconv.scaled import AdamW, ScaledTensor, scaled, scaled_tensor
-from lpconv.scaled.pair import Role
+from lpconv.scaled.pair import Numerics, Role
 
 SCALES = [4.0, torch.tensor(4.0)]
 X = torch.tensor([[1.5, -2.0, 0.25, 3.0], [0.5, 1.0, -1.0, 2.0], [4.0, -0.5, 1.25, -3.0]])
+MASK, TARGET = torch.tensor([True, False, True, False]), torch.tensor([1, 0, 3])
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "weights": lambda x: F.cross_entropy(x, TARGET, weight=X[0].abs().to(x.dtype)),
+    "where, integers": lambda x: torch.where(MASK, x, torch.arange(4)) + torch.where(MASK, torch.arange(4), x),
+    "integers": lambda x: (
+        torch.maximum(x + torch.arange(4), torch.arange(4)) - torch.cat([x, torch.ones(3, 4) > 0])[3:]
+    ),
+    "where, 0-dim": lambda x: torch.where(MASK[0], x.sum(), torch.tensor(2.0)),
+    "complex number": lambda x: (x.float() * (1 + 2j)).abs() + (x.float() + 2j).real,
+    "list": lambda x: torch.tensor(x.tolist()),
+    "mv": lambda x: torch.mv(x, x[0]) + torch.dot(x[0], x[1]),
+    "slice_scatter": lambda x: x.slice_scatter(x[:1] * 8, 0, 1, 2).select_scatter(x[0].double() / 8, 0, 2),
+    "xlogy": lambda x: torch.xlogy(x, x.abs() + 1) + torch.atan2(x, x.abs() + 1),
+    "bounds": lambda x: x.clamp_min(0.5) + x.clamp_max(1.0) + F.hardtanh(x),
+    "spread": lambda x: x.std(1) + x.var(1) + F.normalize(x, dim=1).sum(1) + F.cosine_similarity(x, x * x, dim=1),
+    "0-dim": lambda x: x.sum().softmax(0) + x.sum().sum(-1) + x.sum().prod(0),
+    "static zeros": lambda x: (
+        F.linear(torch.zeros_like(x), x, x[:, 0])
+        + F.conv1d(torch.zeros_like(x).t()[None], x[:, :, None], x[:, 0])[0]
+        + F.scaled_dot_product_attention(torch.zeros_like(x), torch.zeros_like(x), x, is_causal=True)[:, :3]
+    ),
+    "wider": lambda x: torch.cat([x.double() * 2.0**12, X.half()]) + torch.cat([X.half() / 64, X.half()]),
+    "number": lambda x: ((x * 0 - 0.3) >= -0.3).to(x.dtype),
+    "part of booleans": lambda x: (X > 0).slice_scatter(x[:1], 0, 0, 1).logical_not(),
+    "power in place": lambda x: (x * 1).pow_(2),
+}
 
 
 def value(x: Any) -> Any:
     return x.dequantize(x.dtype) if isinstance(x, ScaledTensor) else x.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_gives_the_value_and_dtype_of_plain_torch(
+    name: str, scale: float | Tensor, dtype: torch.dtype
+) -> None:
+    expected = FUNCTIONS[name](X.to(dtype))
+    got = FUNCTIONS[name](scaled_tensor((X / 4).to(dtype), scale, numerics=Numerics(strict=True)))
+
+    assert got.dtype == (torch.float32 if name == "weights" else expected.dtype)  # a loss stays in fp32
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(value(got).to(expected.dtype), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture

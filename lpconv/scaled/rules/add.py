@@ -160,8 +160,10 @@ def _scatter(call: Call, base: Any, dim: int, index: Tensor, values: Any, **kwar
     return Scaled(call.op(data_base, dim, index, data_values, **kwargs), scale)
 
 
-def _joined(call: Call, a: Any, b: Any, *args: Any, **kwargs: Any) -> Scaled:
+def _joined(call: Call, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
     """maximum, minimum and writes of b into a part of a, which keep the dtype of a, at the larger scale."""
+    if isinstance(a, Tensor) and not a.is_floating_point() and "scatter" in call.op._opname:
+        return call.op(a, value(b), *args, **kwargs)
     data_a, data_b, scale = _at_larger(a, b)
     out = call.op(data_a, data_b, *args, **kwargs)
     return Scaled(out.to(data_of(a).dtype) if "scatter" in call.op._opname else out, scale)

@@ -14,6 +14,11 @@ def _on_values(call: Call, *args: Any, **kwargs: Any) -> Any:
     return call.op(*map(value, args), **{k: value(v) for k, v in kwargs.items()})
 
 
+def _compared_with(call: Call, x: Scaled, number: float) -> Any:
+    """op(value, number): torch rounds the number to the dtype of the tensor first."""
+    return call.op(value(x), torch.tensor(number, dtype=x.data.dtype).item())
+
+
 def _on_data(call: Call, *args: Any, **kwargs: Any) -> Any:
     """op(data): argmax and isnan do not change under a positive factor; empty_like and similar need only the shape."""
     return call.op(*map(data_of, args), **kwargs)
@@ -81,8 +86,8 @@ RULES: dict[Any, Rule] = {
             aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default, aten.all.default,
             aten.any.default, aten.bernoulli.default, aten.multinomial.default,
             *(getattr(aten, n).Tensor for n in ("eq", "ne", "lt", "le", "gt", "ge")),
-            *(getattr(aten, n).Scalar for n in ("eq", "ne", "lt", "le", "gt", "ge")),
         ),
         _on_values,
     ),
+    **dict.fromkeys((getattr(aten, n).Scalar for n in ("eq", "ne", "lt", "le", "gt", "ge")), _compared_with),
 }  # fmt: skip
