@@ -29,7 +29,8 @@ def export_onnx(
     if options.cache:
         check_has_cache(checkpoint.config)
     opset = choose_opset(options.opset, oldest=oldest_opset(checkpoint))
-    check_installed("exporting to ONNX", "onnxscript", *(["onnxruntime"] if options.validate else []), extra="onnx")
+    packages = ("onnx", "onnx-ir", "onnxscript", *(["onnxruntime"] if options.validate else []))
+    check_installed("exporting to ONNX", *packages, extra="onnx")
     from lpconv.export.write import export  # imports torch and transformers (seconds)
 
     return export(checkpoint, output, options, opset, progress or Silent())

@@ -45,14 +45,17 @@ def fp8(llama: Path, tmp_path: Path) -> Path:
     return tmp_path / "fp8"
 
 
-@pytest.mark.parametrize(("missing", "options"), [("onnxscript", ["--no-validate"]), ("onnxruntime", [])])
+@pytest.mark.parametrize(
+    ("missing", "options"),
+    [("onnxscript", ["--no-validate"]), ("onnxruntime", []), ("onnx", ["--no-validate"]), ("onnx_ir", [])],
+)
 def test_a_missing_extra_names_the_line_that_installs_it(
     missing: str, options: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     code, text = refused(llama, "-o", tmp_path / "out", *options)
     assert code == 4
-    assert missing in text
+    assert missing.replace("_", "-") in text
     assert "'lpconv[onnx]'" in text
     assert not (tmp_path / "out").exists()
 
