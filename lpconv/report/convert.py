@@ -187,8 +187,9 @@ def _opening_section(result: ConvertResult) -> Section | None:
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
     """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
-    path = "/".join(filter(None, (path, LAYOUTS[layout].file)))
-    return tuple(line.format(auto=auto_class(architecture), path=path) for line in LAYOUTS[layout].python)
+    known = LAYOUTS.get(layout, LAYOUTS["transformers"])  # a report may be of another version
+    path = "/".join(filter(None, (path, known.file)))
+    return tuple(line.format(auto=auto_class(architecture), path=path) for line in known.python)
 
 
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.

@@ -83,7 +83,12 @@ def test_a_page_lists_every_tensor_and_a_terminal_the_worst() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "opens"), [("lpconv", "lpconv.load("), ("transformers", "AutoModel.from_pretrained(")]
+    ("layout", "opens"),
+    [
+        ("lpconv", "lpconv.load("),
+        ("transformers", "AutoModel.from_pretrained("),
+        ("other", "AutoModel.from_pretrained("),
+    ],
 )
 def test_it_says_how_to_open_the_output(layout: str, opens: str) -> None:
     (code,) = blocks_of(described(options={"layout": layout}), Code)
