@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.formats.spec import FORMATS
+from lpconv.layouts import LAYOUTS
 from lpconv.layouts.reader import open_readable, stored_shapes
+from lpconv.lookup import find
 from lpconv.methods import METHODS
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
 from lpconv.plan.settings import fill_options
@@ -41,8 +43,13 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     provenance = recorded.provenance
     if is_trained(output.directory):
         raise UnsupportedError(f"`{name}` was trained after conversion, so it has no source to recover", hint=_HINT)
-    narrow = [r for r in recorded.tensors if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
     options = from_json(ConvertOptions, provenance["options"])
+    find("method", options.method, METHODS, error=InputError)
+    find("layout", options.layout, LAYOUTS, error=InputError)
+    for record in recorded.tensors:
+        if record.action == "convert":
+            find("format", str(record.format), FORMATS, error=InputError)
+    narrow = [r for r in recorded.tensors if r.action == "convert" and FORMATS[r.format].storage_bits <= FEEDBACK_BITS]
     if not narrow or not METHODS[options.method].has_granularity:
         stored = f"{options.method} in {provenance.get('format')}"
         raise UnsupportedError(

@@ -1,5 +1,6 @@
 """Recovering what rounding lost: codes are trained, everything else keeps its bits, and the output is verified."""
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -280,6 +281,17 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "--source" in str(raised.value.hint)
     found = check_recoverable(Checkpoint.open(tmp_path / "out"), str(tmp_path / "source"))
     assert found.source.directory == tmp_path / "source"
+
+
+@pytest.mark.parametrize("name", ["method", "layout", "format"])
+def test_an_unknown_name_in_the_record_is_refused(name: str, outputs: dict[str, Path], tmp_path: Path) -> None:
+    output = shutil.copytree(outputs["int4 groups"], tmp_path / "out")
+    document = json.loads((output / "lpconv.json").read_text())
+    converted = [t for t in document["tensors"] if t["action"] == "convert"]
+    (converted[0] if name == "format" else document["options"])[name] = "other"
+    (output / "lpconv.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=f"unknown {name} `other`"):
+        check_recoverable(Checkpoint.open(output), None)
 
 
 def test_another_source_is_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
