@@ -15,7 +15,7 @@ from typing import Any
 from lpconv.forms import Headers, Stored
 from lpconv.forms.grid import Grid
 from lpconv.layouts import READ
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, groups_for, input_scale_name
+from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, groups_for, input_scale_name, weight_settings
 from lpconv.layouts.headers import ACTIVATIONS, is_part, judged_grids
 from lpconv.report.numbers import code_list
 from lpconv.summed import Summed
@@ -111,8 +111,7 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored], grids: Map
 def _mismatched_sizes(config: Mapping[str, Any], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Group sizes and zero points that do not match the config's only scheme."""
     groups = config.get("config_groups")
-    schemes = [g["weights"] for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else [config]
-    schemes = [s for s in schemes if isinstance(s, dict)]
+    schemes = weight_settings(config) if isinstance(groups, dict) else [config]
     if len(schemes) != 1:
         return
     (scheme,) = schemes

@@ -77,6 +77,8 @@ def _read(name: str, headers: Headers) -> Stored | None:
     group = headers.quantization.get("group_size")
     if words.dtype != Mlx.names.word or scales is None or not isinstance(group, int):
         return None
+    if not words.shape or not scales.shape:
+        return None
     cols = scales.shape[-1] * group
     bits = words.shape[-1] * DTYPE_BITS[words.dtype] // max(cols, 1)
     grain = GRAINS["mx"] if scales.dtype == "U8" else find_grain(f"group:{group}")
