@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 
 from lpconv.options import Force, Option, Revision
 
@@ -23,7 +23,7 @@ class InitOptions:
         Ge(1),
         Option("Hidden size; heads keep their size, and feed-forward layers their ratio", default="as in the config"),
     ] = None
-    layers: Annotated[int | None, Ge(1), Option("Number of layers", default="as in the config")] = None
+    layers: Annotated[int | None, Ge(1), Lt(10_001), Option("Number of layers", default="as in the config")] = None
     tokenizer: Annotated[
         str | None,
         Option("Model to copy the tokenizer from", default="the architecture's own, if it has one", metavar="MODEL"),

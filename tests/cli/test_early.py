@@ -93,6 +93,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune demo --text-column nope": (2, "--text-column"),
     "export onnx demo --opset 3 -o x": (2, "opset 3 "),
     "init demo --reinit --width 7 -o fresh": (2, " 64"),
+    "init demo --reinit --layers 99999999 -o fresh": (2, "below 10001"),
     "bench --device tpu": (2, "`tpu`"),
     "probe demo --data none.txt": (3, "`none.txt`"),
     "probe demo -o taken": (8, "`taken`"),
