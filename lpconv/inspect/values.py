@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from lpconv.forms import Headers, Stored, grid_of
+from lpconv.forms import Headers, Stored
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
+from lpconv.forms.grid import Grid
 from lpconv.inspect.headers import VALUES, describe, inspect
 from lpconv.layouts import READ
 from lpconv.layouts.defects import Findings
-from lpconv.layouts.headers import recognise
+from lpconv.layouts.headers import judged_grids, recognise
 from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.layouts.scale_defects import FACTOR, from_scales
 from lpconv.models.ties import find_ties, tie_warnings
@@ -77,7 +78,8 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
         return record
     with StoredTensors.open(checkpoint) as stored:
         measured = _with_statistics(record, DecodedSource(stored), progress)
-        tensors = tuple(_with_share(t, stored) for t in measured.tensors)
+        grids = {} if stored.is_ours else judged_grids(stored.forms, checkpoint.config["quantization_config"])
+        tensors = tuple(_with_share(t, stored, grids[t.name]) if t.name in grids else t for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _saturation_warning(t, stored.forms[t.name])))
     return replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
 
@@ -121,11 +123,8 @@ def _measure_tensor(source: Source, t: StoredTensor, work: Workspace, progress: 
     return replace(t, rms=total.rms, absmax=total.absmax, num_nan=total.num_nan, num_inf=total.num_inf)
 
 
-def _with_share(t: StoredTensor, stored: StoredTensors) -> StoredTensor:
+def _with_share(t: StoredTensor, stored: StoredTensors, grid: Grid) -> StoredTensor:
     """The record of a weight with the share of its codes at the smallest or largest number of the format."""
-    grid = None if stored.is_ours else grid_of(stored.forms[t.name])
-    if grid is None:
-        return t
     at_end = 0
     low, high = grid.codes.ends
     for start, stop in block_ranges(grid.num_elements, grid.cols):

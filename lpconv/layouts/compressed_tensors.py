@@ -489,11 +489,24 @@ def _as_grid(name: str, headers: Headers) -> Grid | None:
 def _one_each(codes: Component, scale: Component, headers: Headers) -> Grid | None:
     if codes.dtype not in ("F8_E4M3", "I8"):
         return None
-    hints = (block_hint(w.get("block_structure")) for w in weight_settings(headers.quantization))
-    hint, fmt = next(filter(None, hints), FP8_BLOCK), OF_DTYPE.get(codes.dtype, FORMATS["int8"])
+    hints, size = map(_tile_in, _weights_for(codes.name, headers)), one_by_one(scale).size
+    fitting = (h for h in hints if h and tuple(-(-n // b) for n, b in zip(codes.shape[-2:], h, strict=True)) == size)
+    hint, fmt = next(fitting, FP8_BLOCK), OF_DTYPE.get(codes.dtype, FORMATS["int8"])
     grid = grid_of_blocks(codes.name, codes.shape, fmt, one_by_one(codes), scale, hint)
     zeros = headers.component(codes.name + "_zero_point")
     return grid and replace(grid, zeros=None if zeros is None else one_by_one(zeros, grid.scales.block))
+
+
+def _weights_for(weight: str, headers: Headers) -> list[Mapping[str, Any]]:
+    """The settings that a weight may have: of its module's groups, or of all groups if none of them is for it."""
+    groups = groups_for(headers.quantization, weight.removesuffix(_WEIGHT)) or _groups(headers.quantization)
+    return [group["weights"] for group in groups]
+
+
+def _tile_in(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, or None if the settings do not name them."""
+    size = weights.get("group_size")
+    return (1, size) if type(size) is int and size > 0 else block_hint(weights.get("block_structure"))
 
 
 def _packed_integers(name: str, codes: Component, scale: Component, headers: Headers) -> Grid | None:
@@ -502,7 +515,7 @@ def _packed_integers(name: str, codes: Component, scale: Component, headers: Hea
     Zero points may be packed too, along the rows of the weight, with the same offset as codes.
     """
     rows, words = codes.shape[-2:]
-    for weights in weight_settings(headers.quantization):
+    for weights in _weights_for(name, headers):
         bits, size = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") != "int" or not isinstance(bits, int) or bits not in INTEGERS:
             continue

@@ -18,10 +18,12 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, UsageError
 from lpconv.inspect.headers import inspect
+from lpconv.inspect.values import inspect_with_statistics
 from lpconv.layouts.mlx import Mlx
 from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions, FormatRule
 from lpconv.progress import Silent
+from lpconv.storage.staging import MARKER
 from tests.helpers.models import tiny
 
 GRAINS = {"e2m1": "mx", "e4m3fn": "mx", "int4": "group:32", "int8": "group:32"}
@@ -48,6 +50,17 @@ def dequantized(words: Tensor, scales: Tensor, biases: Tensor | None, bits: int)
     if biases is not None:
         return (groups.float() * scales[..., None] + biases[..., None]).flatten(1)
     return ((_E2M1 if bits == 4 else _E4M3)[groups] * torch.exp2(scales.float() - 127)[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("number", GRAINS)
+def test_statistics_are_those_of_decoded_weights_whoever_wrote_them(number: str, source: Path, tmp_path: Path) -> None:
+    output = as_mlx(source, tmp_path / "out", number)
+    (output / MARKER).unlink()
+    tensors, name = load_file(output / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    biases, bits = tensors.get(f"{name}.biases"), 4 if number in ("e2m1", "int4") else 8
+    value = dequantized(tensors[f"{name}.weight"], tensors[f"{name}.scales"], biases, bits)
+    record = next(t for t in inspect_with_statistics(output, Silent()).tensors if t.name == f"{name}.weight")
+    assert record.absmax == float(value.abs().max())
 
 
 @pytest.mark.parametrize("number", GRAINS)

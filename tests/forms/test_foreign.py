@@ -71,6 +71,40 @@ def test_compressed_tensors_decodes_the_same(layout: str, dtype: torch.dtype, tm
     assert torch.equal(decoded(tmp_path).to(theirs.dtype), theirs)
 
 
+_MORE = {"symmetric": True, "dynamic": False}
+_SECOND: dict[str, tuple[str, dict[str, Any], Tensor, Tensor]] = {
+    "blocks": (
+        "float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]},
+        torch.ones(100, 100), torch.tensor([[0.5, 2.0], [3.0, 5.0]]),
+    ),
+    "groups": (
+        "int-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 96},
+        torch.ones(4, 288), torch.arange(1.0, 13).view(4, 3),
+    ),
+    "rows": (
+        "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"},
+        torch.ones(4, 64), torch.arange(1.0, 5).view(4, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _SECOND)
+def test_a_second_group_of_the_config_has_its_own_tiles(kind: str, tmp_path: Path) -> None:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    layout, weights, w, scales = _SECOND[kind]
+    first: dict[str, Any] = {"num_bits": 4 if kind == "rows" else 8, "type": "int" if kind == "rows" else "float"}
+    first |= {"strategy": "channel"} if kind == "rows" else {"strategy": "block", "block_structure": [128, 128]}
+    groups = [{"targets": t, "weights": {**x, **_MORE}} for t, x in ((["Linear"], first), (["layer.q_proj"], weights))]
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    scheme = QuantizationScheme(targets=["Linear"], weights=groups[1]["weights"])
+    state = compressor.compress({"weight": w * 30, "weight_scale": scales}, scheme)
+    config = {"quant_method": "compressed-tensors", "config_groups": {"0": groups[0], "1": groups[1]}}
+    store(tmp_path, {"layer.q_proj." + n: x for n, x in state.items()}, config)
+    assert torch.equal(decoded(tmp_path), compressor.decompress(state, scheme)["weight"])
+
+
 @pytest.mark.parametrize("layout", ["fp8", "fp8 bf16", "fp8 ue8m0", "mxfp8"])
 def test_transformers_decodes_the_same_fp8(layout: str, tmp_path: Path) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
