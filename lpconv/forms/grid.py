@@ -148,7 +148,8 @@ class Grid(Stored):
         if not torch.equal(short.float(), scales):
             return super().decode_to(out, data, start, stop, side)
         fill(out.view(span.shape), data[0], self.codes.kind)
-        out.view(len(scales), scales.shape[1], -1).mul_(short.unsqueeze(2))  # rounded once, like fp32 products
+        # Rounded once, like fp32 products. One row of scales may be that of all rows.
+        out.view(span.shape[0], scales.shape[1], -1).mul_(short.unsqueeze(2))
         return out
 
     def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:

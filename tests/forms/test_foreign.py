@@ -153,6 +153,21 @@ def test_modelopt_has_a_scale_for_a_block_or_a_row(layout: str, rows: int, cols:
     assert torch.equal(decoded(tmp_path), tensors[NAME].float() * wide)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [(0, 64), (64, 192), (0, 256)], ids=str)
+def test_rows_of_blocks_decode_into_any_dtype(rows: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    codes, scales = edges(256, 256).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [0.5, 4.0]])
+    tensors = {NAME: codes, NAME + "_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    store(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    start, stop = (256 * n for n in rows)
+    out = torch.empty(stop - start, dtype=dtype)
+    with StoredTensors.open(tmp_path) as stored:
+        data, side = stored.read_data(NAME, start, stop), stored.side(NAME)
+        stored.forms[NAME].decode_to(out, data, start, stop, side)
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(out.view(-1, 256), (codes.float() * wide)[slice(*rows)].to(dtype))
+
+
 @pytest.mark.parametrize("second", [{}, {"weight_scale_2": torch.tensor(0.003)}], ids=["W4A16", "W4A8"])
 def test_modelopt_has_two_rows_of_integers_in_a_byte(second: Tensors, tmp_path: Path) -> None:
     """Every byte, and a column's factor after the scale. The second scale, of products in fp8, changes nothing."""
