@@ -281,7 +281,7 @@ class Tiles(ScaledCodes):
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         if self.packed or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
             return Stored.summands(self, data, side)
-        return ((data[0], self.code_scale(side, 0, self.num_elements).view(-1)),)
+        return ((self.codes_in(data), self.code_scale(side, 0, self.num_elements).view(-1)),)
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         encoded = super().encode(x, start, measured, work)

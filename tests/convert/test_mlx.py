@@ -53,6 +53,14 @@ def dequantized(words: Tensor, scales: Tensor, biases: Tensor | None, bits: int)
 
 
 @pytest.mark.parametrize("number", GRAINS)
+def test_weights_of_one_group_per_row_are_sums_of_their_parts(number: str, source: Path, tmp_path: Path) -> None:
+    with StoredTensors.open(as_mlx(source, tmp_path / "out", number)) as stored:
+        for name, form in stored.forms.items():
+            parts = [codes.float() * torch.as_tensor(s).view(-1, 1) for codes, s in stored.summands(name)]
+            assert torch.equal(sum(parts, torch.zeros(())).view(form.shape), stored.tensor(name).float())
+
+
+@pytest.mark.parametrize("number", GRAINS)
 def test_statistics_are_those_of_decoded_weights_whoever_wrote_them(number: str, source: Path, tmp_path: Path) -> None:
     output = as_mlx(source, tmp_path / "out", number)
     (output / MARKER).unlink()
