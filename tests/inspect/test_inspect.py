@@ -72,7 +72,6 @@ def test_a_group_of_a_config_may_lack_the_settings_of_weights(tmp_path: Path) ->
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"]}}}
     done = run(demo_as(tmp_path / "model", config))
     assert done.exit_code == 5, done.output
-    assert "no weight is quantised" in done.stderr
 
 
 def test_scalars_under_the_names_of_mlx_are_no_weight(tmp_path: Path) -> None:
@@ -80,7 +79,6 @@ def test_scalars_under_the_names_of_mlx_are_no_weight(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "mlx", "group_size": 32}}
     done = run(write_checkpoint(tmp_path / "model", tensors, config=config))
     assert done.exit_code == 5, done.output
-    assert "no weight is quantised" in done.stderr
 
 
 @pytest.mark.parametrize(
