@@ -191,8 +191,8 @@ class VerifyResult:
     def failures(self) -> tuple[str, ...]:
         """The problems, and the failed gates with their values."""
         missed = [g for g in self.gates if not g.passed]
-        values = ("nothing" if g.value is None else f"{g.value:.6g}" for g in missed)
-        gates = (f"gate `{g.expression}` met {value}" for g, value in zip(missed, values, strict=True))
+        values = ("was not measured" if g.value is None else f"is {g.value:.6g}" for g in missed)
+        gates = (f"gate `{g.expression}` failed: the value {v}" for g, v in zip(missed, values, strict=True))
         return (*self.problems, *gates)
 
     @property

@@ -36,9 +36,10 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
     failed = [g for g in result.gates if not g.passed]
     if not failed:
         return None
-    met = "; ".join(f"{g.expression} met {'nothing' if g.value is None else number_text(g.value)}" for g in failed)
+    values = ("was not measured" if g.value is None else f"is {number_text(g.value)}" for g in failed)
+    said = "; ".join(f"for {g.expression} the value {value}" for g, value in zip(failed, values, strict=True))
     return VerificationError(
-        f"{plural(len(failed), 'gate')} failed: {met}",
+        f"{plural(len(failed), 'gate')} failed: {said}",
         hint=f"the model and its report are in `{result.output}`",
         details={"gates": to_json(result.gates)},
     )

@@ -336,7 +336,7 @@ def test_a_gate_that_fails_leaves_the_run_and_ends_with_its_code(tmp_path: Path)
                "-o", str(out)]  # fmt: skip
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 5
-    assert "loss<=0 met" in done.stderr
+    assert "loss<=0" in done.stderr
     assert "loss<=0 failed" in done.stdout
     assert "skipped==0 passed" in (out / "report.html").read_text()
     resumed = CliRunner().invoke(app, [*command[:-4], "--gate", "loss<=9", "-o", str(out), "--resume", "--json"])
