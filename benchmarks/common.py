@@ -138,6 +138,11 @@ def load(path: Path) -> Any:
     return json.loads(lzma.decompress(raw) if path.suffix == ".xz" else raw)
 
 
+def load_or_begin(path: Path) -> dict[str, Any]:
+    """The results of earlier runs in a file that `save` wrote, by name; empty if there is no file yet."""
+    return load(path) if path.exists() else {}
+
+
 class Rows:
     """Rows of a result file, saved after each, so that an interrupted command can be resumed.
 

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--calibrate", default="demo", help="text of the calibration")
     args = parser.parse_args()
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     result["machine"] = common.machine()
     with common.work_folder(args.work) as folder:
         for name in args.model:

@@ -128,7 +128,7 @@ def main() -> None:
     parser = common.parser(__doc__, needs_out=True)
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
     args = parser.parse_args()
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
 
     for model in args.model:
         with tempfile.TemporaryDirectory() as name:

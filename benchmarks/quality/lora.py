@@ -78,7 +78,7 @@ def main() -> None:
         model, data, output, options, lora = args.one
         print(json.dumps(train(Path(model), data, Path(output), json.loads(options), lora == "1")))
         return
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     result["machine"], result["command"] = common.machine(), common.command()
     usual = {"batch_size": 2, "seq_len": 128, "eval_batches": 8, "eval_every": 0, "lr": args.lr}
     with common.work_folder(args.work) as folder:

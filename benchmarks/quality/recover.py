@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--data", default="demo", help="text to calibrate and train on")
     parser.add_argument("--options", default="", help="further options of finetune, such as '--steps 50'")
     args = parser.parse_args()
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     result["machine"] = common.machine()
     with common.work_folder(args.work) as folder:
         for name in args.model:

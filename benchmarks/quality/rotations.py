@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--rotations", nargs="+", default=["fold", "block", "full"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     args = parser.parse_args()
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     result["machine"] = common.machine()
     with common.work_folder(args.work) as folder:
         for name in args.model:

@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["demo", "minilm", "smollm2"])
     parser.add_argument("--windows", type=int, default=16)
     args = parser.parse_args()
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     for model in args.model:
         with tempfile.TemporaryDirectory() as name:
             folder, save = Path(name), partial(common.save, result, args.out)

@@ -223,7 +223,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     if args.worker:
         return train(args.worker, args.recipe, args.out)
-    result: dict[str, Any] = common.load(args.out) if args.out.exists() else {}
+    result = common.load_or_begin(args.out)
     result["machine"] = common.machine()
     if "classes" in args.part:
         result["classes"] = examine_classes()
