@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lpconv.errors import UsageError, VerificationError
 from lpconv.gates import FINETUNE_GATES, Gate
-from lpconv.report.numbers import number_text, plural
+from lpconv.report.document import gate_check
+from lpconv.report.numbers import plural
 from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutRecord, RunRecord, to_json
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
@@ -36,8 +37,7 @@ def gate_problem(result: FinetuneResult) -> VerificationError | None:
     failed = [g for g in result.gates if not g.passed]
     if not failed:
         return None
-    values = ("was not measured" if g.value is None else f"is {number_text(g.value)}" for g in failed)
-    said = "; ".join(f"for {g.expression} the value {value}" for g, value in zip(failed, values, strict=True))
+    said = "; ".join(f"{g.expression}, {gate_check(g).text}" for g in failed)
     return VerificationError(
         f"{plural(len(failed), 'gate')} failed: {said}",
         hint=f"the model and its report are in `{result.output}`",
