@@ -39,6 +39,7 @@ _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": 
 
 _MAX_WORD = 30  # longest unbroken word in a wrapping table cell
 _GAP, _UNBOUNDED = 2, 10_000  # spaces between columns; a width that fits any cell
+_READABLE = 30  # width below which a column of sentences moves to lines of its own
 
 
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "bold yellow"}
@@ -83,7 +84,7 @@ def _block(block: Block) -> RenderableType | None:
     if isinstance(block, Facts):
         return _grid(block.values.items())
     if isinstance(block, Code):
-        return Text("\n".join(f"  {line}" for line in block.lines), overflow="fold")
+        return Text("\n".join(f"  {line}" for line in block.lines), no_wrap=True, overflow="ignore")
     return Text(f"{block.title}: see the HTML page") if isinstance(block, Folded) else None
 
 
@@ -108,7 +109,7 @@ def _table(table: Table) -> RenderableType:
     ]
     columns = [f"<{c.removeprefix('<')}" if table.compares else c for c in table.columns]
     parts: list[RenderableType] = [Text(table.caption)] if table.caption else []
-    parts.append(_Fitting(columns, cells))
+    parts.append(_Fitting(columns, cells, may_move=not table.compares))
     if len(rows) < len(table.rows):
         parts.append(Text(f"and {plural(len(table.rows) - len(rows), 'more row')}"))
     return Group(*parts)
@@ -141,18 +142,19 @@ def _abbreviate(name: str, width: int) -> str:
 
 
 def _with_gap(body: RenderableType) -> RenderableType:
-    return Padding(body, (1, 0, 0, 0))
+    return Group(Text(), body)
 
 
 class _Fitting(_RichTable):
     """A table that adapts to narrow terminals without cutting any value.
 
-    It first breaks its headings, and then splits into several tables, one below the other, each with the first column.
+    It first gives long sentences lines of their own below their rows (if `may_move`), then breaks its headings, and
+    then splits into several tables, one below the other, each with the first column.
     """
 
-    def __init__(self, headings: Sequence[str], cells: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, headings: Sequence[str], cells: Sequence[tuple[Any, ...]], *, may_move: bool = False) -> None:
         super().__init__(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-        self._headings, self._cells = headings, cells
+        self._headings, self._cells, self._may_move = headings, cells, may_move
         for i, heading in enumerate(headings):
             left = i == 0 or heading.startswith("<")
             self.add_column(
@@ -164,6 +166,9 @@ class _Fitting(_RichTable):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         spans = [_column_widths(column, console, options) for column in self.columns]
         room = options.max_width - _GAP * (len(spans) - 1)
+        if moved := self._squeezed(spans, options.max_width):
+            yield from self._in_lines(moved, spans, options.max_width)
+            return
         if sum(least for least, _ in spans) <= room:
             self._share(spans, room)
             yield from super().__rich_console__(console, options)
@@ -178,18 +183,51 @@ class _Fitting(_RichTable):
             count += 1
         for part in (range(1, count), range(count, len(spans))):
             if part:
-                cells = [(row[0], *(row[i] for i in part)) for row in self._cells]
-                table = _Fitting((self._headings[0], *(self._headings[i] for i in part)), cells)
+                table = self._of([0, *part])
                 yield from (Text(), table) if part.start > 1 else _RichTable.__rich_console__(table, console, options)
 
+    def _of(self, columns: Sequence[int]) -> "_Fitting":
+        return _Fitting([self._headings[i] for i in columns], [tuple(row[i] for i in columns) for row in self._cells])
+
+    def _squeezed(self, spans: Sequence[tuple[int, int]], width: int) -> list[int]:
+        """The columns of text that would be too narrow to read next to the others; none if that does not help."""
+        kept, moved = list(range(len(spans))), list[int]()
+        movable = [i for i, heading in enumerate(self._headings) if i and heading.startswith("<") and self._may_move]
+        for i in sorted(movable, key=lambda i: -spans[i][1]):
+            left = width - sum(spans[j][self._is_text(j)] + _GAP for j in kept if j != i)
+            if left >= (spans[i][1] if moved else min(spans[i][1], _READABLE)):
+                return sorted(moved)
+            kept.remove(i)
+            moved.append(i)
+        return sorted(moved) if sum(spans[i][self._is_text(i)] + _GAP for i in kept) - _GAP <= width else []
+
+    def _is_text(self, column: int) -> bool:
+        """Whether a column has no names, which can be abbreviated."""
+        return not any(isinstance(cell, Name) for cell in self.columns[column].cells)
+
+    def _in_lines(self, moved: Sequence[int], spans: Sequence[tuple[int, int]], width: int) -> RenderResult:
+        """The table with the cells of some columns below each row, and their headings below the others."""
+        kept = [i for i in range(len(spans)) if i not in moved]
+        table = self._of(kept)
+        table._share([spans[i] for i in kept], width - _GAP * (len(kept) - 1))
+        headings = tuple(Text(heading.removeprefix("<")) for heading in self._headings)
+        for number, row in enumerate((headings, *self._cells)):
+            line = _RichTable.grid(padding=(0, _GAP, 0, 0))
+            for column in table.columns:
+                line.add_column(justify=column.justify, width=column.width, overflow="fold")
+            line.add_row(*(row[i] for i in kept))
+            yield line
+            yield from (Padding(row[i], (0, 0, 0, _GAP)) for i in moved if row[i])
+            if number == 0:
+                yield Text("─" * width)
+
     def _share(self, spans: Sequence[tuple[int, int]], room: int) -> None:
-        """Set column widths within `room`: minimum widths first, then more for long columns, and names last."""
+        """Set column widths within `room`: minimum widths first, then more for narrow columns, and names last."""
         widths = [least for least, _ in spans]
-        are_names = [any(isinstance(cell, Name) for cell in column.cells) for column in self.columns]
-        for turn in (False, True):
-            growing = [i for i, is_name in enumerate(are_names) if is_name is turn]
+        for is_text in (True, False):
+            growing = [i for i in range(len(spans)) if self._is_text(i) is is_text]
             while sum(widths) < room and (growing := [i for i in growing if widths[i] < spans[i][1]]):
-                widths[max(growing, key=lambda i: spans[i][1] / max(1, widths[i]))] += 1
+                widths[min(growing, key=lambda i: widths[i])] += 1
         for column, width in zip(self.columns, widths, strict=True):
             column.width = width
 
@@ -217,7 +255,8 @@ def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
         width = console.width if "COLUMNS" in os.environ else _PIPE_WIDTH
         console = Console(file=out, highlight=False, width=width, no_color=True)
     with console.capture() as capture:
-        console.print(terminal(shown) if isinstance(shown, Document) else _table(printable_record(shown)))
+        parts = terminal(shown) if isinstance(shown, Document) else _table(printable_record(shown))
+        console.print(parts, crop=False)
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     if "utf" not in (getattr(out, "encoding", None) or "utf-8").lower():
         text = text.translate(_ASCII).encode("ascii", "backslashreplace").decode("ascii")

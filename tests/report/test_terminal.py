@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lpconv.report.convert import compare_conversions, convert_document, plan_document
-from lpconv.report.document import Document, Table
+from lpconv.report.document import Code, Document, Section, Table
 from lpconv.report.terminal import show
 from lpconv.results import ConvertResult
 from tests.helpers.report_examples import bert_result, llama_result, plan_of
@@ -32,6 +32,26 @@ def test_no_figure_of_a_table_is_cut(width: int, monkeypatch: pytest.MonkeyPatch
     assert sum(line.startswith("fp8 static") for line in text.splitlines()) == (
         1 if width > 80 else 2 if width > 50 else 4
     )
+
+
+SENTENCE = "autocast to bf16 with fp32 weights, which is what most people do today, FP8_DYNAMIC"
+
+
+@pytest.mark.parametrize(("width", "lines"), [(40, 4), (80, 2), (140, 1)])
+def test_sentences_are_never_squeezed_into_narrow_columns(
+    width: int, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ("amp-bf16", "bf16", "none", SENTENCE)
+    text = text_of(Table(columns=("Recipe", "Precision", "Method", "<Use"), rows=(row,)), width, monkeypatch)
+    assert max(map(len, text.splitlines())) <= width
+    shown = [line.strip() for line in text.splitlines()[2:] if "─" not in line]
+    assert " ".join(shown).endswith(SENTENCE)
+    assert len(shown) == lines
+
+
+def test_code_is_never_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Document(kind="test", title="x", sections=(Section(blocks=("first", Code(lines=(SENTENCE,)))),))
+    assert f"  {SENTENCE}\n" in text_of(shown, 40, monkeypatch)
 
 
 @pytest.mark.parametrize("width", [80, 140])
