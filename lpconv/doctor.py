@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from lpconv.errors import UnsupportedError, typed_line
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.lookup import find
-from lpconv.machine import may_have_gpu
+from lpconv.machine import may_have_gpu, read_text
 from lpconv.results.doctor import (
     EMULATED,
     ERROR,
@@ -51,7 +51,7 @@ _BF16_ERROR = 2.0**-8  # error bound of a product with float32 sums and a bfloat
 def examine() -> DoctorResult:
     """What this machine supports: formats, scaled products, packages. Imports torch only if there may be a GPU."""
     gpus = _gpus() if may_have_gpu(_DEV) else ()
-    devices = (cpu_device(_CPUINFO.read_text(encoding="utf-8") if _CPUINFO.exists() else ""), *gpus)
+    devices = (cpu_device(read_text(_CPUINFO)), *gpus)
     return DoctorResult(
         lpconv=__version__,
         python=platform.python_version(),

@@ -71,9 +71,14 @@ def out_of_memory(error: BaseException) -> ResourceError | None:
     )
 
 
+def usable_cores() -> list[int]:
+    """Numbers of the cores that this process may use; of all cores on systems that cannot restrict it, like macOS."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def peak_rss_bytes(root: Path = _ROOT) -> int:
     """Peak resident memory of this process in bytes."""
-    for line in _read_text(root / "proc/self/status").splitlines():
+    for line in read_text(root / "proc/self/status").splitlines():
         if line.startswith("VmHWM:"):  # getrusage would include the process that started this one
             return int(line.split()[1]) * _KIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,7 +86,7 @@ def peak_rss_bytes(root: Path = _ROOT) -> int:
 
 
 def _free_memory(root: Path) -> int:
-    for line in _read_text(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * _KIB
     import psutil  # imported late: needed only without /proc, and slow to import at start-up
@@ -97,8 +102,8 @@ def _memory_limits(root: Path) -> list[_Limit]:
 
 def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
     """The limits in `counted` that are set, each with the memory that the kernel counts against it."""
-    used = dict(line.split(":", 1) for line in _read_text(proc / "status").splitlines() if ":" in line)
-    for line in _read_text(proc / "limits").splitlines():
+    used = dict(line.split(":", 1) for line in read_text(proc / "status").splitlines() if ":" in line)
+    for line in read_text(proc / "limits").splitlines():
         for name, size in counted.items():
             soft = line.removeprefix(name).split()[:1] if line.startswith(name) else []
             if soft and soft[0].isdigit():
@@ -107,8 +112,8 @@ def _process_limits(proc: Path, counted: Mapping[str, str]) -> Iterator[_Limit]:
 
 def _container_limits(root: Path) -> Iterator[_Limit]:
     """Memory limits of the process's cgroup and of its parents, as far as they are visible from here."""
-    own = [line.split(":", 2) for line in _read_text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    for mount in _read_text(root / "proc/self/mountinfo").splitlines():
+    own = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    for mount in read_text(root / "proc/self/mountinfo").splitlines():
         fields, _, kind = mount.partition(" - ")
         if not kind.startswith("cgroup"):
             continue
@@ -134,11 +139,11 @@ def _parent_folders(mount: Path, shown: str, path: str) -> list[Path]:
 def _cgroup_limits(folder: Path, *, is_v2: bool) -> Iterator[_Limit]:
     # Above `memory.high` the kernel throttles the process almost to a standstill.
     limits = ("memory.max", "memory.high") if is_v2 else ("memory.limit_in_bytes",)
-    sizes = [int(text) for name in limits if (text := _read_text(folder / name).strip()).isdigit()]
+    sizes = [int(text) for name in limits if (text := read_text(folder / name).strip()).isdigit()]
     if not sizes or min(sizes) >= _ENDLESS:
         return
-    used = _read_text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
-    yield min(sizes), int(used or 0) - _file_pages(_read_text(folder / "memory.stat"), is_v2=is_v2)
+    used = read_text(folder / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
+    yield min(sizes), int(used or 0) - _file_pages(read_text(folder / "memory.stat"), is_v2=is_v2)
 
 
 def _file_pages(stat: str, *, is_v2: bool) -> int:
@@ -150,7 +155,8 @@ def _file_pages(stat: str, *, is_v2: bool) -> int:
     return max(0, active + inactive - mapped)
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Contents of a file of the system; empty if it does not exist, as on macOS."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -169,3 +169,37 @@ def test_a_failed_allocation_is_known_whoever_reports_it(error: Exception) -> No
 )
 def test_other_errors_are_not_taken_for_one(error: Exception) -> None:
     assert out_of_memory(error) is None
+
+
+# Calls that macOS lacks, removed after libraries have chosen their own by the platform.
+_AS_MACOS = """
+import os, pathlib, sys, sysconfig, psutil, torch, transformers
+sysconfig.get_config_vars()
+for name in ("posix_fadvise", "posix_fallocate", "fdatasync", "sched_getaffinity", "sched_setaffinity"):
+    delattr(os, name)
+sys.platform = "darwin"
+read_text = pathlib.Path.read_text
+def read(path, *how, **options):
+    return read_text(pathlib.Path("/absent") if str(path).startswith(("/proc", "/sys")) else path, *how, **options)
+pathlib.Path.read_text = read
+"""
+_AS_WINDOWS = "import sys; sys.platform = 'win32'; sys.modules.update(dict.fromkeys(('fcntl', 'resource')))\n"
+_BATCH = "version: 1\njobs: [{id: one, model: demo, format: bf16, output: one}, {id: two, model: demo, output: two}]\n"
+
+
+@pytest.mark.parametrize(
+    ("system", "arguments", "code"),
+    [
+        (_AS_MACOS, "convert demo --format e4m3fn -o out", 0),
+        (_AS_MACOS, "batch jobs.yaml --parallel 2", 0),
+        (_AS_MACOS, "doctor", 0),
+        (_AS_WINDOWS, "inspect demo", 4),
+    ],
+)
+def test_other_systems(system: str, arguments: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(_BATCH)
+    run = f"import runpy; sys.argv[1:] = {arguments.split()}; runpy.run_module('lpconv', run_name='__main__')"
+    command = [sys.executable, "-c", system + run]
+    done = subprocess.run(command, cwd=tmp_path, env=cli_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert code == 0 or (done.stderr.startswith("error:") and "WSL" in done.stderr and "fcntl" in done.stderr)

@@ -72,4 +72,4 @@ def test_the_metadata_say_what_it_is(built: Path) -> None:
     assert facts["Description-Content-Type"] == "text/markdown"
     with _wheel(built) as wheel:
         (entry,) = (n for n in wheel.namelist() if n.endswith("entry_points.txt"))
-        assert "lpconv = lpconv.cli.main:run" in wheel.read(entry).decode()
+        assert "lpconv = lpconv.__main__:main" in wheel.read(entry).decode()

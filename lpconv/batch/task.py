@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-from lpconv.machine import available_memory
+from lpconv.machine import available_memory, usable_cores
 from lpconv.report.numbers import size_text
 
 GRACE_S = 30.0  # time for a run to write its journal after SIGTERM
@@ -27,11 +27,11 @@ _OWN_COUNT = "[1/1] "  # prefix of progress lines in a batch of one job, replace
 # survives `execv`), so that a repeated task finds no lock held. A thread or fork of this process could not do that.
 _BEGIN = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if sys.platform == "linux":  # macOS has neither call
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")) if sys.argv[2] else os.sched_getaffinity(0))
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process has ended")
-if sys.argv[2]:
-    os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
 os.execv(sys.executable, [sys.executable, "-m", "lpconv", "batch", *sys.argv[3:]])
 """
 
@@ -177,7 +177,7 @@ class LocalExecutor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_stopped = False
         self._places = parallel
-        self._cores = sorted(os.sched_getaffinity(0))
+        self._cores = usable_cores()
         self._gpus = _gpu_names() if wants_gpus else []
         self._memory = available_memory()
         self.machines: tuple[Needs, ...] = (Needs(cpus=len(self._cores), gpus=len(self._gpus), memory=self._memory),)

@@ -25,7 +25,7 @@ from lpconv.bench.options import Case, parse_device
 from lpconv.bench.runner import CaseRunner
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, UsageError, first_line, peer_lost, typed_line
 from lpconv.kernels.matmul import matmul
-from lpconv.machine import own_stdout, peak_rss_bytes
+from lpconv.machine import own_stdout, peak_rss_bytes, read_text
 from lpconv.report.numbers import plural
 from lpconv.results import PeakRecord
 from lpconv.version import __version__
@@ -183,10 +183,7 @@ def _device_name(device: str) -> str:
 
 def _cpu_name() -> str:
     """Name of the CPU from Linux's /proc/cpuinfo; on other systems its family."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        match = None
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.machine() or "CPU"
 
 

@@ -17,7 +17,7 @@ import psutil
 from lpconv.errors import ResourceError
 from lpconv.forms.facts import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
-from lpconv.machine import available_memory
+from lpconv.machine import available_memory, usable_cores
 from lpconv.models.known import known_shapes
 from lpconv.plan.options import FEEDBACK_BITS, GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
@@ -86,7 +86,7 @@ def plan_memory(
     budget = min(options.max_memory or available, available)
     is_light = "model_type" not in checkpoint.config or known_shapes(checkpoint.config) is not None
     loaded = now + (0 if is_light or "transformers" in sys.modules else _BUILDING_BYTES)
-    workers = options.workers or min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    workers = options.workers or min(len(usable_cores()), _MAX_WORKERS)
     while workers > 1 and loaded + _conversion_bytes(plan, workers) > budget:
         workers -= 1
     needed = loaded + _conversion_bytes(plan, workers)

@@ -117,15 +117,17 @@ class PartFile:
 def _reserve(fd: int, size_bytes: int) -> None:
     """Allocate the disk space now, so that a full disk is detected before the work. Not every file system can."""
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(fd, 0, size_bytes)
     except OSError as e:
         if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
 
 
 def _write_back(fd: int, start: int, stop: int) -> None:
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+    if hasattr(os, "posix_fadvise"):  # macOS has neither call, so everything is left to the final `fsync`
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 @contextlib.contextmanager

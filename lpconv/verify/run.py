@@ -13,6 +13,7 @@ from lpconv.data.texts import check_text
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable
+from lpconv.machine import usable_cores
 from lpconv.plan.files import summed_files
 from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress
@@ -144,7 +145,7 @@ def check_hashes(directory: Path, progress: Progress) -> HashCheck:
     sizes = {n: (directory / n).stat().st_size for n in digests if os.path.isfile(directory / n)}
     progress.start("hashing", sum(sizes.values()))
     mismatched = sorted({"config.json", MARKER, *summed_files(directory)} - digests.keys())
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(len(usable_cores())) as pool:  # hashing releases the GIL
         hashes = pool.map(lambda n: sha256_of(directory / n) if n in sizes else None, digests)
         for (name, digest), hashed in zip(digests.items(), hashes, strict=True):
             mismatched += [] if hashed == digest else [name]
