@@ -39,15 +39,18 @@ def verify(
     from lpconv.results import Verification, to_json
     from lpconv.storage.partfile import check_file, write_small
     from lpconv.storage.resolve import directory_of
-    from lpconv.verify.run import verify_output
+    from lpconv.verify.run import verify_output, with_source
     from lpconv.version import __version__
 
     if html is not None:
         check_file(Path(html))
     with progress_for(quiet=quiet) as progress:
-        checked = verify_output(directory_of(path), options, progress=progress)
+        compared = with_source(directory_of(path), options)
+        if compared != options:
+            progress.message(f"comparing with {compared.against}, the recorded source")
+        checked = verify_output(directory_of(path), compared, progress=progress)
     result = Verification(
-        **vars(checked), path=path, against=options.against, command=typed_command(), version=__version__
+        **vars(checked), path=path, against=compared.against, command=typed_command(), version=__version__
     )
     if html is not None:
         from lpconv.report.html import html as html_page

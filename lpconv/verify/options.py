@@ -6,8 +6,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from lpconv.errors import UsageError
-from lpconv.options import Option, TrustRemoteCode, check, gate_option
+from lpconv.options import Option, TrustRemoteCode, gate_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,3 @@ class VerifyOptions:
     ] = None
     max_tokens: Annotated[int, Ge(1), Option("Largest number of tokens to read")] = 4096
     trust_remote_code: TrustRemoteCode = False
-
-
-def check_verify(options: VerifyOptions) -> None:
-    """Raise UsageError for options out of range, and for a comparison without a checkpoint to compare with."""
-    check(options)
-    what = "a text" if options.data is not None else "--tasks" if options.tasks else "--level values"
-    if options.against is None and (options.data is not None or options.tasks or options.level == "values"):
-        raise UsageError(f"{what} needs a checkpoint to compare with", hint="pass it to --against")

@@ -5,6 +5,7 @@ docs/verify.md shows which planted damage each level detects.
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,15 +15,16 @@ from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import usable_cores
+from lpconv.options import check
 from lpconv.plan.files import summed_files
 from lpconv.plan.provenance import lost_signals
 from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.contents import is_plain
+from lpconv.storage.contents import is_plain, read_json
 from lpconv.storage.partfile import read_small, sha256_of
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
-from lpconv.verify.options import VerifyOptions, check_verify
+from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
 
@@ -32,7 +34,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
 
     None means ``hash``, or with `against` ``weights``, and ``logits`` if the models are small. ``weights`` and
     ``logits`` need the source: `against`, or else the one in lpconv.json. Raises InputError if the source is needed and
-    not found, or is a different one.
+    not found, or is a different one. A text, tasks and ``values`` need one too, and find it as `with_source` does.
 
     ``values`` compares the decoded weights of any two checkpoints. It is the default for a `directory` that is not an
     output of a conversion, or was trained.
@@ -40,14 +42,15 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     With the text `data`, both models also run on its first `max_tokens` tokens, in windows of `seq_len`, whatever their
     size (`outputs.py`). With `tasks`, both also answer the questions of lm-eval's tasks (`tasks.py`).
     """
-    check_verify(options)
+    check(options)
+    options = with_source(directory, options)
     check_tasks(options)
     gates = [VERIFY_GATES.parse(g) for g in options.gates]
     tasks = load_tasks(options, progress) if options.tasks else {}
     if options.data is None:
         level, early_gates = options.level, [g for g in gates if not is_of_task(g.expression)]
     else:
-        assert options.against is not None  # required by check_verify, as for tasks
+        assert options.against is not None  # set by with_source, as for tasks
         reference = _open_reference(options.against)
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         level = options.level or ("weights" if is_output(directory) and not is_trained(directory) else "values")
@@ -60,6 +63,27 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
         answers = compare_on_tasks(directory, options.against, tasks, limit=options.task_limit, progress=progress)
         result = dataclasses.replace(result, tasks=answers)
     return with_gates(result, gates) if options.data is not None or options.tasks else result
+
+
+def with_source(directory: Path, options: VerifyOptions) -> VerifyOptions:
+    """The options with the source of `directory` as `against`, if they need a checkpoint to compare with.
+
+    That is the directory that the output's report names. Raises UsageError if it names none that is here.
+    """
+    what = "a text" if options.data is not None else "--tasks" if options.tasks else "--level values"
+    if options.against is not None or not (options.data is not None or options.tasks or options.level == "values"):
+        return options
+    documents = [read_json(p) for n in ("report.json", MARKER) if (p := directory / n).is_file()]
+    sources = [s for d in documents if isinstance(s := d.get("source"), dict)]
+    names = [str(s[key]) for s in sources for key in ("name", "resolved") if s.get(key)]
+    against = next((n for n in names if n == "demo" or os.path.isdir(n)), None)
+    if against is None:
+        flags = shlex.join(["lpconv", "verify", str(directory), "--against", *(names or ["MODEL"])[:1]])
+        raise UsageError(
+            f"{what} needs a checkpoint to compare with, and the source of `{directory}` is not here",
+            hint=f"try `{flags}`",
+        )
+    return dataclasses.replace(options, against=against)
 
 
 def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate], progress: Progress) -> VerifyResult:

@@ -112,6 +112,18 @@ def test_the_command_says_it_and_gates_ask_for_it(tmp_path: Path, monkeypatch: p
     assert said.exit_code == 0, said.stderr
     assert "perplexity" in said.stdout
     assert "96 tokens" in said.stdout.replace("\n", " ")
+    (without_source := [*common]).remove("--against")
+    without_source.remove("demo")
+    recorded = CliRunner().invoke(app, [*without_source, "--json"])  # the source that the output records
+    assert json.loads(recorded.stdout)["against"] == "demo"
+    assert "demo" in recorded.stderr
+    for name in ("report.json", "lpconv.json"):
+        (tmp_path / "out" / name).write_text((tmp_path / "out" / name).read_text().replace('"demo"', '"gone"'))
+    refused = CliRunner().invoke(app, without_source)
+    assert refused.exit_code == 2
+    assert "lpconv verify out --against gone" in refused.stderr
+    shutil.rmtree(tmp_path / "out")
+    convert("demo", tmp_path / "out", ConvertOptions(method="unit", format="e4m3fn", verify="none"))
     failed = CliRunner().invoke(app, [*common, "--gate", "kl<=1e-9", "--html", "page.html", "--json"])
     assert failed.exit_code == 5
     (tmp_path / "verify.json").write_text(failed.stdout)
