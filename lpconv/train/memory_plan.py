@@ -50,8 +50,11 @@ from lpconv.train.options import FinetuneOptions, check_start
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import RECIPES, TRAINING_OPTIMIZERS, Arithmetic
 
-# Memory of GPUs in bytes, from their data sheets.
-GPU_MEMORY = {"a100": 80 * 10**9, "l40s": 48 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9, "b200": 180 * 10**9}
+# Memory of GPUs in bytes, from their data sheets. A display takes some of that of a consumer card.
+GPU_MEMORY = {
+    "t4/rtx4080": 16 * 10**9, "rtx3090/4090": 24 * 10**9, "l40s": 48 * 10**9, "a100": 80 * 10**9, "h100": 80 * 10**9,
+    "h200": 141 * 10**9, "b200": 180 * 10**9,
+}  # fmt: skip
 _REDUCED = 4  # bytes: gradients are summed in fp32
 _LOGIT_BYTES = 4  # losses are computed in fp32
 _PARTS = dict.fromkeys(("gathered", "activations", "gradients", "logits", "temporary"), 0)

@@ -123,6 +123,7 @@ def test_a_large_model_is_planned_from_its_config_alone(tmp_path: Path) -> None:
         assert found["num_parameters"] > 8e9
         assert found["gpus"]["unit-fp8"]["--max-memory"] == count
         assert found["gpus"]["unit-fp8"]["h100"] in (1, 2, 4)
+        assert found["gpus"]["unit-fp8"]["t4/rtx4080"] > found["gpus"]["unit-fp8"]["rtx3090/4090"]
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
