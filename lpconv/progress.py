@@ -1,15 +1,21 @@
 """Progress reports of long work. The command line draws bars from them; the library is silent by default."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
     """Receiver of progress reports. All calls come from one thread."""
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        """Begin a phase, or continue it after `done`. `total` is 0 if unknown. `unit`: bytes or steps."""
+        """Begin a phase, or continue it after `done`.
+
+        `total` is 0 if unknown. `unit` is bytes, steps, or another plural that is shown after the count.
+        """
 
     def advance(self, amount: int, figures: str = "") -> None:
         """Report that `amount` more of the phase is done; `figures` are the latest measurements as text."""
@@ -26,6 +32,53 @@ class Silent:
     def advance(self, amount: int, figures: str = "") -> None: ...
 
     def message(self, text: str) -> None: ...
+
+
+def counted(items: Collection[T], phase: str, unit: str, progress: Progress) -> Iterator[T]:
+    """The items, as a phase that advances when the next one is asked for."""
+    progress.start(phase, len(items), unit=unit)
+    for item in items:
+        yield item
+        progress.advance(1)
+
+
+class Deadline(Silent):
+    """A time limit of `seconds` from now, and a Progress that raises TimeIsUp in the phase that reports after it."""
+
+    def __init__(self, seconds: float, progress: Progress) -> None:
+        self._progress = progress
+        self._start_s = time.perf_counter()
+        self._end_s = self._start_s + seconds
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since creation."""
+        return time.perf_counter() - self._start_s
+
+    @property
+    def left_s(self) -> float:
+        """Remaining seconds; negative if the deadline has passed."""
+        return self._end_s - time.perf_counter()
+
+    def part(self, share: float) -> "Deadline":
+        """A deadline after the given share of the remaining time."""
+        return Deadline(max(self.left_s, 0.0) * share, self._progress)
+
+    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self.advance(0)
+        self._progress.start(phase, total, unit=unit, done=done)
+
+    def advance(self, amount: int, figures: str = "") -> None:
+        if self.left_s <= 0:
+            raise TimeIsUp
+        self._progress.advance(amount, figures)
+
+    def message(self, text: str) -> None:
+        self._progress.message(text)
+
+
+class TimeIsUp(BaseException):
+    """Raised within a phase once its deadline has passed. Like an interrupt, it is not an error of the phase."""
 
 
 @contextmanager

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lpconv.advise.candidates import Settings, describe_conversion
-from lpconv.advise.subject import Deadline, Subject, job_of, open_converted
+from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.errors import UsageError
-from lpconv.progress import Progress
+from lpconv.progress import Deadline, Progress
 from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.outputs import compare_outputs, outputs_of

@@ -21,14 +21,14 @@ import torch
 
 from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
 from lpconv.advise.options import Budget
-from lpconv.advise.subject import Deadline, Subject, TimeIsUp, job_of, open_converted
+from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.preview import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import vocabulary_size
-from lpconv.progress import Progress
+from lpconv.progress import Deadline, Progress, TimeIsUp
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
 from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs

@@ -13,7 +13,7 @@ from lpconv.advise.candidates import best, rank_rows
 from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
-from lpconv.advise.subject import Deadline, Subject, TimeIsUp, job_of, open_converted, open_subject
+from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
 from lpconv.advise.train import Runs, drop_noisy_recipes, measure_recipes, recipe_rows
 from lpconv.bench.worker import measure_peaks
 from lpconv.errors import LpconvError, UnreadError
@@ -23,7 +23,7 @@ from lpconv.probe.advice import findings, loss_scales
 from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
-from lpconv.progress import Progress, quiet_transformers
+from lpconv.progress import Deadline, Progress, TimeIsUp, quiet_transformers
 from lpconv.report.advise import findings_of, noise_findings, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, RecipeNoise, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from lpconv.plan.job import Job, prepare
 from lpconv.plan.settings import fill_options
 from lpconv.probe.checkpoint import RANDOM_IDS, Batches, ProbeSetup, prepare_run
 from lpconv.probe.options import ProbeOptions
-from lpconv.progress import Progress, Silent, quiet_transformers
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.report.numbers import code_list
 from lpconv.results import TensorRecord
 from lpconv.storage.checkpoint import Checkpoint
@@ -158,39 +157,3 @@ def open_converted(subject: Subject, settings: Settings, progress: Progress) -> 
     ):
         state, records = decoded_tensors(rounded, progress)
     return subject.with_tensors(state), records
-
-
-class Deadline(Silent):
-    """A time limit of `seconds` from now, and a Progress that raises TimeIsUp in the phase that reports after it."""
-
-    def __init__(self, seconds: float, progress: Progress) -> None:
-        self._progress = progress
-        self._start_s = time.perf_counter()
-        self._end_s = self._start_s + seconds
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds since creation."""
-        return time.perf_counter() - self._start_s
-
-    @property
-    def left_s(self) -> float:
-        """Remaining seconds; negative if the deadline has passed."""
-        return self._end_s - time.perf_counter()
-
-    def part(self, share: float) -> "Deadline":
-        """A deadline after the given share of the remaining time."""
-        return Deadline(max(self.left_s, 0.0) * share, self._progress)
-
-    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        self.advance(0)
-        self._progress.start(phase, total, unit=unit, done=done)
-
-    def advance(self, amount: int, figures: str = "") -> None:
-        if self.left_s <= 0:
-            raise TimeIsUp
-        self._progress.advance(amount, figures)
-
-
-class TimeIsUp(BaseException):
-    """Raised within a phase once its deadline has passed. Like an interrupt, it is not an error of the phase."""

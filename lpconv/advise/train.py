@@ -26,9 +26,8 @@ from typing import Any, Self
 
 from lpconv.advise.candidates import judge_row
 from lpconv.advise.options import AdviseOptions, Budget
-from lpconv.advise.subject import Deadline
 from lpconv.errors import LpconvError, problem_text
-from lpconv.progress import Progress
+from lpconv.progress import Deadline, Progress
 from lpconv.results import AdviceRow, GapEstimate, RecipeNoise, RunRecord
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.student import estimate_mean

@@ -96,6 +96,7 @@ class BenchRun:
                 try:
                     for case in variants:
                         self._measure_variant(group, case)
+                        self.progress.advance(1)
                     self._measure_alone(group)
                 except (UsageError, InputError, UnsupportedError):
                     raise

@@ -97,7 +97,10 @@ def bench(
             peaks=_peaks(child, cases[0]),
             idle=child,
         )
-        for base_case, variants in _groups(cases, options).items():
+        groups = _groups(cases, options)
+        num_measured = options.effort.launches * sum(max(len(variants), 1) for variants in groups.values())
+        progress.start("measuring", num_measured, unit="cases")
+        for base_case, variants in groups.items():
             run.measure_group(base_case, variants)
         return run.result(interrupted=False)
 

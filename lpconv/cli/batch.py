@@ -24,11 +24,15 @@ class _Events:
 
     def __init__(self, progress: "Progress", junit: str | None, as_json: bool) -> None:
         self._progress, self._junit, self._json = progress, junit, as_json
+        self._finished = 0
 
     def job_started(self, job: "BatchJob", index: int, total: int) -> None:
+        self._progress.start("batch", total, unit="jobs", done=self._finished)
         self._progress.message(f"[{index + 1}/{total}] {job.id}")
 
     def job_finished(self, result: "JobResult", index: int, total: int) -> None:
+        self._finished += 1
+        self._progress.start("batch", total, unit="jobs", done=self._finished)
         self._progress.message(f"[{index + 1}/{total}] {result.id}: {result.status}")
 
     def batch_finished(self, result: "BatchResult") -> None:

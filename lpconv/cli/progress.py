@@ -1,6 +1,7 @@
-"""Progress on stderr: bars on a terminal, and lines with `-v`."""
+"""Progress on stderr: bars on a terminal; elsewhere a line from time to time, and for every phase with `-v`."""
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,18 +9,20 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from lpconv.progress import Progress, Silent
-from lpconv.report.numbers import plural, size_text
+from lpconv.report.numbers import count_text, duration_text, plural, size_text
 
 if TYPE_CHECKING:
     import rich.progress
 
 # Whether `lpconv -v` was given: print a line for each phase of a run, and tracebacks with errors.
 VERBOSE: ContextVar[bool] = ContextVar("verbose", default=False)
+_LINE_EVERY_S = 30.0
 
 
 class _Bars:
-    """One bar for the current phase: bytes and speed, or steps, metrics and memory; and the remaining time.
+    """One bar for the current phase: bytes and speed, or a count, metrics and memory; and the remaining time.
 
+    A spinner shows that work goes on before the first phase, in phases of unknown length, and once a bar is full.
     `stop` restores the terminal.
     """
 
@@ -28,34 +31,35 @@ class _Bars:
 
         self._console = Console(file=sys.stderr)  # also while a library's messages are dropped
         self._bar: rich.progress.Progress | None = None
+        self.start("starting", 0)
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
         from rich import progress as bars
 
         self.stop()
-        columns: dict[str, tuple[rich.progress.ProgressColumn, ...]] = {
-            "bytes": (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()),
-            "steps": (
-                bars.BarColumn(),
-                bars.MofNCompleteColumn(),
-                bars.TextColumn("{task.fields[figures]}"),
-                bars.TimeRemainingColumn(),
-            ),
-            "": (bars.SpinnerColumn(), bars.TimeElapsedColumn()),  # phases of unknown length
-        }
-        self._bar = bars.Progress(
-            bars.TextColumn("{task.description}"),
-            *columns[unit if total else ""],
-            console=self._console,
-            transient=True,
-        )
+        columns: tuple[rich.progress.ProgressColumn, ...]
+        if not total:
+            columns = bars.SpinnerColumn(), bars.TimeElapsedColumn()
+        elif unit == "bytes":
+            columns = bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()
+        else:
+            count = bars.MofNCompleteColumn(), bars.TextColumn("" if unit == "steps" else unit)
+            figures = bars.TextColumn("{task.fields[figures]}")
+            columns = bars.SpinnerColumn(), bars.BarColumn(), *count, figures, bars.TimeRemainingColumn()
+        name = bars.TextColumn("{task.description}", markup=False)
+        self._bar = bars.Progress(name, *columns, console=self._console, transient=True)
         self._bar.add_task(phase, total=total or None, completed=done, figures="")
         self._bar.start()
 
     def advance(self, amount: int, figures: str = "") -> None:
-        if self._bar is not None:
-            shown = f"{figures}, {size_text(_memory_bytes())}" if figures else ""
-            self._bar.update(self._bar.task_ids[0], advance=amount, figures=shown)
+        if self._bar is None:
+            return
+        task = self._bar.tasks[0]
+        shown = f"{figures}, {size_text(_memory_bytes())} of memory" if figures else ""
+        self._bar.update(task.id, advance=amount, figures=shown)
+        if task.finished:
+            self._bar.refresh()
+            self.start(f"finishing: {task.description}", 0)
 
     def message(self, text: str) -> None:
         self._console.print(text, highlight=False)
@@ -72,41 +76,77 @@ def _memory_bytes() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
-class _Messages(Silent):
-    """Lines on stderr instead of bars, for logs and pipes. Only phases with steps, which are long, print a line."""
+class _Messages:
+    """Lines on stderr instead of bars, for logs and pipes.
+
+    Phases with steps, which are long, print a line at once. Every 30 s another one says how far the current phase is.
+    """
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._begin("starting", 0, "bytes", 0)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._print_regularly, args=(sys.stderr,), daemon=True).start()
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
+        self._begin(phase, total, unit, done)
         if unit == "steps":
             self.message(f"{phase}: {plural(total, 'step')}" + (f", resuming after {done}" if done else ""))
 
+    def advance(self, amount: int, figures: str = "") -> None:
+        self._done += amount
+        self._figures = figures
+
     def message(self, text: str) -> None:
         print(text, file=sys.stderr)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _begin(self, phase: str, total: int, unit: str, done: int) -> None:
+        self._phase, self._total, self._unit, self._done, self._figures = phase, total, unit, done, ""
+        self._first, self._phase_s = done, time.monotonic()
+
+    def _print_regularly(self, stderr: object) -> None:
+        while not self._stopped.wait(_LINE_EVERY_S):
+            if sys.stderr is stderr:  # tests replace it
+                self.message(self._state())
+
+    def _state(self) -> str:
+        """The phase, n of total, the latest figures, and the time left, or the time spent if the total is unknown."""
+        taken_s, done, total = time.monotonic() - self._phase_s, self._done - self._first, self._total
+        if not total:
+            return f"{self._phase}: {duration_text(taken_s)} so far"
+        if self._done >= total:
+            return f"finishing: {self._phase}"
+        of_total = f"{count_text(self._done)} of {count_text(total)} {self._unit}"
+        if self._unit == "bytes":
+            of_total = f"{size_text(self._done)} of {size_text(total)}"
+        left = f"about {duration_text(taken_s / done * (total - self._done))} left" if done > 0 else ""
+        return f"{self._phase}: {', '.join(filter(None, (of_total, self._figures, left)))}"
 
 
 class _Log(_Messages):
     """A line for every phase, each with the seconds since the start."""
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        if unit == "steps":
-            super().start(phase, total, unit=unit, done=done)
-        else:
-            self.message(phase + (f", {size_text(total)}" if total else ""))
+        super().start(phase, total, unit=unit, done=done)
+        if unit != "steps":
+            size = size_text(total) if unit == "bytes" else f"{count_text(total)} {unit}"
+            self.message(phase + (f", {size}" if total else ""))
 
     def message(self, text: str) -> None:
-        super().message(f"{time.monotonic() - self._started:8.1f} s  {text}")
+        super().message(f"{time.monotonic() - self._started_s:8.1f} s  {text}")
 
 
 @contextmanager
 def progress_for(*, quiet: bool) -> Iterator[Progress]:
     """The progress display for this stderr: bars on a terminal, lines otherwise or with -v, nothing with --quiet."""
-    if quiet or VERBOSE.get() or not sys.stderr.isatty():
-        yield Silent() if quiet else _Log() if VERBOSE.get() else _Messages()
+    if quiet:
+        yield Silent()
         return
-    bars = _Bars()
+    shown = _Log() if VERBOSE.get() else _Bars() if sys.stderr.isatty() else _Messages()
     try:
-        yield bars
+        yield shown
     finally:
-        bars.stop()
+        shown.stop()

@@ -3,7 +3,8 @@
 import dataclasses
 import importlib.metadata
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from lpconv.data import demo_text
 from lpconv.errors import UsageError
 from lpconv.kernels.histogram import prepare
+from lpconv.layers import weighted_modules
 from lpconv.models.empty import check_memory, num_parameters
 from lpconv.models.inputs import random_ids, sequence_length, vocabulary_size
 from lpconv.models.objective import find_objective, next_tokens
@@ -26,8 +28,8 @@ from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.options import ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
-from lpconv.progress import Progress, Silent, quiet_transformers
-from lpconv.report.numbers import name_list
+from lpconv.progress import Progress, Silent, counted, quiet_transformers
+from lpconv.report.numbers import name_list, plural
 from lpconv.scaled import EdgeFactors, calibrate, scaled
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.version import __version__
@@ -133,16 +135,14 @@ def probe_checkpoint(model: Openable, options: ProbeOptions, *, progress: Progre
     progress.start("compiling", 0)
     prepare(opened.model.parameters())
     with quiet_transformers():
-        result = probe(
-            opened.model,
-            _announce(prepared.batches, progress),
-            steps=options.steps,
-            every=options.every,
-            loss=prepared.loss,
-        )
+        with counted_layers(opened.model, options.steps, progress):
+            result = probe(opened.model, prepared.batches, steps=options.steps, every=options.every, loss=prepared.loss)
         if options.noise:
-            batches = _announce(prepared.batches, progress, what="step {} with rounded products")
-            noise = gradient_noise(opened.model, batches, steps=options.steps, loss=prepared.loss, seed=options.seed)
+            progress.start("passes with rounded products", options.steps * (1 + 2 * len(NOISE_RECIPES)), unit="passes")
+            opened.model.register_forward_hook(lambda *_: progress.advance(1))  # also in the copies that round
+            noise = gradient_noise(
+                opened.model, prepared.batches, steps=options.steps, loss=prepared.loss, seed=options.seed
+            )
             result = dataclasses.replace(result, noise=noise)
     warnings = _warnings(prepared)
     if options.noise and (left_out := NOISE_RECIPES.keys() - {x.name for x in result.noise}):
@@ -188,12 +188,23 @@ def _tokens(directory: Path, opened: Opened, options: ProbeOptions, seq_len: int
     return Tokens(windows=ids), RANDOM_IDS
 
 
-def _announce(
-    batches: Iterable[dict[str, Tensor]], progress: Progress, what: str = "step {} forward and backward"
-) -> Iterator[dict[str, Tensor]]:
-    for i, batch in enumerate(batches):
-        progress.start(what.format(i + 1), 0)
-        yield batch
+@contextmanager
+def counted_layers(model: Any, steps: int, progress: Progress) -> Iterator[None]:
+    """Context manager for a phase that advances with each layer of each forward and backward pass."""
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        progress.advance(1)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda grad: progress.advance(1))  # type: ignore[no-untyped-call]  # untyped in torch
+
+    layers = dict(weighted_modules(model)).values()
+    progress.start(f"{plural(steps, 'step')} forward and backward", 2 * steps * len(layers), unit="layers")
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _warnings(prepared: ProbeSetup) -> list[str]:
@@ -212,8 +223,7 @@ def calibrate_checkpoint(
     """Measure the unit-scaling factors of `model` in fp32, on the batches that a probe with `options` runs."""
     progress = progress or Silent()
     prepared = prepare_run(model, options, progress)
-    progress.start("calibrating", 0)
     with quiet_transformers():
         under_scaling = scaled(prepared.opened.model, method="unit")
-        batches = itertools.islice(prepared.batches, options.steps)
-        return calibrate(under_scaling, batches, loss=prepared.loss)
+        batches = list(itertools.islice(prepared.batches, options.steps))
+        return calibrate(under_scaling, counted(batches, "calibrating", "batches", progress), loss=prepared.loss)

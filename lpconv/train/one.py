@@ -20,7 +20,7 @@ from lpconv.kernels.matmul import HalfProducts
 from lpconv.models.opening import FIT_HINT, Opened, error_line, model_errors
 from lpconv.models.sharing import running_copy
 from lpconv.probe.lca import LossChange
-from lpconv.progress import Progress, quiet_transformers
+from lpconv.progress import Progress, counted, quiet_transformers
 from lpconv.report.numbers import name_list
 from lpconv.results import RunRecord, Series
 from lpconv.scaled import adaptive_scaling, apply_factors, calibrate, check_gradients, saved_bytes, scaled
@@ -58,7 +58,7 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
 
     Raises DivergedError if a loss, or the gradients of many steps in a row, are not finite.
     """
-    clock = Clock()
+    clock = Clock(progress)
     with quiet_transformers():
         checkpoint = _start_of(work.folder)
         done = step_of(checkpoint) if checkpoint else 0
@@ -75,13 +75,13 @@ def train_one(job: TrainingJob, work: TrainingRun, progress: Progress) -> Finish
             _train(trainer, work, checkpoint, needed)
     record = run_record(trainer, metrics, watch, role=work.role, seed=work.seed)
     optimizer = trainer.own_optimizer
-    with quiet_transformers(), clock.spending("evaluating in fp32"):
+    with quiet_transformers(), clock.phase("evaluating in fp32"):
         if computes_in_fp32(work.arithmetic):
             exact = rename_to_fp32(record.evaluations)
         elif work.arithmetic.on_codes:  # the published model has the same weights
             exact = ()
         else:
-            exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer))
+            exact = figures_in_fp32(job, work, prepared.model.device, prepared.values(optimizer), progress)
     notes = _notes(opened, work.arithmetic)
     record = dataclasses.replace(record, evaluations=(*record.evaluations, *exact), notes=notes)
     return Finished(record=record, prepared=prepared, optimizer=optimizer)
@@ -102,14 +102,14 @@ def _prepare(
 ) -> tuple[Opened, TrainingSetup, dict[str, int]]:
     """(opened model, setup for training on a device, estimated memory of a step by part)."""
     available = available_bytes(job.options.max_memory)  # before the model takes its part of a CPU's memory
-    with clock.spending("opening the model"):
+    with clock.phase("opening the model"):
         opened = open_start(job, work.seed)
-    with clock.spending("estimating memory"):
+    with clock.phase("estimating memory"):
         needed = _check_memory(job, work, opened.model, available)
     if not is_resumed and job.options.check_gradients and not job.options.is_sharded:
-        with clock.spending("checking gradients"):
+        with clock.phase("checking gradients"):
             _check_gradients(job, work, opened.model.to(device), needed)
-    with clock.spending("preparing"):
+    with clock.phase("preparing"):
         model = opened.model.to(device)
         prepared = prepare(model, work.arithmetic, job.options, seed=work.seed, recovery=job.recovery)
         if job.options.calibrate and work.arithmetic.method == "unit":
@@ -175,12 +175,13 @@ def _train(trainer: LowPrecisionTrainer, work: TrainingRun, checkpoint: Path | N
 
 
 def figures_in_fp32(
-    job: TrainingJob, work: TrainingRun, device: torch.device, values: Mapping[str, Tensor] | None
+    job: TrainingJob, work: TrainingRun, device: torch.device, values: Mapping[str, Tensor] | None, progress: Progress
 ) -> tuple[Series, ...]:
     """Held-out metrics of the job's model in fp32, with trained `values`, or without for the published model."""
     batches = first_batches(job, job.stream(work.seed, held_out=True), job.options.eval_batches, device)
     model = start_in_fp32(job, work.seed).to(device)
-    return in_fp32(model, values, batches, step=job.options.steps, accuracy=_accuracy_of_batch(job))
+    evaluated = counted(batches, "evaluating in fp32", "batches", progress)
+    return in_fp32(model, values, evaluated, step=job.options.steps, accuracy=_accuracy_of_batch(job))
 
 
 def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool) -> TrainingArguments:

@@ -15,7 +15,7 @@ from lpconv.models.tasks import CLM, MLM
 from lpconv.models.tokenizer import read_tokenizer
 from lpconv.plan.files import copy_side_files, model_side_files, write_sums
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import quiet_transformers
+from lpconv.progress import Progress, quiet_transformers
 from lpconv.results import Series
 from lpconv.shards import gather_whole
 from lpconv.storage.checkpoint import Checkpoint
@@ -34,7 +34,9 @@ _LAST = ("config.json", ADAPTER)  # a model or adapter opens only with this file
 _NOT_COPIED = {"metrics.json"}
 
 
-def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: Finished) -> tuple[Series, ...]:
+def publish_model(
+    output: Path, job: TrainingJob, work: TrainingRun, finished: Finished, progress: Progress
+) -> tuple[Series, ...]:
     """Publish the model of a run below `output`, with the source's tokenizer.
 
     Returns its held-out metrics in fp32, after opening it from its files. `in_place` moves the first seed's model. A
@@ -56,9 +58,8 @@ def publish_model(output: Path, job: TrainingJob, work: TrainingRun, finished: F
     if job.options.arithmetic.lora:  # adapters are published as they were trained
         return as_published(finished.record.evaluations)
     with quiet_transformers():
-        return figures_in_fp32(
-            replace(job, checkpoint=Checkpoint.open(folder)), work, finished.prepared.model.device, None
-        )
+        published = replace(job, checkpoint=Checkpoint.open(folder))
+        return figures_in_fp32(published, work, finished.prepared.model.device, None, progress)
 
 
 def _publish(published: Path, job: TrainingJob, finished: Finished, values: dict[str, Tensor]) -> None:

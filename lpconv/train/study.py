@@ -60,20 +60,20 @@ def study(
     """
     started = time.perf_counter()
     check_run(options)
-    clock = Clock()
+    clock = Clock(progress)
     checkpoint.check_promised()
-    with clock.spending("reading data"):
+    with clock.phase("reading data"):
         job = training_job(checkpoint, options)
     if job.guess:
         progress.message(job.guess)
     if start is not None:
-        with clock.spending("opening the source"):
+        with clock.phase("opening the source"):
             job = dataclasses.replace(job, recovery=Recovery.open(start, job.task, progress))
     on_source = f" on {twin.origin.name}" if twin not in (None, checkpoint) else ""
     is_main, asked = is_main_process(), asked_for(checkpoint.origin.name, options)
     with held_folder(output, asked, resume=options.resume, force=options.force) if is_main else nullcontext():
         wait_for_all()
-        with clock.spending("measuring inputs"):
+        with clock.phase("measuring inputs"):
             job, chosen = with_measured(job)
         runs = _train_all(job, twin, output, progress, is_main, clock)
         wait_for_all()
@@ -136,8 +136,8 @@ def _train_all(
                 figures = as_published(record.evaluations)
                 if work.role == "run":
                     progress.message("saving the model")
-                    with clock.spending("publishing"):
-                        figures = publish_model(output, job, work, finished)
+                    with clock.phase("publishing"):
+                        figures = publish_model(output, job, work, finished, progress)
                 record = dataclasses.replace(record, evaluations=(*record.evaluations, *figures))
                 if is_main:
                     write_finished(work.folder, record)

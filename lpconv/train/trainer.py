@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.loss_scale import largest_gradient, unscale_
 from lpconv.models.objective import IGNORED
+from lpconv.progress import Progress
 from lpconv.results import NonfiniteRecord, from_json, to_json
 from lpconv.scaled import StepGuard, from_disk, gradients_are_finite, scaling_of, to_disk, unscaled_state_dict
 from lpconv.shards import gather_whole, is_sharded
@@ -40,9 +41,10 @@ MAX_SKIPPED = 40  # skipped steps in a row, enough to reduce the largest initial
 
 
 class Clock:
-    """Wall-clock seconds by activity; `seconds` is in order of first use."""
+    """Wall-clock seconds by activity; `seconds` is in order of first use. `progress` shows the phases among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
         self.seconds: dict[str, float] = {}
 
     def add(self, what: str, seconds: float) -> None:
@@ -56,6 +58,13 @@ class Clock:
             yield
         finally:
             self.add(what, time.perf_counter() - started)
+
+    @contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Like `spending`, and show the activity as a phase."""
+        self.progress.start(what, 0)
+        with self.spending(what):
+            yield
 
 
 class DivergedError(VerificationError):
@@ -116,12 +125,13 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return optimizer
 
     @torch.no_grad()
-    def evaluation_loop(self, dataloader: Iterable[dict[str, Any]], *args: Any, **kwargs: Any) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: Collection[dict[str, Any]], *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Means over targets: Trainer weights the loss of a batch by its number of examples."""
         self.evaluated = []
         self.model.eval()
         with self.clock.spending("evaluations"):
-            for inputs in dataloader:
+            for i, inputs in enumerate(dataloader):
+                self.clock.progress.advance(0, f"evaluating, batch {i + 1} of {len(dataloader)}")
                 with self.compute_loss_context_manager():
                     loss, outputs = self.compute_loss(self.model, inputs, return_outputs=True)
                 figures = num_targets(inputs), float(loss), self.accuracy(outputs, inputs)

@@ -46,9 +46,9 @@ def calibrate(job: Job, progress: Progress) -> CalibrationRecord:
     config, tokens, length = job_windows(job)
     modules = [t.module for t in job.plan.tensors if t.form.has_input_scale]
     caches = job.plan.cache_scales
-    progress.start("calibrating", tokens.windows.numel())
     largest: dict[str, float] = {}
     if modules or caches:
+        progress.start("calibrating", tokens.windows.numel(), unit="tokens")
         largest = _largest_inputs(job.checkpoint, modules, caches, config, tokens.windows, progress)
     missed = [n for n in (*modules, *caches) if n not in largest]
     if missed:

@@ -233,7 +233,7 @@ def compare_on_text(
     config = read_text_config(ours, hint=_HINT)
     tokens, length = windows_of((theirs, ours), config, data, seq_len, max_tokens)
     at_once = _windows_per_pass(config, length)
-    progress.start("running both models on the text", 3 * tokens.windows.numel())
+    progress.start("running both models on the text", 3 * tokens.windows.numel(), unit="tokens")
     with (
         model_errors("the model fails on the text", hint=_HINT),
         _open_model(ours) as converted,

@@ -20,14 +20,13 @@ from lpconv.advise.candidates import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
 from lpconv.advise.run import advise
-from lpconv.advise.subject import Deadline
 from lpconv.batch.manifest import load_manifest
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import Silent
+from lpconv.progress import Deadline, Silent
 from lpconv.results import AdviceResult, AdviceRow, from_json
 from lpconv.train.recipes import RECIPES
 from tests.helpers.advice_examples import gap
@@ -239,7 +238,7 @@ def test_the_time_is_kept_in_every_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: str, seconds: int, last: str
 ) -> None:
     clock = Ticking()
-    monkeypatch.setattr("lpconv.advise.subject.time", clock)
+    monkeypatch.setattr("lpconv.progress.time", clock)
     budget = Budget(quality=1e-3 if purpose == "infer" else 1e-9, minutes=seconds / 60)
     options = AdviseOptions(purpose=purpose, budget=budget, seq_len=16, steps=8, batch_size=2)
     result = advise("demo", tmp_path, options, progress=clock)

@@ -12,12 +12,11 @@ from lpconv.advise.candidates import best, describe_conversion, judge_row, rank_
 from lpconv.advise.infer import Trial, least_gap, measure_conversions, prune_rows
 from lpconv.advise.options import AdviseOptions, Budget, parse_budget
 from lpconv.advise.record import gates_of, manifest_text
-from lpconv.advise.subject import Deadline
 from lpconv.advise.train import Ends, least_high, outlook
 from lpconv.batch.manifest import load_manifest
 from lpconv.errors import UsageError
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import Silent
+from lpconv.progress import Deadline, Silent
 from lpconv.results import AdviceRow, RunRecord, Series
 from lpconv.student import estimate_mean
 from lpconv.train.options import FinetuneOptions

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[io.StringIO, bool], str]
             progress.start("run (fp32), seed 0", 8, unit="steps", done=2)
             progress.advance(1, "loss 1.2345")
             progress.message("saving")
+            progress.start("hashing", 2, unit="files")
+            progress.advance(2)
         return stderr.getvalue()
 
     return run
@@ -35,7 +38,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[io.StringIO, bool], str]
 
 def test_a_terminal_gets_a_bar_in_bytes_and_then_one_in_steps(shown: Callable[[io.StringIO, bool], str]) -> None:
     text = shown(Terminal(), False)
-    for expected in ("converting", "1.0/4.0 MB", "3/8", "loss 1.2345, ", "saving"):
+    for expected in ("starting", "converting", "1.0/4.0 MB", "3/8", "loss 1.2345, ", "memory", "saving", "finishing"):
         assert expected in text
 
 
@@ -56,4 +59,22 @@ def test_verbose_gets_a_line_for_each_phase(shown: Callable[[io.StringIO, bool],
         "converting, 4.00 MB",
         "run (fp32), seed 0",
         "saving",
+        "hashing, 2 files",
     ]
+
+
+def test_a_pipe_hears_of_a_long_phase_with_its_total_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lpconv.cli.progress._LINE_EVERY_S", 0.05)
+    with progress_for(quiet=False) as progress:
+        time.sleep(0.12)
+        progress.start("running", 9, unit="windows", done=1)
+        progress.advance(2)
+        time.sleep(0.12)
+        progress.advance(6)
+        time.sleep(0.12)
+    lines = capsys.readouterr().err.splitlines()
+    assert re.match(r"starting: \d+ ms", lines[0])
+    assert any(re.match(r"running: 3 of 9 windows, .* \d+ ms", line) for line in lines)
+    assert lines[-1].startswith("finishing: running")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lpconv.progress import Silent
 from lpconv.train import callbacks
 from lpconv.train.callbacks import Timetable
 from lpconv.train.options import FinetuneOptions
@@ -40,7 +41,7 @@ def test_steps_between_checkpoints_can_be_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_clock_counts_a_block_that_fails() -> None:
-    clock = Clock()
+    clock = Clock(Silent())
     with pytest.raises(KeyError), clock.spending("steps"):
         raise KeyError
     clock.add("saves", 2.0)
