@@ -6,7 +6,16 @@ import re
 from pathlib import PurePath
 
 from lpconv.layouts import LAYOUTS
-from lpconv.report.convert import RUN_FIGURES, auto_class, figures, method_name, opening_lines, scale_words, summary
+from lpconv.report.convert import (
+    RUN_FIGURES,
+    auto_class,
+    figures,
+    form_name,
+    opening_lines,
+    scale_words,
+    serving,
+    summary,
+)
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
@@ -40,7 +49,7 @@ def model_card(result: ConvertResult) -> Document:
     source = result.source.resolved if _is_hub_id(result) else result.source.name
     return Document(
         kind="card",
-        title=f"{result.source.name}: {method_name(result.method)}, {result.format}",
+        title=f"{result.source.name}: {form_name(result)}",
         summary=summary(result),
         sections=sections_of(
             section("How to open it", *_open_converted(result)),
@@ -84,12 +93,10 @@ def _is_hub_id(result: ConvertResult) -> bool:
 def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
     auto = auto_class(result.architecture)
     if _is_foreign(result):
-        layout, granularity = LAYOUTS[result.options["layout"]], str(result.options.get("granularity"))
+        layout = LAYOUTS[result.options["layout"]]
         words = layout.opening.format(codes=f"{result.format} codes with {scale_words(result)}")
-        is_served = any(result.format == f and granularity.startswith(g) for f, g in layout.served)
-        serving = (Prose(text="To serve it with vLLM:"), Code(lines=("vllm serve PATH",)))
         opening = opening_lines(str(result.options["layout"]), result.architecture, "PATH")
-        return Prose(text=words), Code(language="python", lines=opening), *(serving if is_served else ())
+        return Prose(text=words), Code(language="python", lines=opening), *serving(result, "PATH")
     if result.method == "collage":
         ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
         kept = "What {} rounded away is stored next to it, under `collage/`. lpconv adds the residual again:"

@@ -6,20 +6,36 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from lpconv.layouts import LAYOUTS
+from lpconv.layouts import LAYOUTS, SCHEMES
+from lpconv.report.charts import Chart
 from lpconv.report.compare import compare_document
-from lpconv.report.document import Cell, Code, Document, Facts, Section, Table, Tile, Verdict, section, sections_of
+from lpconv.report.document import (
+    Block,
+    Cell,
+    Code,
+    Document,
+    Facts,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+    section,
+    sections_of,
+)
 from lpconv.report.numbers import (
     MISSING,
     change_text,
     count_text,
     duration_text,
     error_text,
+    kl_text,
+    kl_words,
     plural,
     rate_text,
     share_text,
     size_text,
     sqnr_text,
+    usual_sqnr,
 )
 from lpconv.report.tensor_charts import feedback_chart, flat_sqnr_text, rms_chart, sqnr_chart
 from lpconv.report.tensors import (
@@ -27,7 +43,6 @@ from lpconv.report.tensors import (
     converted_tensors,
     has_finer_scales,
     in_layer_order,
-    largest_error,
     layer_section,
     listed_tensors,
     lowest_sqnr,
@@ -38,7 +53,7 @@ from lpconv.report.tensors import (
     worst_section,
     worst_tensors,
 )
-from lpconv.report.verify import outcome_of, verification_section, verify_headline
+from lpconv.report.verify import outcome_of, percent, verification_section, verify_headline
 from lpconv.results import ConvertResult, FileRecord, LogitsCheck, PartResult, PlanResult, TensorRecord
 
 _SHARDS = 8  # most files shown on a terminal
@@ -51,30 +66,30 @@ def convert_document(result: ConvertResult) -> Document:
     """Actions, savings and losses of a conversion, its verification, and how to open the output."""
     listed = listed_tensors(result.tensors)
     flat = flat_sqnr_text(converted_tensors(result.tensors))
-    residual = f", {result.residual} residual" if result.residual else ""
-    form = f"{method_name(result.method)}, {result.format}{residual}"
+    sections = sections_of(
+        section("", feedback_chart(result.tensors)),
+        section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
+        verification_section(result.verify),
+        section("", rms_chart(replace(result, tensors=listed))),
+        section("Signal-to-noise ratios", flat, only="page"),
+        *action_sections(result.tensors),
+        worst_section(result.tensors),
+        layer_section(result.tensors),
+        tensor_section(result, listed),
+        _opening_section(result),
+        _provenance_section(result),
+    )
+    charts = " with charts" if any(isinstance(block, Chart) for s in sections for block in s.blocks) else ""
+    page = section("", f"Report{charts}: {result.output}/report.html", only="terminal")
     return Document(
         kind="conversion",
         title=PurePath(result.output).name or result.output,
-        subtitle=f"{result.source.name} → {result.output}: {form}",
+        subtitle=f"{result.source.name} → {result.output}: {form_name(result)}",
         verdict=Verdict(outcome=outcome_of(result.verify), text=headline(result)),
         summary=conversion_summary(result),
         tiles=_tiles(result),
         warnings=result.warnings,
-        sections=sections_of(
-            section("", feedback_chart(result.tensors)),
-            section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
-            verification_section(result.verify),
-            section("", rms_chart(replace(result, tensors=listed))),
-            section("Signal-to-noise ratios", flat, only="page"),
-            *action_sections(result.tensors),
-            worst_section(result.tensors),
-            layer_section(result.tensors),
-            tensor_section(result, listed),
-            _opening_section(result),
-            _provenance_section(result),
-            section("", f"Report with charts: {result.output}/report.html", only="terminal"),
-        ),
+        sections=sections_of(*sections, page),
         command=result.command,
         versions=result.versions,
     )
@@ -91,12 +106,13 @@ def plan_document(plan: PlanResult) -> Document:
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
     formats = {t.format for t in converted_tensors(plan.tensors)}
+    form = f"{method_name(plan.method)} in {plan.format}"
     nothing = nothing_converted(formats, plan.format, verb="would be")
     return Document(
         kind="plan",
         verdict=Verdict(outcome="not run", text=nothing) if nothing else None,
         title=f"{plan.source.name} → {plan.output}",
-        summary=f"Plan for {method_name(plan.method)} in {plan.format}. Nothing was written.",
+        summary=f"Plan for {plan.format if plan.method == 'unit' else form}. Nothing was written.",
         facts=facts,
         sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
@@ -154,21 +170,33 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
 def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
     label, worst = "Lowest SQNR of a tensor", worst_tensors(changed, 1)
     if worst:
-        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=worst[0].name)
+        usual = _usual_words(worst[0])
+        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=f"{worst[0].name}{usual}")
     if any(t.sqnr_db is not None for t in changed):
         return Tile(label=label, figure="exact", detail="every converted tensor")
     return Tile(label=label, figure=MISSING, detail="not measured")
 
 
+def _usual_words(t: TensorRecord) -> str:
+    """The usual SQNR of a tensor's format, in brackets; empty if it is unknown, or if points add up."""
+    usual = "" if t.points else usual_sqnr(t.format)
+    return f" ({usual})" if usual else ""
+
+
 def _outputs_tile(result: ConvertResult) -> Tile:
+    """The distance of the outputs on text, because outputs of random inputs say nothing about quality."""
     label, logits = "Model outputs", result.verify.logits
     if logits is None or logits.skipped:
         return Tile(label=label, figure=MISSING, detail=(logits.skipped if logits else None) or "not compared")
     if logits.bit_equal and result.verify.weights and result.verify.weights.min_sqnr_db == math.inf:
         return Tile(label=label, figure="bit-equal", detail="to the source's")
     as_they_are = ", inputs not rounded" if has_input_scales(result) else ""
-    detail = f"relative error to the source's{as_they_are}"
-    return Tile(label=label, figure=error_text(logits.rel_error), detail=detail)
+    if not logits.is_text:
+        return Tile(label=label, figure=MISSING, detail="not compared on text")
+    if logits.mean_kl is None:
+        return Tile(label=label, figure=error_text(logits.rel_error), detail=f"relative error on text{as_they_are}")
+    figure, detail = f"KL {logits.mean_kl:.2g} nats", f"on text: {kl_words(logits.mean_kl)}{as_they_are}"
+    return Tile(label=label, figure=figure, detail=detail)
 
 
 def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
@@ -182,7 +210,15 @@ def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
 
 def _opening_section(result: ConvertResult) -> Section | None:
     lines = opening_lines(str(result.options.get("layout", "lpconv")), result.architecture, result.output)
-    return section("How to open it", Code(lines=lines, language="python"))
+    return section("How to open it", Code(lines=lines, language="python"), *serving(result, result.output))
+
+
+def serving(result: ConvertResult, path: str) -> tuple[Block, ...]:
+    """What to type to serve an output; empty if vLLM does not serve its codes."""
+    layout, granularity = str(result.options.get("layout")), str(result.options.get("granularity"))
+    served = LAYOUTS[layout].served if layout in LAYOUTS else ()
+    is_served = any(result.format == f and granularity.startswith(g) for f, g in served)
+    return ("To serve it with vLLM:", Code(lines=(f"vllm serve {path}",))) if is_served else ()
 
 
 def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
@@ -240,6 +276,24 @@ def _option_text(value: object) -> str:
     return MISSING if value is None or value == "" else str(value)
 
 
+def form_name(result: ConvertResult) -> str:
+    """The name of what was written: a scheme of a third-party layout with its codes, or the method with its format."""
+    options = result.options
+    residual = f", {result.residual} residual" if result.residual else ""
+    is_plain = result.method == "unit" and (has_finer_scales(result) or options.get("layout", "lpconv") != "lpconv")
+    form = (
+        f"{result.format} with {scale_words(result)}" if is_plain else f"{method_name(result.method)}, {result.format}"
+    )
+    feedback = "" if output_errors(t.rounding for t in result.tensors) is None else ", rounded with error feedback"
+    has_inputs = has_input_scales(result)
+    schemes = (
+        name for name, s in SCHEMES.items()
+        if s.layout and s.calibrated == has_inputs and s.options.items() <= options.items()
+    )  # fmt: skip
+    scheme = next(schemes, "")
+    return (f"{scheme} ({form})" if scheme else form) + residual + feedback
+
+
 def method_name(method: str) -> str:
     """The method's name in its paper; parts of a compound (``unit+collage``) are translated one by one."""
     return " + ".join(_METHODS.get(part, part) for part in method.split("+"))
@@ -285,7 +339,7 @@ def _done_sentence(result: ConvertResult) -> str:
         parts.append(f"{count_text(kept)} kept {'its' if kept == 1 else 'their'} original bits")
     if tied:
         parts.append(f"{plural(tied, 'tied weight')} {'is' if tied == 1 else 'are'} stored once")
-    return f"{model} was rewritten with {method_name(result.method)}: {', '.join(parts)}."
+    return f"{model} was rewritten as {form_name(result)}: {', '.join(parts)}."
 
 
 def has_input_scales(result: ConvertResult) -> bool:
@@ -320,7 +374,7 @@ def _feedback_sentence(result: ConvertResult) -> str:
     return (
         f"Error feedback on {_text_words(result)} removed {share_text(before - after, before)} of the error of layer "
         f"outputs: on average {share_text(after, 1)} of their squared size is lost, and {share_text(before, 1)} by "
-        "rounding to nearest."
+        "rounding to nearest. It lowers the signal-to-noise ratio of weights in return."
     )
 
 
@@ -339,7 +393,8 @@ def scale_words(result: ConvertResult) -> str:
     """Description of the scale granularity."""
     known = {"tensor": "one scale per tensor", "row": "one scale per row"}
     granularity = str(result.options.get("granularity", "tensor"))
-    return known.get(granularity, f"scales of granularity {granularity}")
+    of_group = f"one scale per {granularity.removeprefix('group:')} elements"
+    return known.get(granularity, of_group if granularity.startswith("group:") else f"{granularity} scales")
 
 
 def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
@@ -351,8 +406,8 @@ def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
     worst = worst_tensors(measured, 1)
     if not worst:
         return "Every measured tensor equals its source exactly."
-    ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} ({worst[0].name})"
-    return f"{ratio}; {_range_words(changed)}."
+    ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} in {worst[0].name}"
+    return f"{ratio}{_usual_words(worst[0])}; {_range_words(changed)}."
 
 
 def _range_words(changed: Sequence[TensorRecord]) -> str:
@@ -404,11 +459,13 @@ def _median_sqnr(r: ConvertResult) -> float | None:
 
 
 def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
-    return read(r.verify.logits) if r.verify.logits and not r.verify.logits.skipped else MISSING
+    """A figure of outputs on text, or of bit-equal ones; others say nothing about quality."""
+    logits = r.verify.logits
+    return read(logits) if logits and (logits.is_text or logits.bit_equal) and not logits.skipped else MISSING
 
 
 def _top1(check: LogitsCheck) -> str:
-    return MISSING if check.top1_agreement is None else f"{check.top1_agreement:.2%}".replace("%", " %")
+    return MISSING if check.top1_agreement is None else percent(check.top1_agreement)
 
 
 _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
@@ -425,14 +482,14 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "tensors kept": lambda r: count_text(sum(t.action == "keep" for t in r.tensors)),
     "smallest SQNR, dB": lambda r: sqnr_text(lowest_sqnr(converted_tensors(r.tensors))),
     "median SQNR, dB": lambda r: sqnr_text(_median_sqnr(r)),
-    "largest rel. error": lambda r: error_text(largest_error(converted_tensors(r.tensors))),
     "elements saturated": lambda r: count_text(sum(t.num_saturated for t in r.tensors)),
     "elements to zero": lambda r: count_text(sum(t.num_flushed for t in r.tensors)),
+    "outputs compared on": lambda r: _logits(r, lambda c: c.inputs or MISSING),
     "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
     "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
     "same top prediction": lambda r: _logits(r, _top1),
-    "KL, nats": lambda r: _logits(r, lambda c: error_text(c.mean_kl)),
+    "KL": lambda r: _logits(r, lambda c: MISSING if c.mean_kl is None else kl_text(c.mean_kl)),
     "verification": lambda r: outcome_of(r.verify),
     "level": lambda r: r.verify.level,
     "time": lambda r: duration_text(r.seconds),

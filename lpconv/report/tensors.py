@@ -74,11 +74,6 @@ def lowest_sqnr(tensors: Iterable[TensorRecord]) -> float | None:
     return min(measured, key=lambda decibels: (not math.isnan(decibels), decibels), default=None)
 
 
-def largest_error(tensors: Iterable[TensorRecord]) -> float | None:
-    """The largest measured relative error of an element; None if none was measured."""
-    return max((t.max_rel_error for t in tensors if t.max_rel_error is not None), default=None)
-
-
 def action_groups(tensors: Iterable[TensorRecord]) -> tuple[tuple[TensorRecord, ...], ...]:
     """Tensors grouped by action and reason: converted, kept, tied; within each, the largest group first."""
     groups: dict[tuple[str, ...], list[TensorRecord]] = {}
@@ -197,10 +192,10 @@ def action_row(group: Sequence[TensorRecord]) -> tuple[str, ...]:
 def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
     """The tensors with the lowest SQNR, and any causes of error besides rounding."""
     rows = tuple(
-        (t.name, t.format, sqnr_text(t.sqnr_db), error_text(t.max_rel_error), scale_text(t.scale), error_causes(t))
+        (t.name, t.format, sqnr_text(t.sqnr_db), scale_text(t.scale), error_causes(t))
         for t in worst_tensors(tensors, count)
     )
-    columns = ("Tensor", "<Format", "SQNR dB", "Max rel", "Scale", "<Besides rounding")
+    columns = ("Tensor", "<Format", "SQNR dB", "Scale", "<Besides rounding")
     return Table(columns=columns, rows=rows, has_names=True)
 
 
@@ -218,7 +213,7 @@ def _number(text: str, value: float | None) -> Cell:
 
 def layer_section(tensors: Sequence[TensorRecord]) -> Section | None:
     groups = layer_groups(tensors)
-    columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB", "Max rel. error")
+    columns = ("Module", "Tensors", "Converted", "Elements", "Before", "After", "Lowest SQNR, dB")
     has_feedback = output_errors(t.rounding for t in tensors) is not None
     table = Table(
         columns=(*columns, "Saturated", "To zero", *([_FEEDBACK] if has_feedback else [])),
@@ -243,7 +238,7 @@ def _feedback_cell(tensors: Sequence[TensorRecord]) -> Cell:
 
 def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
     changed = converted_tensors(tensors)
-    lowest, error = lowest_sqnr(changed), largest_error(changed)
+    lowest = lowest_sqnr(changed)
     counts = (len(tensors), len(changed), sum(map(num_elements, tensors)))
     sizes = (sum(t.bytes_in for t in tensors), sum(t.bytes_out for t in tensors))
     lost = (sum(t.num_saturated for t in tensors), sum(t.num_flushed for t in tensors))
@@ -252,7 +247,6 @@ def _layer_row(module: str, tensors: Sequence[TensorRecord]) -> Row:
         *(_number(count_text(n), n) for n in counts),
         *(_number(size_text(n), n) for n in sizes),
         _number(sqnr_text(lowest), lowest),
-        _number(error_text(error), error),
         *(_number(count_text(n), n) for n in lost),
     )
 

@@ -19,7 +19,19 @@ from lpconv.report.document import (
     section,
     sections_of,
 )
-from lpconv.report.numbers import MISSING, count_text, error_text, name_list, number_text, plural, share_text, sqnr_text
+from lpconv.report.numbers import (
+    MISSING,
+    count_text,
+    error_text,
+    kl_text,
+    kl_words,
+    name_list,
+    number_text,
+    plural,
+    share_text,
+    sqnr_text,
+    usual_sqnr,
+)
 from lpconv.report.tensor_charts import sqnr_chart
 from lpconv.results import (
     ComparedTensor,
@@ -31,16 +43,17 @@ from lpconv.results import (
     TaskCheck,
     Verification,
     VerifyResult,
-    WeightsCheck,
 )
 from lpconv.results.verify import LOST_DB
 
 _WORST = 10  # most tensors shown on a terminal
+_NO_TEXT = "which say nothing about quality, because they are no text"
 
 
 def verify_document(result: Verification) -> Document:
     """The distance between two checkpoints, by their weights and by their models' outputs."""
     logits = result.logits if result.logits and not result.logits.skipped else None
+    on_text = logits if logits and logits.is_text else None
     source = "its recorded source" if result.weights else "its own hashes"
     warned = f", with {plural(len(result.warnings), 'warning')}" if result.warnings else ""
     return Document(
@@ -48,7 +61,7 @@ def verify_document(result: Verification) -> Document:
         title=PurePath(result.path).name or result.path,
         subtitle=f"{result.path} against {result.against or source}",
         verdict=Verdict(outcome=outcome_of(result), text=verify_headline(result) + warned),
-        tiles=_tiles(result, logits),
+        tiles=_tiles(result, on_text),
         sections=sections_of(
             verification_section(result),
             section("Worst tensors", _worst_table(result.tensors), only="terminal"),
@@ -83,10 +96,12 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
         detail = f"{count_text(exact)} of them equal" if exact else "none of them equal"
         tiles.append(Tile(label="Tensors compared", figure=count_text(len(result.tensors)), detail=detail))
         figure = sqnr_text(result.weights.min_sqnr_db, " dB")
-        worst = result.weights.worst or "every tensor"
+        worst = " ".join(filter(None, (result.weights.worst or "every tensor", _usual_words(result))))
         tiles.append(Tile(label="Lowest SQNR of a tensor", figure=figure, detail=worst))
     if logits and logits.mean_kl is not None:
-        tiles.append(Tile(label="KL divergence", figure=error_text(logits.mean_kl), detail="nats per position"))
+        tiles.append(
+            Tile(label="KL divergence on text", figure=f"{logits.mean_kl:.2g} nats", detail=kl_words(logits.mean_kl))
+        )
     if logits and logits.top1_agreement is not None:
         tiles.append(Tile(label="Same top prediction", figure=percent(logits.top1_agreement), detail="of positions"))
     if logits and logits.perplexity is not None:
@@ -102,8 +117,9 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
 def _outputs_section(logits: LogitsCheck) -> Section | None:
     """Outputs of both models: metric, value, meaning; rows without a value are left out."""
     top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
+    kl = logits.mean_kl
     rows = (
-        ("KL divergence", error_text(logits.mean_kl), "from the other model to this one, in nats per position"),
+        ("KL divergence", MISSING if kl is None else f"{kl:.2g}", f"nats per position: {kl_words(kl or 0)}"),
         ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
         ("Same top prediction", top1, "positions at which the largest output has the same index"),
         ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
@@ -113,7 +129,7 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
     )
     table = Table(columns=("Figure", "Value", "<Meaning"), rows=tuple(row for row in rows if row[1] != MISSING))
     inputs = ", ".join(filter(None, (logits.model_class, logits.inputs)))
-    return section("What both models say", inputs, table)
+    return section("What both models say", inputs if logits.is_text else f"{inputs}: {_NO_TEXT}", table)
 
 
 def _perplexity(value: float | None) -> str:
@@ -175,13 +191,10 @@ def verify_headline(v: VerifyResult) -> str:
     if word == "not run":
         return f"Stored as planned, but {name_list(doubts(v))}" if doubts(v) else "Not verified"
     if v.logits and not v.logits.skipped and (v.logits.is_text or _is_exact(v)):
-        top1, text = v.logits.top1_agreement, f"Verified: {_outputs_text(v.logits, is_exact=_is_exact(v))}"
-        if _is_exact(v) or top1 is None:
-            return text
-        return f"{text}, the same top prediction at {percent(top1)} of positions"
+        return f"Verified: {_outputs_text(v.logits, is_exact=_is_exact(v))}"
     if v.weights:
         opened = ", as transformers opens them" if v.opened and v.opened.result else ""
-        return f"Verified by its weights{opened}: {_tensors_text(v.weights)}"
+        return f"Verified by its weights{opened}: {_tensors_text(v)}"
     return f"Verified by its hashes: {_hash_words(v.hash)}" if v.hash else f"Verified at level {v.level}"
 
 
@@ -200,8 +213,7 @@ def checks(v: VerifyResult) -> tuple[Check, ...]:
         outcome = _outcome(not v.files.different) if v.files.compared else "not run"
         steps.append(Check(name="files", outcome=outcome, text=_files_words(v.files)))
     if v.weights:
-        words = _tensors_text if v.level == "values" else _weights_words
-        steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=words(v.weights)))
+        steps.append(Check(name="weights", outcome=_outcome(not v.weights.mismatched), text=_weights_words(v)))
     if v.feedback:
         outcome = "not run" if v.feedback.skipped and not v.feedback.wrong else _outcome(not v.feedback.wrong)
         steps.append(Check(name="calibration", outcome=outcome, text=_feedback_words(v.feedback)))
@@ -238,33 +250,39 @@ def _files_words(check: FilesCheck) -> str:
     return "; ".join(filter(None, (different if check.different else equal, rest)))
 
 
-def _tensors_text(check: WeightsCheck) -> str:
+def _tensors_text(v: VerifyResult) -> str:
     """The number of tensors compared, and the error of the worst one."""
-    if check.min_sqnr_db == math.inf:
-        return f"{plural(check.num_tensors, 'tensor')}, all equal"
-    place = f" ({check.worst})" if check.worst else ""
-    error = check.max_rel_error
-    why = " (values that became 0)" if error == 1 else " (values near 0)" if error is not None and error > 1 else ""
-    return (
-        f"{plural(check.num_tensors, 'tensor')}, lowest SQNR {sqnr_text(check.min_sqnr_db, ' dB')}{place}, "
-        f"largest relative error {error_text(error)}{why}"
-    )
+    assert v.weights is not None
+    compared = plural(v.weights.num_tensors, "tensor")
+    if v.weights.min_sqnr_db == math.inf:
+        return f"{compared}, all equal"
+    place = " ".join(filter(None, (v.weights.worst, _usual_words(v))))
+    return f"{compared}, lowest SQNR {sqnr_text(v.weights.min_sqnr_db, ' dB')}" + (f" in {place}" if place else "")
 
 
-def _weights_words(check: WeightsCheck) -> str:
-    """The result in words. An element is correct if it equals the reference rounding, or what error feedback chose."""
-    if check.mismatched:
+def _usual_words(v: VerifyResult) -> str:
+    """The usual SQNR of the worst tensor's format, in brackets; empty if it is unknown."""
+    forms = (t.stored_as for t in v.tensors if v.weights and t.name == v.weights.worst)
+    usual = usual_sqnr(next(forms, ""))
+    return f"({usual})" if usual else ""
+
+
+def _weights_words(v: VerifyResult) -> str:
+    """The result in words. Elements are right if they equal the reference rounding, or what error feedback chose."""
+    check = v.weights
+    assert check is not None
+    if check.mismatched and v.level != "values":
         bad = f"{count_text(len(check.mismatched))} of {plural(check.num_tensors, 'tensor')}"
         return f"{bad} are wrong: {name_list(check.mismatched)}"
-    comparison = _tensors_text(check)
-    if not check.num_elements_checked:
-        return comparison
     checked, total = check.num_elements_checked, check.num_elements
-    share = "all " if checked == total else "" if total is None else f"{count_text(checked)} of "
-    words = f"{comparison}; {share}{count_text(total or checked)} stored elements are correct"
-    if not check.miss_probability:
-        return words
-    return f"{words} (the probability of missing one bad block elsewhere is {check.miss_probability:.2g})"
+    if not checked or v.level == "values":
+        return _tensors_text(v)
+    which = f"all {count_text(checked)}" if checked == total else f"{count_text(checked)} checked"
+    share = f" ({share_text(checked, total)} of all" if total and checked < total else ""
+    if share:
+        missed = check.miss_probability
+        share += f"; one bad block elsewhere would be missed with probability {missed:.2g})" if missed else ")"
+    return f"no wrong element among {which}{share}; {_tensors_text(v)}"
 
 
 def _feedback_words(check: FeedbackCheck) -> str:
@@ -295,33 +313,26 @@ def _is_exact(v: VerifyResult) -> bool:
 def _logits_words(check: LogitsCheck, *, is_exact: bool) -> str:
     if check.skipped:
         return check.skipped
-    details = [] if is_exact or check.problem else _logits_details(check)
-    details += [s for s in (check.model_class, check.inputs) if s]
-    return _outputs_text(check, is_exact=is_exact) + (f" ({', '.join(details)})" if details else "")
+    inputs = ", ".join(filter(None, (check.model_class, check.inputs, "" if check.is_text or is_exact else _NO_TEXT)))
+    return _outputs_text(check, is_exact=is_exact) + (f" ({inputs})" if inputs else "")
 
 
 def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
+    """The distance of the outputs, on text by what a reader of it would notice."""
     if check.problem:
         return check.problem
     if is_exact:
         return "outputs are bit-equal to the source's"
-    if check.rel_error is None:
-        return "outputs were compared with the source's"
-    return f"outputs are within a relative error of {error_text(check.rel_error)} of the source's"
-
-
-def _logits_details(check: LogitsCheck) -> list[str]:
-    parts = []
-    if check.max_abs_diff is not None:
-        parts.append(f"largest difference {error_text(check.max_abs_diff)}")
-    if check.top1_agreement is not None:
-        parts.append(f"same top prediction at {percent(check.top1_agreement)} of positions")
-    if check.mean_kl is not None:
-        back = "" if check.reverse_kl is None else f" ({error_text(check.reverse_kl)} in reverse)"
-        parts.append(f"KL {error_text(check.mean_kl)}{back} nats per position")
+    if not check.is_text:
+        return "the model runs, and all its outputs are finite"
+    parts = [] if check.mean_kl is None else [f"KL {kl_text(check.mean_kl)} per position on text"]
+    if check.rel_error is not None and not parts:
+        parts.append(f"outputs on text are within a relative error of {error_text(check.rel_error)} of the source's")
     if check.perplexity is not None and check.source_perplexity is not None:
-        parts.append(f"perplexity {check.perplexity:.4g} (source {check.source_perplexity:.4g})")
-    return parts
+        parts.append(f"perplexity {_perplexity(check.source_perplexity)} → {_perplexity(check.perplexity)}")
+    if check.top1_agreement is not None:
+        parts.append(f"the same top prediction at {percent(check.top1_agreement)} of positions")
+    return ", ".join(parts) or "outputs were compared with the source's"
 
 
 def percent(share: float) -> str:

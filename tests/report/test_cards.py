@@ -113,7 +113,7 @@ def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
     assert (rows["size before"], rows["outputs max diff."], rows["same top prediction"]) == (
         "90.9 MB",
         "2.6e-04",
-        "100.00 %",
+        "100 %",
     )
     assert done.rows[0][:3] == ("convert", "40", "F32 → fp16")
     assert worst.rows[0][0] == "encoder.layer.0.attention.self.key.weight"

@@ -51,12 +51,14 @@ def test_the_first_questions_are_answered() -> None:
     document = described()
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
-    assert re.search(r"^Verified: .* 1\.9e-04 ", document.verdict.text)
+    assert re.search(r"^Verified: KL 3\.1e-08 ", document.verdict.text)
     assert re.search(r"40 of 104 tensors .* fp16 .* 64 ", document.summary)
     tiles = {tile.label: (tile.figure, tile.detail) for tile in document.tiles}
     assert tiles["Weights"][0] == "45.5 MB"
     assert re.search(r"90\.9 MB: 2\.00x .* 50\.1 %", tiles["Weights"][1])
-    assert tiles["Lowest SQNR of a tensor"] == ("72.2 dB", "encoder.layer.0.attention.self.key.weight")
+    figure, detail = tiles["Lowest SQNR of a tensor"]
+    assert (figure, detail.split()[0]) == ("72.2 dB", "encoder.layer.0.attention.self.key.weight")
+    assert re.search(r"fp16 .* 73 \w+ 75", detail)
     assert tiles["Time"][0] == "420 ms"
     assert "325 MB/s" in tiles["Time"][1]
     assert [c.outcome for checks in blocks_of(document, Checks) for c in checks.checks] == ["passed"] * 4

@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import torch
 
 from lpconv.report.numbers import (
     change_text,
     duration_text,
     error_text,
+    kl_text,
     number_text,
     rate_text,
     scale_text,
@@ -15,6 +17,7 @@ from lpconv.report.numbers import (
     share_text,
     size_text,
     sqnr_text,
+    usual_sqnr,
 )
 
 
@@ -81,3 +84,32 @@ def test_a_number_that_is_missing_or_nan_is_a_dash() -> None:
 @pytest.mark.parametrize(("scale", "text"), [(2**-5, "2^-5"), (1.0, "2^0"), (0.3, "0.3"), (-0.5, "-0.5"), (0.0, "0")])
 def test_scales_that_are_powers_of_two_say_so(scale: float, text: str) -> None:
     assert scale_text(scale) == text
+
+
+@pytest.mark.parametrize("distribution", [torch.distributions.Normal(0.0, 1.0), torch.distributions.Laplace(0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "largest", "groups"),
+    [
+        ("float16", 1, [2**18]), ("bfloat16", 1, [2**18]), ("float8_e5m2", 57344, [2**18, 128]),
+        ("float8_e4m3fn", 448, [2**18, 128]), ("int8", 127, [16, 128]), ("int4", 7, [16, 128]),
+    ],
+)  # fmt: skip
+def test_usual_ratios_are_those_of_torch(
+    name: str, largest: int, groups: list[int], distribution: torch.distributions.Distribution
+) -> None:
+    torch.manual_seed(0)
+    x = distribution.sample((2**18,)).double()  # type: ignore[no-untyped-call]
+    ours = {"float16": "fp16", "bfloat16": "bf16"}.get(name, name.removeprefix("float8_"))
+    low, high = (int(word) for word in usual_sqnr(f"{ours} codes").split() if word.isdecimal())
+    for size in groups:
+        scaled = x.view(-1, size) / x.view(-1, size).abs().amax(1, keepdim=True) * largest
+        got = scaled.round() if name.startswith("int") else scaled.float().to(getattr(torch, name)).double()
+        step = x.view(-1, size).abs().amax(1, keepdim=True) / largest
+        noise = float(((got - scaled) * step).square().sum())
+        assert low - 0.5 <= 10 * math.log10(float(x.square().sum()) / noise) <= high + 0.5
+    assert not usual_sqnr("F32")
+
+
+@pytest.mark.parametrize(("kl", "words"), [(0.0, "none"), (0.0052, "0.0052 "), (0.0052, "(hardly"), (math.nan, "nan")])
+def test_a_divergence_says_what_it_means(kl: float, words: str) -> None:
+    assert words in kl_text(kl)

@@ -80,7 +80,9 @@ def test_no_verification_is_not_a_pass() -> None:
         (LogitsCheck(bit_equal=True, max_abs_diff=0.0), "bit-equal"),
         (LogitsCheck(skipped="config"), "weights: 40 tensors"),
         (LogitsCheck(rel_error=0.25, is_text=True), " 0.25 "),
-        (LogitsCheck(rel_error=0.25), "weights: 40 tensors"),  # random inputs say nothing about quality
+        (LogitsCheck(rel_error=0.25, mean_kl=0.005, is_text=True), " 0.005 nats (hardly"),
+        # Random inputs say nothing about quality.
+        (LogitsCheck(rel_error=0.25, mean_kl=0.5, top1_agreement=0.797), "weights: 40 tensors"),
     ],
 )
 def test_the_verdict_has_the_deepest_evidence(check: LogitsCheck, words: str) -> None:
@@ -88,7 +90,21 @@ def test_the_verdict_has_the_deepest_evidence(check: LogitsCheck, words: str) ->
     document = described(level="logits", passed=True, weights=exact, logits=check)
     assert document.verdict is not None
     assert words in document.verdict.text
-    assert steps(document)["weights"][1].startswith("40 tensors")
+    assert "40 tensors" in steps(document)["weights"][1]
+    assert "79.7" not in steps(document)["outputs"][1]
+    assert not {"KL divergence on text", "Same top prediction"} & {t.label for t in document.tiles} or check.is_text
+
+
+@pytest.mark.parametrize(
+    ("checked", "words"), [(134_515_008, "all 134,515,008"), (52_905_792, r"52,905,792 \w+ \(39\.3 % .*0\.61")]
+)
+def test_a_sample_does_not_read_as_a_failure(checked: int, words: str) -> None:
+    sample = weights(num_elements=134_515_008, num_elements_checked=checked, miss_probability=0.61, max_rel_error=4e4)
+    worst = ComparedTensor(name="a", stored_as="e4m3fn codes", reference="F32", sqnr_db=3.0, max_rel_error=4e4)
+    text = steps(described(level="weights", passed=True, weights=sample, tensors=(worst,)))["weights"][1]
+    assert re.search(f"^no .* {words}", text)
+    assert re.search(r" 3\.0 dB .*e4m3fn .* 31 \w+ 32\)$", text)
+    assert "e+04" not in text
 
 
 def test_a_terminal_gets_the_tensors_that_are_not_exact_and_a_page_all() -> None:
