@@ -131,7 +131,7 @@ def gap_table(result: FinetuneResult) -> Table:
     """
     rows: list[Row] = []
     for g in result.gaps:
-        says = {None: "unknown with one seed", True: "yes", False: "no"}[g.exceeds_noise]
+        says = {None: "one seed", True: "yes", False: "no"}[g.exceeds_noise]
         name, error = metric_name(g.metric), _error_text(g.metric, g.standard_error)
         rows.append((name, figure_text(g.metric, g.run), figure_text(g.metric, g.twin), noise_text(g), error, says))
         if g.metric == "eval_loss" and result.task != "classification" and max(g.run, g.twin) < 50:
@@ -214,11 +214,11 @@ def verdict(result: FinetuneResult) -> str:
     if not result.gaps:
         ends = [f"{metric_name(s.name, result)} {figure_text(s.name, s.values[-1])}" for s in run.evaluations]
         return f"No twin was trained, so the cost of low precision is unknown. The run ended at {' and '.join(ends)}."
-    by_metric = {g.metric: g for g in result.gaps}
-    g = by_metric.get("eval_accuracy", result.gaps[0])
+    g = headline_gap(result)
     text = (
         f"After {plural(len(run.losses.steps), 'step')} the {metric_name(g.metric)} is {figure_text(g.metric, g.run)} "
-        f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: a gap of {noise_text(g)}."
+        f"with {result.recipe} and {figure_text(g.metric, g.twin)} with {result.twin}: "
+        f"a gap of {_gap_words(result, g)}."
     )
     if result.learned("twin") is False:
         return (
@@ -231,13 +231,24 @@ def verdict(result: FinetuneResult) -> str:
         text += " One seed cannot separate this from noise; use --seeds 3."
     else:
         text += f" That is {'beyond' if g.exceeds_noise else 'within'} the noise between seeds (95 % interval)."
-    exact = by_metric.get(f"{g.metric}_fp32")
-    if exact is not None:
-        text += f" With its trained weights in fp32 arithmetic, the gap is {noise_text(exact)}."
-    published = by_metric.get(f"{g.metric}_published")
-    if published is not None:
-        text += f" For the published model ({result.saved_as}), which gates judge, it is {noise_text(published)}."
     return text
+
+
+def headline_gap(result: FinetuneResult) -> GapRecord:
+    """The gap of the published model, which users get and gates judge, or else of the run's own arithmetic."""
+    by_metric = {g.metric: g for g in result.gaps}
+    names = (f"{metric}{published}" for metric in reversed(_CURVES) for published in ("_published", ""))
+    return next((by_metric[name] for name in names if name in by_metric), result.gaps[0])
+
+
+def _gap_words(result: FinetuneResult, gap: GapRecord) -> str:
+    """A gap with its uncertainty and meaning: "+0.010 (standard error 0.003; +1 % perplexity)"."""
+    own = next((g for g in result.gaps if gap.metric.startswith(g.metric)), gap)
+    error = gap.standard_error or own.standard_error
+    details = [f"standard error {_error_text(gap.metric, error)}"] if error and gap.half_width is None else []
+    if gap.metric not in _SHARES and result.task != "classification":
+        details.append(f"{_two_digits(100 * math.expm1(gap.gap), '+')} % perplexity")
+    return noise_text(gap) + (f" ({'; '.join(details)})" if details else "")
 
 
 def _recovery_verdict(result: FinetuneResult) -> str:
@@ -386,14 +397,11 @@ def _verdict(result: FinetuneResult) -> Verdict:
 
 def _tiles(result: FinetuneResult) -> tuple[Tile, ...]:
     run, twin = main_run(result), twin_run(result)
-    tiles = [
-        Tile(
-            label=f"{metric_title(g.metric)}: gap to {result.twin}",
-            figure=noise_text(g),
-            detail=f"{figure_text(g.metric, g.run)} and {figure_text(g.metric, g.twin)}",
-        )
-        for g in result.gaps
-    ]
+    tiles = []
+    if result.gaps:
+        g = headline_gap(result)
+        detail = f"{metric_name(g.metric)} {figure_text(g.metric, g.run)}, and {figure_text(g.metric, g.twin)}"
+        tiles.append(Tile(label=f"Gap to {result.twin}", figure=noise_text(g), detail=detail))
     for h in result.held_out if result.source else ():
         before, after = (figure_text(h.metric, x) for x in (h.before, h.after))
         tiles.append(Tile(label=metric_title(h.metric, result), figure=f"{before} → {after}", detail="held out"))

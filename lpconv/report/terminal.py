@@ -192,10 +192,10 @@ class _Fitting(_RichTable):
     def _squeezed(self, spans: Sequence[tuple[int, int]], width: int) -> list[int]:
         """The columns of text that would be too narrow to read next to the others; none if that does not help."""
         kept, moved = list(range(len(spans))), list[int]()
-        movable = [i for i, heading in enumerate(self._headings) if i and heading.startswith("<") and self._may_move]
-        for i in sorted(movable, key=lambda i: -spans[i][1]):
+        texts = (i for i, heading in enumerate(self._headings) if i and heading.startswith("<") and self._may_move)
+        for i in sorted((i for i in texts if spans[i][1] > _READABLE), key=lambda i: -spans[i][1]):
             left = width - sum(spans[j][self._is_text(j)] + _GAP for j in kept if j != i)
-            if left >= (spans[i][1] if moved else min(spans[i][1], _READABLE)):
+            if left >= (spans[i][1] if moved else _READABLE):
                 return sorted(moved)
             kept.remove(i)
             moved.append(i)

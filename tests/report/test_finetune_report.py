@@ -73,8 +73,13 @@ def result(**changes: object) -> FinetuneResult:
 
 @pytest.mark.parametrize(("half_width", "words"), [(0.1, "beyond"), (0.3, "within"), (None, "cannot")])
 def test_the_verdict_follows_the_interval(half_width: float | None, words: str) -> None:
-    gap = GapRecord(metric="eval_loss", run=1.5, twin=1.25, gap=0.25, half_width=half_width)
+    gap = GapRecord(metric="eval_loss", run=1.5, twin=1.25, gap=0.25, half_width=half_width, standard_error=0.01)
+    published = dataclasses.replace(gap, metric="eval_loss_published", gap=0.5, standard_error=None)
     assert words in verdict(result(gaps=(gap,)))
+    shown = finetune_document(result(gaps=(gap, published)))
+    assert shown.verdict is not None
+    assert re.findall(r"\+0\.\d+|0\.010|\+65", shown.verdict.text) == ["+0.50", *["0.010"] * (not half_width), "+65"]
+    assert [t.figure[:5] for t in shown.tiles if "fp32" in t.label] == ["+0.50"]
 
 
 def test_without_a_twin_nothing_is_claimed() -> None:
