@@ -76,6 +76,11 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
+def load_average() -> float:
+    """Mean number of processes that were running or waiting in the last minute; 0 on systems that do not count them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def peak_rss_bytes(root: Path = _ROOT) -> int:
     """Peak resident memory of this process in bytes."""
     for line in read_text(root / "proc/self/status").splitlines():

@@ -13,9 +13,10 @@ from lpconv.bench.options import PLAIN, BenchOptions, Case
 from lpconv.bench.roofline import Gemm, roofline_verdict
 from lpconv.bench.team import Child, Team
 from lpconv.errors import InputError, LpconvError, ResourceError, UnsupportedError, UsageError
+from lpconv.machine import load_average, usable_cores
 from lpconv.options import fields_of_run
 from lpconv.progress import Progress
-from lpconv.report.numbers import name_list
+from lpconv.report.numbers import name_list, plural
 from lpconv.results import (
     BenchResult,
     BenchRow,
@@ -30,6 +31,7 @@ from lpconv.results.bench import BenchCase
 from lpconv.results.documents import fields_from
 
 OK, SKIPPED, TOO_LARGE, FAILED = "ok", "skipped", "too large", "failed"
+_BUSY = 0.25  # share of the cores that other programs may use unmentioned
 MEMORY_SHARE = 0.9  # share of free memory; two cases built at once get half of it each
 _COMPILED = {
     "off": "eager", "blocks": "compiled by block", "model": "compiled", "graphs": "compiled with CUDA graphs",
@@ -52,6 +54,7 @@ class BenchRun:
     verdicts: list[VerdictRecord] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     start: float = field(default_factory=time.perf_counter)
+    load: float = field(default_factory=load_average)
 
     def result(self, *, interrupted: bool) -> BenchResult:
         """The result so far."""
@@ -60,13 +63,20 @@ class BenchRun:
             rows=self._ordered(),
             peaks=self.peaks,
             verdicts=tuple(self.verdicts),
-            notes=(*self.notes, *self._launch_notes()),
+            notes=(*self.notes, *self._load_notes(), *self._launch_notes()),
             options={k: v for k, v in settings.items() if k not in fields_of_run(BenchOptions)},
             versions=self.versions,
             command=self.options.command,
             seconds=time.perf_counter() - self.start,
             interrupted=interrupted,
         )
+
+    def _load_notes(self) -> Iterator[str]:
+        """A note if other programs were running at the start, or more than this bench needs at the end."""
+        before, after, cores = self.load, load_average(), len(usable_cores())
+        if before > _BUSY * cores or after > (1 + _BUSY) * cores:
+            loads = f"load average {before:.1f} at the start and {after:.1f} at the end, on {plural(cores, 'core')}"
+            yield f"the machine was busy ({loads}), so times are too long and vary"
 
     def _launch_notes(self) -> Iterator[str]:
         """Notes about intervals that are very wide, or that lack the differences between launches."""

@@ -77,13 +77,13 @@ def verdict_sentences(base: BenchRow, rows: Sequence[BenchRow], *, emulates_fp8:
             "in bf16. The rows show numerics, memory and the cost of casts, but not the speed on a GPU "
             "with fp8 tensor cores (compute capability 8.9 or higher)."
         )
-    yield from (_row_sentence(r) for r in rows if not r.is_baseline)
+    yield from (_row_sentence(r, base) for r in rows if not r.is_baseline)
     yield from _few_rounds(rows)
     yield from _load_changes(base, rows)
     yield from _disturbances(rows)
 
 
-def _row_sentence(row: BenchRow) -> str:
+def _row_sentence(row: BenchRow, base: BenchRow) -> str:
     assert row.ratio is not None
     interval = ratio_text(row.ratio)
     if row.ratio.low > 1:
@@ -97,6 +97,8 @@ def _row_sentence(row: BenchRow) -> str:
     errors = f"outputs differ from fp32 by {share_text(row.numerics.output_error, 1)}"
     if row.numerics.gradient_error is not None:
         errors += f", gradients by {share_text(row.numerics.gradient_error, 1)}"
+    if base.numerics is not None:
+        errors += f" ({base.name}: {share_text(base.numerics.output_error, 1)})"
     return f"{outcome}; {errors}."
 
 
@@ -151,6 +153,9 @@ def _verdict(named: _Named, gates: Sequence[GateRecord]) -> Verdict:
         name, word, ratio = best
         text = f"{name} is {word}: {ratio_text(ratio)} times the baseline's speed"
         outcome = "passed" if word == "fastest" else "not run"
+    if emulated := dict.fromkeys(r.format for _, r in named if r.emulated):
+        text = f"{' and '.join(emulated)} is emulated here, so times say nothing about a GPU that computes it. {text}"
+        outcome = "not run"
     if failed := failed_gates(gates):
         return Verdict(outcome="failed", text=f"{failed}; {text}")
     return Verdict(outcome=outcome, text=text)
@@ -167,8 +172,11 @@ def _tiles(result: BenchResult) -> tuple[Tile, ...]:
         tiles.append(Tile(label="Least peak memory", figure=size_text(smallest.peak_memory), detail=smallest.name))
     exact = [(r.numerics.output_error, i) for i, r in enumerate(variants) if r.numerics]
     if exact:
-        error, index = min(exact)
-        tiles.append(Tile(label="Smallest output error", figure=_error_text(error), detail=variants[index].name))
+        error, nearest = min(exact)[0], variants[min(exact)[1]]
+        same = (r.numerics for r in result.rows if r.is_baseline and r.baseline == nearest.baseline)
+        own = next((n.output_error for n in same if n), None)
+        detail = f"{nearest.name}; the baseline, {nearest.baseline}, has {_error_text(own)}"
+        tiles.append(Tile(label="Output error", figure=_error_text(error), detail=detail))
     return tuple(tiles)
 
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from lpconv.bench.options import BenchOptions
 from lpconv.bench.roofline import roofline_verdict
+from lpconv.bench.rows import BenchRun
+from lpconv.progress import Silent
 from lpconv.report.bench import bench_document, compare_benches
 from lpconv.report.document import Bullets, Document, Table
 from lpconv.results import BenchResult, BenchRow, GateRecord, from_json, to_json
@@ -60,6 +63,27 @@ def test_the_verdict_says_whether_anything_was_faster(
     assert document.verdict.outcome == outcome
     assert re.match(rf"fp8 static .*{word}.*: {ratio[0]:.2f} \[", document.verdict.text)
     assert word.capitalize() in document.tiles[0].label
+    assert [t.detail for t in document.tiles if "6 %" in t.figure and t.detail.endswith("has 6 %")]
+
+
+def test_emulation_is_the_first_word_and_no_success() -> None:
+    verdict = bench_document(result(row("plain"), row("static", emulated=True))).verdict
+    assert verdict is not None
+    assert re.match(r"fp8 \w+ emulated .*GPU", verdict.text)
+    assert verdict.outcome == "not run"
+
+
+@pytest.mark.parametrize(("loads", "busy"), [((0.1, 2.1), False), ((1.1, 2.1), True), ((0.1, 3.9), True)])
+def test_a_busy_machine_is_noted(loads: tuple[float, float], busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lpconv.bench.rows.load_average", lambda: loads[1])
+    monkeypatch.setattr("lpconv.bench.rows.usable_cores", lambda: [0, 1])
+    run = BenchRun(
+        options=BenchOptions(), progress=Silent(), on_result=print, notes=(), monitor=None, peaks=CPU_PEAKS,
+        idle=None, load=loads[0],
+    )  # fmt: skip
+    assert [re.findall(r"\d\.\d", note) for note in run.result(interrupted=True).notes] == [
+        list(map(str, loads))
+    ] * busy
 
 
 def test_a_gate_that_failed_is_the_verdict() -> None:
