@@ -1,7 +1,7 @@
 """Look up names that people type, and suggest the nearest known name."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     begun = [k for k in by_folded if len(folded) > 2 and k.startswith(folded)]
     matches = begun or difflib.get_close_matches(folded, by_folded, n=1)
     return by_folded[matches[0]] if matches else None
+
+
+def known_name(name: str, known: Collection[str], spellings: Mapping[str, str] | None = None) -> str | None:
+    """The known name that `name` stands for, or None: in any case, or by `spellings`, which are in lower case."""
+    if name in known:
+        return name
+    folded = {k.casefold(): k for k in known}
+    meant = (spellings or {}).get(name.casefold())
+    return folded.get(name.casefold()) or (meant if meant in known else None)
 
 
 def find(what: str, name: str, table: Mapping[str, T], *, error: type[LpconvError] = UsageError) -> T:

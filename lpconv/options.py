@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from annotated_types import Ge, Gt, Lt
 
 from lpconv.errors import UsageError
-from lpconv.lookup import find
+from lpconv.lookup import find, known_name
 
 T = TypeVar("T")
 Bound = Ge | Gt | Lt
@@ -32,7 +32,8 @@ class Option:
     `help` is a phrase without a full stop: a noun for a value, an imperative for a flag. `default` describes the effect
     of None or of an empty tuple. `panel` is the section of ``--help``. `name` is the key in a manifest (default: the
     field's name); `flag` is the spelling on the command line, with dashes (default: `name`); `short` are other
-    spellings. `choices` are the allowed names, and `what` is the word for one in errors. `parse` converts text to a
+    spellings. `choices` are the allowed names, in any case; `spellings` are other names for them, in lower case; and
+    `what` is the word for one in errors. `parse` converts text to a
     value; a manifest may also hold values of type `given`. `expects` describes valid values, and `example` is one. If
     an option takes several values, the command line takes them as one text with commas if `comma`, else by repeating
     the option. `is_path`: in a manifest the value is relative to the manifest's folder. `only` is "command" or
@@ -53,6 +54,7 @@ class Option:
     metavar: str | None = None
     what: str | None = None
     choices: Collection[str] | None = None
+    spellings: Mapping[str, str] | None = None
     parse: Callable[[str], Any] | None = None
     given: Any = str
     expects: str | None = None
@@ -114,6 +116,14 @@ class Declared:
             return o.expects
         words = " and".join(f" {_bound_words(bound)}" for bound in self.bounds)
         return {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text") + words
+
+    def known(self, value: Any) -> Any:
+        """The choice that a value stands for, or the value itself; for many values, a tuple."""
+        if self.option.choices is None or value is None:
+            return value
+        if isinstance(value, tuple):
+            return tuple(map(self.known, value))
+        return known_name(str(value), self.option.choices, self.option.spellings) or value
 
     def read(self, text: str) -> Any:
         """Parse one value from text. Raises UsageError for text that is not valid."""
@@ -208,7 +218,7 @@ def make(record: type[T], values: Mapping[str, Any]) -> T:
         if isinstance(one, Group):
             fields[name] = one.make(make(one.record, values))
         elif one.name in values:
-            fields[name] = values[one.name]
+            fields[name] = one.known(values[one.name])
     return record(**fields)
 
 
@@ -231,8 +241,8 @@ def check(options: Any) -> None:
 
 
 def check_value(declared: Declared, value: Any) -> Any:
-    """Validate one value of an option and return it; raises as `check` does."""
-    o = declared.option
+    """Validate one value of an option and return it, with its usual spelling; raises as `check` does."""
+    o, value = declared.option, declared.known(value)
     if o.choices is not None:
         find(o.what or declared.name.replace("_", " "), value, dict.fromkeys(o.choices))
     if not all(_is_within(bound, value) for bound in declared.bounds):

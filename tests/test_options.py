@@ -29,7 +29,7 @@ from lpconv.options import (
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.probe.options import ProbeOptions
-from lpconv.train.options import FinetuneOptions
+from lpconv.train.options import ArithmeticOptions, FinetuneOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +154,28 @@ def test_a_wrong_setting_says_what_is_allowed(name: str, value: Any, says: str) 
 def test_a_record_made_in_python_is_held_to_the_same(wrong: Toy) -> None:
     with pytest.raises(UsageError):
         check(wrong)
+
+
+SPELLINGS = ["fp8", "FP8", "fp4", "int4", "Int8", "fp16", "bf16", "float16", "bfloat16", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "names"),
+    [
+        (ConvertOptions, "format", "e4m3fn e4m3fn e2m1 int4 int8 fp16 bf16 fp16 bf16 e4m3fn"),
+        (ConvertOptions, "scheme", "FP8 FP8 NVFP4A16 W4A16 W8A16 UNIT_FP16 COLLAGE UNIT_FP16 COLLAGE FP8"),
+        (ArithmeticOptions, "recipe", "unit-fp8 unit-fp8 nvfp4 - - amp-fp16 bf16 amp-fp16 bf16 unit-fp8"),
+        (ArithmeticOptions, "precision", "fp8 fp8 fp4 - - fp16 bf16 fp16 bf16 fp8"),
+    ],
+)
+def test_a_format_is_known_by_every_usual_name(record: type[Any], name: str, names: str) -> None:
+    declared = options_of(record)[name]
+    for typed, meant in zip(SPELLINGS, names.split(), strict=True):
+        if meant == "-":  # nothing trains in integers
+            with pytest.raises(UsageError):
+                check_value(declared, typed)
+        else:
+            assert check_value(declared, typed) == getattr(make(record, {name: typed}), declared.field) == meant
 
 
 def test_null_takes_an_option_back_where_it_may_be_none() -> None:

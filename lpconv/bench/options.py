@@ -13,6 +13,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from lpconv.errors import UsageError
+from lpconv.formats.spec import spellings
 from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, gate_option
 from lpconv.results.bench import BenchCase
 
@@ -135,7 +136,15 @@ class BenchOptions:
     model: str | None = None
     formats: Annotated[
         tuple[str, ...],
-        _what("Formats to measure", name="format", short=("-f",), choices=BENCH_FORMATS, comma=True, panel=None),
+        _what(
+            "Formats to measure",
+            name="format",
+            short=("-f",),
+            choices=BENCH_FORMATS,
+            spellings=spellings({"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "e4m3fn": "fp8", "e2m1": "fp4"}),
+            comma=True,
+            panel=None,
+        ),
     ] = ("fp8",)
     methods: Annotated[
         tuple[str, ...],

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from lpconv.errors import UsageError
+from lpconv.formats.spec import SPELLINGS
 from lpconv.layouts.reader import open_readable
+from lpconv.lookup import known_name
 from lpconv.progress import Progress
 from lpconv.results import RestoreResult
 from lpconv.storage.header import quantization_method
@@ -23,6 +25,7 @@ def restore(
     """
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
+    dtype = known_name(dtype, _DTYPES, SPELLINGS) or dtype if dtype is not None else None
     if dtype is not None and (not is_foreign or dtype not in _DTYPES):
         hint = (
             f"use {', '.join(_DTYPES)}"

@@ -14,10 +14,11 @@ decode to these values, but rounding never produces them.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lpconv.errors import UsageError
-from lpconv.lookup import find
+from lpconv.lookup import find, known_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,18 +179,31 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 # Elements with one scale when operands of products are cast in blocks, by kind of operand scale.
 OPERAND_BLOCKS = {"mx": 32, "nvfp4": 16, "nvfp4-static": 16, "four-six": 16, "ms-eden": 16}
 
+# Formats by all their names: ours, torch's, and the usual ones. fp8 and fp4 are the formats that most weights use.
+SPELLINGS = {
+    **{name: name for name in FORMATS}, **{f.torch: f.name for f in FORMATS.values() if f.torch},
+    "fp8": "e4m3fn", "e4m3": "e4m3fn", "fp8_e4m3": "e4m3fn", "fp8_e5m2": "e5m2", "fp4": "e2m1", "fp4_e2m1": "e2m1",
+    "f32": "fp32", "f16": "fp16", "half": "fp16",
+}  # fmt: skip
 # Ambiguous names, or names of a format with its scales, and the names to use here.
 _MEANT = {
-    "fp8": "`e4m3fn` or `e5m2`", "fp6": "`e3m2` or `e2m3`", "fp4": "`e2m1`", "mxfp8": "`e4m3fn` with --granularity mx",
-    "mxfp4": "`e2m1` with --granularity mx", "nvfp4": "`e2m1` with --granularity nvfp4",
+    "fp6": "`e3m2` or `e2m3`", "mxfp8": "`e4m3fn` with --granularity mx", "mxfp4": "`e2m1` with --granularity mx",
+    "nvfp4": "`e2m1` with --granularity nvfp4",
 }  # fmt: skip
 
 
+def spellings(names: Mapping[str, str]) -> dict[str, str]:
+    """For things that formats name, such as recipes: `names` by format, under every spelling of the formats."""
+    return {spelling: names[f] for spelling, f in SPELLINGS.items() if f in names}
+
+
 def get_format(name: str | Format) -> Format:
-    """Return the format called `name`, or `name` itself if it is a `Format`.
+    """Return the format called `name`, in any case or spelling, or `name` itself if it is a `Format`.
 
     Raises UsageError, with the nearest known name, if it is unknown.
     """
-    if isinstance(name, str) and name in _MEANT:
-        raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name]}?")
-    return name if isinstance(name, Format) else find("format", name, FORMATS)
+    if isinstance(name, Format):
+        return name
+    if name.casefold() in _MEANT:
+        raise UsageError(f"unknown format `{name}`", hint=f"did you mean {_MEANT[name.casefold()]}?")
+    return find("format", known_name(name, FORMATS, SPELLINGS) or name, FORMATS)

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, get_grain
-from lpconv.formats.spec import FORMATS, get_format
+from lpconv.formats.spec import FORMATS, SPELLINGS, get_format, spellings
 from lpconv.layouts import SCHEMES
 from lpconv.lookup import nearest_name
 from lpconv.methods import LPCONV, METHODS
@@ -33,6 +33,10 @@ ROUNDINGS = NEAREST, GPTQ, GPTAQ = ("nearest", "gptq", "gptaq")
 FEEDBACK_BITS = 8  # most bits of a format for which error feedback is worthwhile
 CALIBRATION_TOKENS, GPTQ_TOKENS = 4096, 8192  # most tokens of the text that calibration uses
 _RESIDUALS = (*dict.fromkeys(r for m in METHODS.values() for r in m.residuals), "fp16")
+# Schemes that a format alone names. fp8 is FP8, in any case.
+_SCHEME_SPELLINGS = spellings(
+    {"e4m3fn": "FP8", "e2m1": "NVFP4A16", "int4": "W4A16", "int8": "W8A16", "fp16": "UNIT_FP16", "bf16": "COLLAGE"}
+)
 _METHOD_FORMATS = [f for f in FORMATS if any(f in m.formats for m in METHODS.values())]
 
 
@@ -44,8 +48,8 @@ _how = functools.partial(Option, panel=_HOW, of_run=True)
 
 
 def _granularity(name: str) -> str:
-    get_grain(name)
-    return name
+    get_grain(name.lower())
+    return name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +68,7 @@ def parse_rule(text: str) -> FormatRule:
     pattern, separator, name = text.rpartition("=")
     if not separator or not pattern:
         raise UsageError(f"rule `{text}` is not PATTERN=FORMAT", hint="for example --rule 'lm_head*=keep'")
-    if name != "keep":
-        get_format(name)
-    return FormatRule(pattern=pattern, format=name)
+    return FormatRule(pattern=pattern, format="keep" if name.lower() == "keep" else get_format(name).name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class ConvertOptions:
             "One name that sets layout, format, granularity and method (see --list-schemes)",
             default="from the options below",
             choices=SCHEMES,
+            spellings=_SCHEME_SPELLINGS,
             short=("-s",),
         ),  # affects the output only through the options that it sets
     ] = None
@@ -91,9 +94,10 @@ class ConvertOptions:
     format: Annotated[
         str | None,
         _what(
-            "Number format on disk",
+            "Number format on disk; fp8 is e4m3fn, and fp4 is e2m1",
             default="fp16; bf16 for collage, int4 for multipoint",
             choices=_METHOD_FORMATS,
+            spellings=SPELLINGS,
             short=("-f", "--element"),
             panel=None,
         ),
@@ -104,6 +108,7 @@ class ConvertOptions:
             "Format of the rounding residual that collage keeps",
             default="bf16; fp16 for format fp16",
             choices=_RESIDUALS,
+            spellings=SPELLINGS,
         ),
     ] = None
     layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
@@ -164,6 +169,7 @@ class ConvertOptions:
             "Store scales for keys and values in fp8, for vLLM: 1, or measured on the text of --calibrate",
             default="none",
             choices=("fp8",),
+            spellings=spellings({"e4m3fn": "fp8"}),
         ),
     ] = None
     budget_bits: Annotated[

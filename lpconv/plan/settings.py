@@ -52,7 +52,8 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     if scheme.calibrated and options.calibrate is None:
         raise UsageError(
             f"--scheme {options.scheme} needs a text to measure input scales on",
-            hint="add --calibrate FILE, or --calibrate self for text that the model writes",
+            hint="add --calibrate FILE, or --calibrate self for text that the model writes"
+            + ("; FP8_DYNAMIC needs no text" if options.scheme == "FP8" else ""),
         )
     if scheme.calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)

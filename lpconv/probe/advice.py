@@ -171,8 +171,7 @@ def answer(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> Pro
 
     Raises UsageError for an unknown format and UnsupportedError for one that histograms do not resolve.
     """
-    for name in formats:
-        _check_format(name)
+    formats = [_format_name(name) for name in formats]
     scales = loss_scales(result, formats)
     tensors = tuple(_record(t, formats, scales) for t in result.tensors)
     return ProbeReport(
@@ -221,15 +220,16 @@ def _record(tensor: ProbedTensor, formats: Sequence[str], scales: Mapping[str, L
     )
 
 
-def _check_format(name: str) -> None:
-    """Reject unknown formats, with the nearest known name, and block formats, whose scales histograms do not show."""
-    if name in BLOCK_FORMATS:
+def _format_name(name: str) -> str:
+    """The usual name of a format. Rejects unknown ones, and block formats, whose scales histograms do not show."""
+    block = BLOCK_FORMATS.get(name.lower())
+    if block is not None:
         raise UnsupportedError(
             f"`{name}` scales every block separately, which cannot be predicted from a histogram of the whole tensor",
-            hint=f"ask for its elements, {BLOCK_FORMATS[name].element.name}, instead: with one scale per tensor they "
-            "underflow at least as often as in blocks",
+            hint=f"ask for its elements, {block.element.name}, instead: with one scale per tensor they underflow at "
+            "least as often as in blocks",
         )
-    get_format(name)
+    return get_format(name).name
 
 
 def loss_scales(result: ProbeResult, formats: Sequence[str] = DEFAULT_FORMATS) -> dict[str, LossScaleRecord]:

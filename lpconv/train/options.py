@@ -25,7 +25,9 @@ from lpconv.options import (
 from lpconv.scaled.choices import FP4_SCALES, LEARNING_RATES, NATIVE_MARK, OPERAND_SCALES
 from lpconv.train.recipes import (
     LOSS_SCALES,
+    PRECISION_SPELLINGS,
     PRECISIONS,
+    RECIPE_SPELLINGS,
     RECIPES,
     TRAINING_METHODS,
     TRAINING_OPTIMIZERS,
@@ -63,6 +65,7 @@ class ArithmeticOptions:
             "One name that sets the options under Arithmetic (see --list-recipes)",
             default="unit-fp8",
             choices=RECIPES,
+            spellings=RECIPE_SPELLINGS,
             panel=None,
         ),
     ] = None
@@ -85,7 +88,12 @@ class ArithmeticOptions:
     ] = None
     precision: Annotated[
         str | None,
-        _how("Number format of matrix products", default="the recipe's", choices=PRECISIONS),
+        _how(
+            "Number format of matrix products",
+            default="the recipe's",
+            choices=PRECISIONS,
+            spellings=PRECISION_SPELLINGS,
+        ),
     ] = None
     method: Annotated[
         str | None, _how("Method for scaling tensors", default="the recipe's", choices=TRAINING_METHODS, short=("-m",))
@@ -245,7 +253,10 @@ class FinetuneOptions:
             of_run=True,
         ),
     ] = ()
-    twin: Annotated[str, _check("Precision of the twin, a second run to compare with", choices=_TWINS)] = "fp32"
+    twin: Annotated[
+        str,
+        _check("Precision of the twin, a second run to compare with", choices=_TWINS, spellings=PRECISION_SPELLINGS),
+    ] = "fp32"
     seeds: Annotated[int, Ge(1), _check("Number of seeds, whose spread shows the noise", panel=None)] = 1
     eval_every: Annotated[
         int | None,

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpconv.errors import UsageError
-from lpconv.formats.spec import OPERAND_BLOCKS
+from lpconv.formats.spec import OPERAND_BLOCKS, spellings
 from lpconv.lookup import find
 from lpconv.scaled.choices import USUAL_OPERAND_SCALE, operand_scales
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp4")
+# Other names of precisions, and of the recipes that a format alone names.
+_FLOATS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+PRECISION_SPELLINGS = spellings(_FLOATS | {"e4m3fn": "fp8", "e2m1": "fp4"})
+RECIPE_SPELLINGS = spellings(_FLOATS | {"fp16": "amp-fp16", "e4m3fn": "unit-fp8", "e2m1": "nvfp4"})
 _UNSCALED = {"fp8": ("mx",), "fp4": ("nvfp4", "ms-eden", "mx", "row")}  # operand scales without scaled tensors
 TRAINING_METHODS = {
     "none": "no scales except the loss scale",
