@@ -277,7 +277,7 @@ size_option = functools.partial(
 )
 
 
-def gate_option(help: str, *, kind: str) -> Option:
+def gate_option(help: str, *, kind: str, panel: str | None = None) -> Option:
     """Option for conditions on the result of a conversion, fine-tuning or bench: `kind` is a key of `gates.GATES`."""
 
     def parse(text: str) -> str:
@@ -285,7 +285,7 @@ def gate_option(help: str, *, kind: str) -> Option:
 
         return GATES[kind].parse(text).expression
 
-    return Option(help, flag="gate", metavar="CONDITION", parse=parse, judges=True)
+    return Option(help, flag="gate", metavar="CONDITION", parse=parse, judges=True, panel=panel)
 
 
 # How several processes train one model: each has a full copy (DistributedDataParallel) or a part (fully_shard).

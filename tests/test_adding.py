@@ -183,7 +183,7 @@ def test_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     file = types.ModuleType("lpconv.cli.greet")
     monkeypatch.setattr(file, "greet", greet, raising=False)
     monkeypatch.setitem(sys.modules, file.__name__, file)
-    monkeypatch.setattr("lpconv.cli.main.COMMANDS", [*COMMANDS, "greet"])
+    monkeypatch.setattr("lpconv.cli.main.COMMANDS", COMMANDS | {"greet": "Train"})
     assert run("greet", "you", "--times", "2").split() == ["hello", "you"] * 2
     assert "--times" in run("greet", "--help")
     assert "greet" in typer.main.get_command(app).commands

@@ -49,7 +49,7 @@ RESULTS = (
     "init demo --reinit --width 64 --layers 1 -o {new}", "batch jobs.yaml",
     "batch jobs.yaml --dry-run", "advise demo -o {new} --budget minutes=1",
     "finetune demo --recipe fp32 --steps 1 --seq-len 32 --batch-size 2 --eval-batches 1 --twin none -o {new}",
-    "bench demo --format bf16 --compile off --min-iters 1 --min-time 0 --rounds 1 --launches 1 --seq 32",
+    "bench demo --format bf16 --compile off --min-iters 1 --min-time 0 --rounds 1 --launches 1 --seq-len 32",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 def find_model(case: Case) -> Blueprint:
     """Find the case's model: ``demo``, a directory, a preset, an alias or a hub id, in this order."""
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
-    model = blueprint(case.model if is_preset else Checkpoint.open(case.model))
+    model = blueprint(case.model if is_preset else Checkpoint.open(case.model, revision=case.revision))
     _limit_layers(model.config, case.layers)
     check_seq(case.seq, max_length(model.config))
     model.config.use_cache = False  # only whole sequences are measured, not decoding token by token
@@ -123,7 +123,7 @@ def check_fits(estimate: int, case: Case, share: float) -> None:
     raise ResourceError(
         f"batch {case.batch} x {case.seq} of `{case.model}` needs about {size_text(estimate)}; this {where} has "
         f"{size_text(free)} free, of which a case may use {share_text(share, 1)}",
-        hint="lower --batch, --seq or --layers",
+        hint="lower --batch-size, --seq-len or --layers",
         details={"estimate_bytes": estimate, "free_bytes": free},
     )
 

@@ -14,7 +14,7 @@ from annotated_types import Ge
 
 from lpconv.errors import UsageError
 from lpconv.formats.spec import spellings
-from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, gate_option
+from lpconv.options import PARALLEL, AllowMissing, Group, Option, ResumedByBatch, Revision, gate_option
 from lpconv.results.bench import BenchCase
 
 MODES = ("infer", "train")
@@ -72,6 +72,7 @@ class Case(BenchCase):
 
     threads: int | None = None
     seed: int = 0
+    revision: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,7 +89,9 @@ class Case(BenchCase):
 def check_seq(seq: int, most: int | None) -> None:
     """Raise UsageError if a sequence is longer than the model's `most` positions; None means no known limit."""
     if most is not None and seq > most:
-        raise UsageError(f"--seq {seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}")
+        raise UsageError(
+            f"--seq-len {seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}"
+        )
 
 
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
@@ -172,13 +175,14 @@ class BenchOptions:
             "Number of sequences per step and process",
             default="chosen by device",
             name="batch",
+            flag="batch-size",
             comma=True,
         ),
     ] = ()
     seqs: Annotated[
         tuple[int, ...],
         Ge(1),
-        _what("Number of tokens per sequence", default="chosen by device", name="seq", comma=True),
+        _what("Number of tokens per sequence", default="chosen by device", name="seq", flag="seq-len", comma=True),
     ] = ()
     baseline: Annotated[str, _how("Baseline that all variants are compared with", choices=BASELINES, panel=None)] = (
         "bf16+compile"
@@ -216,6 +220,7 @@ class BenchOptions:
         gate_option("Fail with exit code 5 unless every row meets this, such as 'speedup>=1.2'", kind="bench"),
     ] = ()
     command: Annotated[str | None, Option("Command line to record in the result", only="caller", of_run=True)] = None
+    revision: Revision = None
     allow_missing: AllowMissing = False
     resume: ResumedByBatch = False
     force: Annotated[bool, Option("Replace an existing result", only="manifest", of_run=True)] = False

@@ -69,7 +69,7 @@ def bench(
     progress = progress or Silent()
     checkpoint, positions = None, None
     if options.model is not None and (options.model not in PRESETS or Path(options.model).is_dir()):
-        checkpoint = open_readable(options.model)
+        checkpoint = open_readable(options.model, revision=options.revision)
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
         positions = num_positions(checkpoint.config.get("text_config") or checkpoint.config)
@@ -117,6 +117,7 @@ def cases_of(
     template = dataclasses.replace(
         template, compiled=options.compiled, threads=options.threads, seed=options.seed, device=device["device"],
         processes=options.num_processes, parallel=parallel_of(options),
+        revision=options.revision,
     )  # fmt: skip
     batches, seqs = options.batches or (template.batch,), options.seqs or (template.seq,)
     runs = [(name, m) for name in dict.fromkeys(options.formats) for m in _methods_of(name, options.methods)]

@@ -90,7 +90,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
         if code == _KILLED:
             return ResourceError(
                 "the system killed the measuring process, probably because memory ran out",
-                hint="take a smaller --batch or --seq, or fewer --layers",
+                hint="take a smaller --batch-size or --seq-len, or fewer --layers",
             )
         self._stderr.seek(0)
         lines = self._stderr.read().strip().splitlines()

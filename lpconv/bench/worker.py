@@ -207,7 +207,7 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     except LpconvError as e:
         return {"error": e.to_dict()}
     except torch.OutOfMemoryError as e:
-        error = ResourceError(first_line(e), hint="take a smaller --batch or --seq, or fewer --layers")
+        error = ResourceError(first_line(e), hint="take a smaller --batch-size or --seq-len, or fewer --layers")
         return {"error": error.to_dict()}
     except Exception as e:  # errors of a model, compiler or peer belong to its row
         return {"error": (peer_lost(e) or LpconvError(typed_line(e))).to_dict()}

@@ -49,7 +49,7 @@ def bench(
 
       lpconv bench llama-8b --layers 4 --format fp8 --method static,tensor --rivals --mode infer,train
 
-      lpconv bench bert-base --batch 1,8 --seq 128,512 --gate 'speedup>=1.2' --html bench.html
+      lpconv bench bert-base --batch-size 1,8 --seq-len 128,512 --gate 'speedup>=1.2' --html bench.html
 
       torchrun --nproc-per-node 8 -m lpconv bench llama-8b --mode train --parallel fsdp2
     """

@@ -141,8 +141,15 @@ Model = Annotated[
     ),
 ]
 # Eager, so that options that list something know it wherever they stand.
-Json = Annotated[bool, typer.Option("--json", is_eager=True, help="Print the result as JSON instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or messages, only errors.")]
+_PRINTING: dict[str, Any] = {"rich_help_panel": "Printing"}
+Json = Annotated[
+    bool, typer.Option("--json", is_eager=True, help="Print the result as JSON instead of a table.", **_PRINTING)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress or messages, only errors.", **_PRINTING)]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Log each phase on stderr, and show tracebacks of errors.", **_PRINTING),
+]
 
 
 def _reject_flag(value: str | None) -> str | None:

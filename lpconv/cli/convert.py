@@ -29,8 +29,9 @@ def _list_schemes(context: typer.Context, wanted: bool) -> None:
 @with_options
 def convert(
     model: Model,
-    options: ConvertOptions,
+    *,
     output: Output = None,
+    options: ConvertOptions,
     list_schemes: Annotated[
         bool,
         typer.Option("--list-schemes", callback=_list_schemes, help="List the schemes and exit."),

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 
 from lpconv.cli.command import Json, Model, Quiet, Target, print_result, with_options
 from lpconv.cli.handling import handle_failures
+from lpconv.cli.parsing import Command, help_text
 from lpconv.cli.progress import progress_for
 from lpconv.export.options import ExportOptions
 
@@ -54,4 +55,4 @@ def onnx(model: Model, output: Target, options: ExportOptions, json: Json = Fals
     print_result(result, export_document, json=json)
 
 
-export.command()(handle_failures(onnx))
+export.command(cls=Command, help=help_text(onnx))(handle_failures(onnx))

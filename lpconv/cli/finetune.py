@@ -29,6 +29,8 @@ def _list_recipes(context: typer.Context, wanted: bool) -> None:
 @with_options
 def finetune(
     model: Model,
+    *,
+    output: Output = None,
     options: FinetuneOptions,
     list_recipes: Annotated[
         bool,
@@ -39,10 +41,8 @@ def finetune(
         typer.Option(
             "--dry-run",
             help="Estimate the memory of a step on each GPU from config.json, without training.",
-            rich_help_panel="Training",
         ),
     ] = False,
-    output: Output = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ from typing import Any, ParamSpec
 
 from typer.core import TyperGroup
 
+from lpconv.cli.command import Quiet, Verbose
+from lpconv.cli.parsing import HelpPage
 from lpconv.cli.progress import VERBOSE
 from lpconv.errors import InterruptedRunError, LpconvError, ResourceError, UsageError, from_system
 from lpconv.machine import available_memory, free_addresses, out_of_memory
@@ -33,7 +36,7 @@ class _Terminated(BaseException):
     """Raised when SIGTERM arrives."""
 
 
-class Commands(TyperGroup):
+class Commands(HelpPage, TyperGroup):
     """Group of commands that also reports parser errors as JSON under --json."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -51,11 +54,23 @@ class Commands(TyperGroup):
 
 
 def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code."""
+    """Wrap a command: a failure becomes one message on stderr, a JSON document under --json, and an exit code.
+
+    The command also gets `--verbose`, and `--quiet` if it has none because it prints nothing but its result.
+    """
+    signature = inspect.signature(command)
+    common = {"quiet": Quiet, "verbose": Verbose}
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in common.items()
+        if name not in signature.parameters
+    ]
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("json"))
+        given = {p.name: kwargs.pop(p.name, False) for p in added}
+        VERBOSE.set(VERBOSE.get() or bool(given["verbose"]))
         try:
             with _raise_on_sigterm():
                 _check_memory(command.__name__)
@@ -82,6 +97,8 @@ def handle_failures(command: Callable[P, None]) -> Callable[P, None]:
             )
             _fail(bug, as_json)
 
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]  # `inspect` reads it
+    run.__annotations__ = command.__annotations__ | {p.name: p.annotation for p in added}
     return run
 
 

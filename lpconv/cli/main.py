@@ -11,15 +11,19 @@ from typing import Annotated, Any
 import typer
 
 from lpconv.cli.handling import Commands, handle_failures
+from lpconv.cli.parsing import Command, help_text
 from lpconv.cli.progress import VERBOSE
 from lpconv.machine import own_stdout
 from lpconv.version import __version__
 
-# Each is a module in this package with a function or group of the same name.
-COMMANDS = [
-    "advise", "convert", "inspect", "verify", "restore", "init", "probe", "finetune",
-    "bench", "report", "batch", "doctor", "demo", "export",
-]  # fmt: skip
+# By panel of the help. Each is a module in this package with a function or group of the same name.
+PANELS = {
+    "Start here": ("demo", "advise", "inspect", "doctor"),
+    "Make it smaller": ("convert", "verify", "restore", "export"),
+    "Train": ("finetune", "probe", "init"),
+    "Measure and automate": ("bench", "report", "batch"),
+}
+COMMANDS = {name: panel for panel, names in PANELS.items() for name in names}
 # README.md has the same table; a test compares the two.
 QUESTIONS = {
     "What would low precision save and cost?": "lpconv advise MODEL",
@@ -54,20 +58,17 @@ class _LazyCommands(Mapping[str, Any]):
         command = getattr(importlib.import_module(f"lpconv.cli.{name}"), name)
         if not isinstance(command, typer.Typer):
             alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-            alone.command(name, help=_paragraphs(command.__doc__))(handle_failures(command))
+            alone.command(name, cls=Command, help=help_text(command))(handle_failures(command))
             command = alone
-        return typer.main.get_command(command)
+        found = typer.main.get_command(command)
+        found.rich_help_panel = COMMANDS[name]  # type: ignore[attr-defined]  # typer's commands have it
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
 
     def __len__(self) -> int:
         return len(COMMANDS)
-
-
-def _paragraphs(doc: str) -> str:
-    """Join each paragraph of a docstring into one line, so that the terminal can wrap it at its own width."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in doc.split("\n\n"))
 
 
 class _Program(Commands):

@@ -88,9 +88,6 @@ class ConvertOptions:
             short=("-s",),
         ),  # affects the output only through the options that it sets
     ] = None
-    method: Annotated[str, _what("Method for rewriting the weights", choices=METHODS, short=("-m",), panel=None)] = (
-        "unit"
-    )
     format: Annotated[
         str | None,
         _what(
@@ -102,6 +99,7 @@ class ConvertOptions:
             panel=None,
         ),
     ] = None
+    method: Annotated[str, _what("Method for rewriting the weights", choices=METHODS, short=("-m",))] = "unit"
     residual: Annotated[
         str | None,
         _what(
@@ -127,6 +125,7 @@ class ConvertOptions:
             f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
             parse=_granularity,
             example="group:128",
+            panel=None,
         ),
     ] = TENSOR
     rounding: Annotated[
@@ -136,6 +135,7 @@ class ConvertOptions:
             "calibration text (gptq), or the outputs that layers have in the source (gptaq); for codes of at most 8 "
             "bits",
             choices=ROUNDINGS,
+            panel=None,
         ),
     ] = NEAREST
     calibrate: Annotated[
@@ -145,6 +145,7 @@ class ConvertOptions:
             "e4m3fn with one scale: a file of text or rows, self for text that the model writes, or demo for the "
             "sample text",
             default="inputs are not quantised",
+            panel=None,
             metavar="FILE",
             is_path=True,
         ),
@@ -189,7 +190,8 @@ class ConvertOptions:
         _what("Convert only tensors that match this glob or re:EXPRESSION", default="all", metavar="PATTERN"),
     ] = ()
     exclude: Annotated[
-        tuple[str, ...], _what("Leave tensors that match this pattern unconverted", default="none", metavar="PATTERN")
+        tuple[str, ...],
+        _what("Leave tensors that match this pattern unconverted", default="none", metavar="PATTERN", panel=None),
     ] = ()
     rules: Annotated[
         tuple[FormatRule, ...],

@@ -52,7 +52,8 @@ _how = functools.partial(Option, panel="Arithmetic")
 _data = functools.partial(Option, panel="Data")
 _TRAINING = "Training"
 _train = functools.partial(Option, panel=_TRAINING)
-_check = functools.partial(Option, panel="Twin and diagnostics")
+_DIAGNOSTICS = "Twin and diagnostics"
+_check = functools.partial(Option, panel=_DIAGNOSTICS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,6 @@ class ArithmeticOptions:
         _how(
             "Train the scales or codes of an output of `lpconv convert` towards the predictions of its source, and "
             "publish it in the same form",
-            panel=None,
         ),
     ] = False
     lora: Annotated[
@@ -83,7 +83,6 @@ class ArithmeticOptions:
         _how(
             "Train LoRA adapters of this rank next to weights that stay as stored, and publish them in PEFT's format",
             default="none",
-            panel=None,
         ),
     ] = None
     precision: Annotated[
@@ -169,7 +168,7 @@ class FinetuneOptions:
             is_path=True,
         ),
     ] = None
-    task: Annotated[str, _data("Training task", choices=TASKS)] = "auto"
+    task: Annotated[str, _data("Training task", choices=TASKS, panel=None)] = "auto"
     data: Annotated[
         str | None,
         _data(
@@ -188,10 +187,10 @@ class FinetuneOptions:
         str | None, _data("Name of the column with classes or target texts", default="a column with a common name")
     ] = None
     seq_len: Annotated[
-        int | None, Ge(2), _data("Number of tokens per sequence", default="128, or the model's maximum")
+        int | None, Ge(2), _data("Number of tokens per sequence", default="128, or the model's maximum", panel=None)
     ] = None
     steps: Annotated[int, Ge(1), _train("Number of optimizer steps", panel=None)] = 100
-    batch_size: Annotated[int, Ge(1), _train("Number of sequences per step, over all processes")] = 8
+    batch_size: Annotated[int, Ge(1), _train("Number of sequences per step, over all processes", panel=None)] = 8
     lr: Annotated[
         float | None,
         Gt(0),
@@ -199,6 +198,7 @@ class FinetuneOptions:
             "Peak learning rate",
             default="5e-5; 2e-4 for --lora; 0.25 for native recipes; 1.5/steps of a code, at most 0.015, for --recover",
             example="5e-5",
+            panel=None,
         ),
     ] = None
     lr_rule: Annotated[
@@ -257,7 +257,7 @@ class FinetuneOptions:
         str,
         _check("Precision of the twin, a second run to compare with", choices=_TWINS, spellings=PRECISION_SPELLINGS),
     ] = "fp32"
-    seeds: Annotated[int, Ge(1), _check("Number of seeds, whose spread shows the noise", panel=None)] = 1
+    seeds: Annotated[int, Ge(1), _check("Number of seeds, whose spread shows the noise")] = 1
     eval_every: Annotated[
         int | None,
         Ge(0),
@@ -284,7 +284,9 @@ class FinetuneOptions:
     )
     gates: Annotated[
         tuple[str, ...],
-        gate_option("Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'", kind="finetune"),
+        gate_option(
+            "Fail with exit code 5 unless this holds, such as 'loss_gap<=0.05'", kind="finetune", panel=_DIAGNOSTICS
+        ),
     ] = ()
     revision: Revision = None
     allow_missing: AllowMissing = False

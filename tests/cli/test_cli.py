@@ -122,6 +122,52 @@ def test_what_cannot_be_parsed_is_json_under_json(args: tuple[str, ...], words: 
 
 
 @pytest.mark.parametrize(
+    ("line", "ours"),
+    [
+        ("convert demo --dtype bf16", "--format"),
+        ("finetune demo --torch_dtype bf16", "--precision"),
+        ("convert demo --outtype f16", "--format"),
+        ("convert demo --quantize", "--scheme"),
+        ("convert demo --bits 4", "int4"),
+        ("convert demo --q-bits 4", "int4"),
+        ("convert demo --w_bit=4", "int4"),
+        ("convert demo --group-size 64", "group:64"),
+        ("convert demo --out x", "--output"),
+        ("bench demo --outfile x", "--save"),
+        ("finetune demo --learning-rate 1", "--lr"),
+        ("finetune demo --per_device_train_batch_size 1", "--batch-size"),
+        ("finetune demo --num-train-epochs 1", "--steps"),
+        ("finetune demo --dataset x", "--data"),
+        ("convert demo --dataset x", "--calibrate"),
+        ("probe demo --max_seq_length 8", "--seq-len"),
+        ("finetune demo --report_to wandb", "--log-to"),
+        ("convert --hf-path x", "MODEL"),
+        ("convert --model_name_or_path x", "MODEL"),
+        ("inspect demo --nonsense", "nonsense"),
+    ],
+)
+def test_a_flag_of_another_tool_is_answered_with_ours(line: str, ours: str) -> None:
+    message = json.loads(lpconv(*line.split(), "--json").stdout)["error"]["message"]
+    assert ours in message.partition(" ")[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("convert --model demo --output-dir out --dry-run -q -v", 0),
+        ("convert --format fp8 --model=demo --output_dir=out --dry-run", 0),
+        ("inspect demo -v", 0),
+        ("inspect --model demo -q", 0),
+        ("doctor -q --aliases", 0),
+        ("bench --model /no/such --batch 1 --seq 8 --revision x -q -v", 3),
+        ("bench /no/such --batch-size 1 --seq_len 8", 3),
+    ],
+)
+def test_usual_flags_are_accepted_wherever_they_make_sense(line: str, code: int) -> None:
+    assert lpconv(*line.split()).exit_code == code
+
+
+@pytest.mark.parametrize(
     "args", [("inspect", "demo"), ("doctor", "--aliases"), ("doctor",), ("convert", "demo", "--dry-run")], ids=str
 )
 def test_every_document_has_a_schema_version(args: tuple[str, ...]) -> None:

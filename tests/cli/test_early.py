@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "bench nosuch": (3, "`nosuch`"),
     "bench --format fp9": (2, "`fp9`"),
     "bench --mode trian": (2, "`trian`"),
-    "bench --batch x": (2, "--batch x: "),
+    "bench --batch-size x": (2, "--batch-size x: "),
     "bench --compare none.json": (3, "none.json"),
     "bench demo --save /proc/x": (7, "`/proc`"),
     "bench demo --seq 128,9999": (2, " 256 "),
