@@ -10,6 +10,7 @@ from lpconv.bench.options import BenchOptions
 from lpconv.bench.rows import FAILED, SKIPPED, TOO_LARGE
 from lpconv.errors import LpconvError, ResourceError, UnsupportedError, VerificationError
 from lpconv.gates import BENCH_GATES, check_rows
+from lpconv.report.document import failed_gates
 from lpconv.report.numbers import plural
 from lpconv.results import BenchChange, BenchResult, BenchRow, GateRecord, RatioRecord, json_text, to_json
 from lpconv.storage.contents import read_result
@@ -76,14 +77,11 @@ def final_error(result: BenchResult) -> LpconvError | None:
 
 def _failure(result: BenchResult) -> LpconvError | None:
     failed = [r for r in result.rows if r.status == FAILED]
-    gates = [g.expression for g in result.gates if not g.passed]
     worse = [c.name for c in result.changes if c.change == REGRESSION]
     if failed:
         return VerificationError(f"{failed[0].name}: {failed[0].reason}", hint="the other rows were measured and saved")
-    if gates:
-        return VerificationError(
-            f"{plural(len(gates), 'gate')} failed: {'; '.join(gates)}", hint="the table shows the measured values"
-        )
+    if gates := failed_gates(result.gates):
+        return VerificationError(gates, hint="the table shows all measured values")
     if worse:
         return VerificationError(
             f"slower than the older result: {'; '.join(worse)}", hint="the table shows what changed"

@@ -21,13 +21,14 @@ def compare_document(
     verdicts: Sequence[Verdict],
     *,
     verdict: Verdict | None = None,
+    choice: str = "",
     charts: Sequence[Chart | None] = (),
     table: Section | None = None,
 ) -> Document:
     """A comparison of runs: the first charts, their figures, the other charts, a table, and the verdict on each run.
 
-    `verdict` is the overall one; by default it counts the runs that passed. Rows of figures are in the order of the
-    first run; rows without any value are left out.
+    `verdict` is the overall one; by default it gives the `choice` among the runs, and those that did not pass. Rows of
+    figures are in the order of the first run; rows without any value are left out.
     """
     drawn = [chart for chart in charts if chart is not None]
     top = 1 if drawn and drawn[0].is_wide else 2
@@ -41,7 +42,7 @@ def compare_document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",
         subtitle=", ".join(names),
-        verdict=verdict or _verdict(named),
+        verdict=verdict or _verdict(named, choice),
         sections=sections_of(
             section("", *drawn[:top]),
             section("Figures", compared),
@@ -52,10 +53,10 @@ def compare_document(
     )
 
 
-def _verdict(runs: Sequence[tuple[str, Verdict]]) -> Verdict:
-    """How many runs passed, which failed, and which prove nothing."""
+def _verdict(runs: Sequence[tuple[str, Verdict]], choice: str) -> Verdict:
+    """Which run to choose or how many passed, which failed, and which prove nothing."""
     failed, unproven = ([n for n, v in runs if v.outcome == outcome] for outcome in ("failed", "not run"))
-    parts = [f"{len(runs) - len(failed) - len(unproven)} of {len(runs)} passed"]
+    parts = [choice or f"{len(runs) - len(failed) - len(unproven)} of {len(runs)} passed"]
     parts += [f"failed: {name_list(failed)}"] if failed else []
     parts += [f"proves nothing: {name_list(unproven)}"] if unproven else []
     return Verdict(outcome="failed" if failed else "not run" if unproven else "passed", text="; ".join(parts))

@@ -23,6 +23,7 @@ from lpconv.report.document import (
     sections_of,
 )
 from lpconv.report.numbers import (
+    KEPT_KL,
     MISSING,
     change_text,
     count_text,
@@ -426,9 +427,28 @@ def compare_conversions(results: Sequence[ConvertResult], names: Sequence[str]) 
     charts = [sqnr_chart([(name, converted_tensors(r.tensors)) for name, r in zip(names, results, strict=True)])]
     charts += [rms_chart(r, f"{name}: weight RMS") for name, r in zip(names, results, strict=True)]
     verdicts = [Verdict(outcome=outcome_of(r.verify), text=summary(r)) for r in results]
-    return compare_document(
-        names, list(map(figures, results)), verdicts, charts=charts, table=_sqnr_section(results, names)
-    )
+    sound = [(name, r) for name, r in zip(names, results, strict=True) if outcome_of(r.verify) == "passed"]
+    choice, table = _choice(sound), _sqnr_section(results, names)
+    return compare_document(names, list(map(figures, results)), verdicts, charts=charts, table=table, choice=choice)
+
+
+def _choice(sound: Sequence[tuple[str, ConvertResult]]) -> str:
+    """Which of the verified conversions of a model to choose, and why; empty for different models."""
+    if len({r.source.name for _, r in sound}) != 1:
+        return ""
+    measured = [(r.verify.logits.mean_kl, r, name) for name, r in sound if r.verify.logits and r.verify.logits.is_text]
+    compared = [(kl, r, name) for kl, r, name in measured if kl is not None]
+    if len(compared) < len(sound):
+        name, least = min(sound, key=lambda named: named[1].bytes.written)
+        how = "`lpconv verify OUT --against MODEL --data FILE` compares it"
+        return f"smallest is {name} ({size_text(least.bytes.written)}), but its quality on text is unknown: {how}"
+    kept = [run for run in compared if run[0] <= KEPT_KL]
+    if not kept:
+        kl, _, name = min(compared, key=lambda run: run[0])
+        return f"none keeps its outputs on text; nearest is {name} with KL {kl_text(kl)}"
+    kl, least, name = min(kept, key=lambda run: run[1].bytes.written)
+    size = size_text(least.bytes.written)
+    return f"choose {name}, the smallest ({size}) of {len(kept)} that keep their outputs on text: KL {kl_text(kl)}"
 
 
 def figures(result: ConvertResult) -> dict[str, str]:

@@ -197,8 +197,8 @@ def gates_section(gates: Sequence[GateRecord]) -> Section | None:
 
 
 def failed_gates(gates: Sequence[GateRecord]) -> str:
-    """Text about the failed gates; empty if none failed."""
-    return ", ".join(f"gate {g.expression} failed" for g in gates if not g.passed)
+    """The failed gates with their values; empty if none failed."""
+    return "; ".join(f"gate {g.expression} failed, {gate_check(g).text}" for g in gates if not g.passed)
 
 
 def gate_check(gate: GateRecord) -> Check:

@@ -444,7 +444,22 @@ def compare_finetunes(results: Sequence[FinetuneResult], names: Sequence[str]) -
         *(_curves_chart(named, metric_title(m), partial(_evaluations_of, metric=m)) for m in _CURVES),
         _curves_chart(named, "Training loss", lambda run: run.losses),
     ]
-    return compare_document(names, [_figures(r) for r in results], [_verdict(r) for r in results], charts=charts)
+    verdicts = [_verdict(r) for r in results]
+    return compare_document(names, [_figures(r) for r in results], verdicts, charts=charts, choice=_choice(named))
+
+
+def _choice(named: Sequence[tuple[str, FinetuneResult]]) -> str:
+    """Which fine-tuning of a model ends best on the same held-out data; empty if they have no gap in common."""
+    gaps = [(headline_gap(r), name) for name, r in named if r.gaps]
+    if (
+        len(gaps) < len(named)
+        or len({(g.metric, r.name, r.facts.get("Data")) for (g, _), (_, r) in zip(gaps, named, strict=True)}) > 1
+    ):
+        return ""
+    sign = -1 if gaps[0][0].metric in _SHARES else 1
+    best, name = min(gaps, key=lambda run: sign * run[0].run)
+    figure = figure_text(best.metric, best.run)
+    return f"{name} ends with the best {metric_name(best.metric)}: {figure}, a gap of {noise_text(best)}"
 
 
 def _figures(r: FinetuneResult) -> Mapping[str, str]:

@@ -85,14 +85,17 @@ def _subtitle(report: ProbeReport) -> str:
 
 
 def _verdict(report: ProbeReport) -> Verdict:
-    """Whether some format fits every tensor, and how many tensors each format fits."""
-    held = [sum(t.scaled[i].fits_own_scale for t in report.tensors) for i in range(len(report.formats))]
-    counts = ", ".join(f"{count_text(n)} by {name}" for name, n in zip(report.formats, held, strict=True))
-    total, text = len(report.tensors), report.facts.get("Text", "")
+    """How many tensors each format keeps, and where those that lose some lose most."""
+    lost = [[t for t in report.tensors if not t.scaled[i].fits_own_scale] for i in range(len(report.formats))]
+    counts, total, text = [], len(report.tensors), report.facts.get("Text", "")
+    for i, name in enumerate(report.formats):
+        worst = max(lost[i], key=lambda t: (t.scaled[i].lost, -t.scaled[i].sqnr_db), default=None)
+        where = "" if worst is None else f" (worst: {worst.words} of {worst.layer})"
+        counts.append(f"{name} keeps {count_text(total - len(lost[i]))}{where}")
     measured = f"Measured on {text}. " if text.startswith("random token ids") else ""
     return Verdict(
-        outcome="passed" if total in held else "not run",
-        text=f"{measured}Of {plural(total, 'tensor')}, held with a scale per tensor: {counts}",
+        outcome="not run" if any(lost) else "passed",
+        text=f"{measured}Of {plural(total, 'tensor')}, each with its own scale, {', '.join(counts)}",
     )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lpconv.errors import UsageError, VerificationError
 from lpconv.gates import FINETUNE_GATES, Gate
-from lpconv.report.document import gate_check
-from lpconv.report.numbers import plural
+from lpconv.report.document import failed_gates
 from lpconv.results import EvaluationRecord, FinetuneResult, GapRecord, HeldOutRecord, RunRecord, to_json
 from lpconv.student import t_quantile
 from lpconv.train.options import FinetuneOptions
@@ -34,12 +33,10 @@ def parse_gates(options: FinetuneOptions) -> tuple[Gate, ...]:
 
 def gate_problem(result: FinetuneResult) -> VerificationError | None:
     """The error for failed gates, or None. The trained model and the report are kept."""
-    failed = [g for g in result.gates if not g.passed]
-    if not failed:
+    if not (failed := failed_gates(result.gates)):
         return None
-    said = "; ".join(f"{g.expression}, {gate_check(g).text}" for g in failed)
     return VerificationError(
-        f"{plural(len(failed), 'gate')} failed: {said}",
+        failed,
         hint=f"the model and its report are in `{result.output}`",
         details={"gates": to_json(result.gates)},
     )

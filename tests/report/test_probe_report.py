@@ -67,14 +67,15 @@ def test_the_verdict_counts_what_each_format_holds() -> None:
     document = described()
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
-    assert re.search(r"8 tensors.*: 8 .* fp16, 8 .* e4m3fn", document.verdict.text)
+    assert re.search(r"8 tensors.* fp16 \w+ 8, e4m3fn \w+ 8$", document.verdict.text)
     drawn = described(facts={"Text": "random token ids, seed 0"}).verdict
     assert drawn is not None
     assert "random" in drawn.text
-    none = tuple(replace(t, scaled=tuple(replace(r, fits_own_scale=False) for r in t.scaled)) for t in report().tensors)
+    none = tuple(replace(t, scaled=(t.scaled[0], replace(t.scaled[1], fits_own_scale=False))) for t in report().tensors)
     failed = described(tensors=none).verdict
     assert failed is not None
     assert failed.outcome == "not run"
+    assert re.search(r"8, e4m3fn \w+ 0 .*lm_head", failed.text)
 
 
 def test_losses_scales_and_fits_are_told() -> None:
