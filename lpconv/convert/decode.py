@@ -28,11 +28,10 @@ from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_c
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
-from lpconv.storage.checkpoint import Checkpoint, Openable, watch, watched_files
+from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out, quantization_method
 from lpconv.storage.partfile import PartFile, write_small
-from lpconv.storage.residual import residual_files
 from lpconv.storage.source import read_range
 from lpconv.storage.staging import MARKER, SUMS, Staging
 from lpconv.verify.reader import OutputReader, read_output
@@ -55,7 +54,7 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
     if changed:
         raise InputError(f"`{changed[0]}` does not match {SUMS}", hint="download the output again")
     checkpoint, provenance = recorded.checkpoint, recorded.provenance
-    watched = watch(directory, [MARKER, *watched_files(checkpoint), *residual_files(directory)])
+    watched = checkpoint.watch(MARKER)
     with (
         OutputReader.of(recorded) as reader,
         Staging(output, {"restore": str(directory)}, force=force) as staging,
@@ -129,7 +128,7 @@ def decode_checkpoint(
     method = quantization_method(checkpoint.config)
     if method is None:
         raise UnsupportedError(f"`{directory}` is a plain checkpoint already", hint="there is nothing to restore")
-    config, watched = plain_config(checkpoint), watch(directory, watched_files(checkpoint))
+    config, watched = plain_config(checkpoint), checkpoint.watch()
     target = FORMATS[dtype or _dtype_of(config)]
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = target.torch

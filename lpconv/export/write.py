@@ -25,7 +25,7 @@ from lpconv.plan.provenance import public_source, versions
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
-from lpconv.storage.checkpoint import Checkpoint, watch, watched_files
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.partfile import sha256_of, write_small, writing
 from lpconv.storage.staging import MARKER, Staging, read_marker
 from lpconv.version import __version__
@@ -40,7 +40,7 @@ def export(
     """Export a checkpoint into the directory `output`; raises as `export_onnx` does."""
     started = time.perf_counter()
     checkpoint.check_promised()
-    watched = watch(checkpoint.directory, watched_files(checkpoint))
+    watched = checkpoint.watch()
     check_complete(checkpoint, allow_missing=options.allow_missing)
     identity = {"export": checkpoint.origin.name, "opset": opset}
     with Staging(output, identity, force=options.force) as staging, _discard_on_failure(staging):

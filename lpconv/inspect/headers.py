@@ -17,7 +17,6 @@ from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor,
 from lpconv.storage.checkpoint import Checkpoint, Openable
 from lpconv.storage.contents import is_rival
 from lpconv.storage.header import TensorInfo
-from lpconv.storage.residual import ignored_files
 from lpconv.storage.staging import read_marker
 
 VALUES = "values of the weights (--stats)"  # listed as not checked until they are read
@@ -54,7 +53,7 @@ def describe(checkpoint: Checkpoint, stored: InFiles, *, found: Findings) -> Ins
     forms = recognise(headers)
     not_judged = why_unreadable(headers)
     findings = found if not_judged else found + from_headers(headers, forms)
-    ignored = ignored_files(checkpoint)
+    ignored = checkpoint.ignored_files
     rivals, others = [n for n in ignored if is_rival(n)], [n for n in ignored if not is_rival(n)]
     not_read = (f"neither lpconv nor transformers reads {code_list(rivals)}",) if rivals else ()
     of_others = (f"files for other programs: {code_list(others)}",) if others else ()

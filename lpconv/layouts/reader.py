@@ -20,9 +20,8 @@ from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts import READ
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import ACTIVATIONS, check_readable, is_part, judged_grids, recognise
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable, Residuals, read_residual
 from lpconv.storage.header import check_not_pointer, lay_out, quantization_method
-from lpconv.storage.residual import RESIDUAL_INDEX, Residuals, read_residual
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
 from lpconv.storage.staging import MARKER
 

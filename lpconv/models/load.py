@@ -20,10 +20,9 @@ from lpconv.models.tasks import architecture, resolve_auto_class
 from lpconv.progress import quiet_transformers
 from lpconv.report.numbers import code_list, plural
 from lpconv.shards import placed_on
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable
 from lpconv.storage.header import quantization_method
 from lpconv.storage.place import any_pointer
-from lpconv.storage.residual import RESIDUAL_INDEX
 
 
 def load(

@@ -26,10 +26,9 @@ from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
-from lpconv.storage.checkpoint import Checkpoint, Openable, Watch, watch, watched_files
+from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
 from lpconv.storage.partfile import sha256_of
 from lpconv.storage.remote_output import working_folder
-from lpconv.storage.residual import residual_files
 from lpconv.storage.source import Source
 from lpconv.storage.staging import folder_next_to
 from lpconv.storage.urls import check_url, is_url
@@ -79,8 +78,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions,
     gates = tuple(map(CONVERT_GATES.parse, options.gates))
     checkpoint = checkpoint.local_copy() if options.cache else checkpoint
     promised = {} if headers_only else checkpoint.check_promised()
-    directory = checkpoint.directory
-    watched = watch(directory, [*watched_files(checkpoint), *residual_files(directory)])
+    watched = checkpoint.watch()
     url = check_url(output) if isinstance(output, str) and is_url(output) else None
     output = working_folder(url) if url is not None else Path(output)
     source, plain = open_values(checkpoint), checkpoint

@@ -22,8 +22,8 @@ from lpconv.layouts.linears import LinearModules
 from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
+from lpconv.storage.checkpoint import RESIDUAL_FOLDER
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, encode_header, lay_out
-from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.version import __version__
 
 if TYPE_CHECKING:

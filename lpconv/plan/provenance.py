@@ -26,7 +26,6 @@ from lpconv.results.verify import LOST_DB
 from lpconv.storage.contents import hidden_files
 from lpconv.storage.header import is_lfs_pointer
 from lpconv.storage.place import open_regular
-from lpconv.storage.residual import ignored_files
 from lpconv.version import __version__
 
 _MAX_CHARACTERS = 2**16  # of a card, which begins with its front matter
@@ -87,7 +86,7 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
         )
     if hidden := hidden_files(job.checkpoint.directory):
         warnings.append(f"hidden files are not copied: {code_list(hidden)}")
-    if ignored := ignored_files(job.checkpoint):
+    if ignored := job.checkpoint.ignored_files:
         warnings.append(f"left out, because transformers does not read them here: {code_list(ignored)}")
     if pointers := [n for n in job.checkpoint.side_files if is_lfs_pointer(job.checkpoint.directory / n)]:
         warnings.append(f"pointers of Git LFS in place of files: {code_list(pointers)}; run `git lfs pull` first")

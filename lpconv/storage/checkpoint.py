@@ -1,6 +1,9 @@
-"""A checkpoint, opened once and passed on: its origin, files, config and headers. No torch.
+"""A checkpoint, opened once and passed on: its origin, files, config, headers and residual. No torch.
 
-`watch` detects a source that changes while it is read, since the output would be neither the old nor the new one.
+`Checkpoint.watch` detects a source that changes while it is read: the output would be neither the old nor the new one.
+
+`collage/residual.json` names the form of the residual and, for each residual file, the root file that it completes with
+that file's SHA-256. Users fine-tune the root and keep a stale residual; adding the two would be silent noise.
 """
 
 import functools
@@ -15,14 +18,17 @@ from typing import Any, TypeAlias
 from lpconv.errors import InputError
 from lpconv.gguf.view import header_in
 from lpconv.results import FileRecord, SourceRecord
-from lpconv.storage.contents import find_side_files, find_weights, read_config
+from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
-from lpconv.storage.partfile import read_error
+from lpconv.storage.partfile import read_error, sha256_of
 from lpconv.storage.place import open_regular
 from lpconv.storage.resolve import Resolved, check_promises, from_path, resolve
 from lpconv.storage.staging import check_apart
 from lpconv.storage.urls import is_url
 
+RESIDUAL_FOLDER = "collage"
+RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"
+_RESIDUAL_VERSION = 1
 Openable: TypeAlias = "str | Path | Checkpoint"  # accepted by `Checkpoint.open`
 _END_BYTES = 2**16  # hashed of other files: a zip has its table, with checksums of all members, at the end
 
@@ -137,6 +143,22 @@ class Checkpoint:
         origin = self.origin
         return SourceRecord(name=origin.name, resolved=origin.resolved, revision=origin.revision, files=tuple(files))
 
+    def watch(self, *more: str) -> "Watch":
+        """Record the state of all files that a conversion reads, and of `more`, so that changes can be detected."""
+        indexes = sorted(p.name for p in self.directory.glob("*.index.json"))
+        names = [*more, *self.weight_files, "config.json", *indexes, *self.side_files, *self._residual_files]
+        return Watch(directory=self.directory, seen={name: _file_state(self.directory / name) for name in names})
+
+    @property
+    def ignored_files(self) -> tuple[str, ...]:
+        """Files with weights next to its own that neither lpconv nor transformers reads, sorted."""
+        return find_ignored(self.directory, {*self.weight_files, *self.side_files, *self._residual_files})
+
+    @property
+    def _residual_files(self) -> tuple[str, ...]:
+        residual = find_residual(self.directory)
+        return residual.files if residual else ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
@@ -156,17 +178,6 @@ class Watch:
                 )
 
 
-def watch(directory: Path, names: Iterable[str]) -> Watch:
-    """Record the state of files, so that `Watch.check` can detect changes."""
-    return Watch(directory=directory, seen={name: _file_state(directory / name) for name in names})
-
-
-def watched_files(checkpoint: Checkpoint) -> list[str]:
-    """The files that a conversion reads: weights, config, index, and all side files."""
-    indexes = sorted(p.name for p in checkpoint.directory.glob("*.index.json"))
-    return [*checkpoint.weight_files, "config.json", *indexes, *checkpoint.side_files]
-
-
 def _file_state(path: Path) -> tuple[int, int, int, str]:
     try:
         with open(path, "rb", opener=open_regular) as f:
@@ -183,3 +194,63 @@ def _file_state(path: Path) -> tuple[int, int, int, str]:
     except OSError as e:
         raise read_error(e, path) from e
     return status.st_size, status.st_mtime_ns, status.st_ino, hashlib.sha256(ends).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """Residual files: `form` is a key of `lpconv.mcf.split.RESIDUALS`; `roots` are pairs (root file, its SHA-256)."""
+
+    form: str
+    directory: Path
+    files: tuple[str, ...]
+    roots: tuple[tuple[str, str], ...]
+
+    @property
+    def as_checkpoint(self) -> Checkpoint:
+        """The residual files as a separate checkpoint."""
+        return Checkpoint.of_files(RESIDUAL_FOLDER, self.directory, self.files)
+
+
+def residual_index(form: str, pairs: list[tuple[str, str, str]]) -> dict[str, Any]:
+    """The document of `RESIDUAL_INDEX`; `pairs` holds (residual file, root file, root's SHA-256)."""
+    return {
+        "format_version": _RESIDUAL_VERSION,
+        "residual": form,
+        "files": {low: {"root": root, "root_sha256": digest} for low, root, digest in pairs},
+    }
+
+
+def read_residual(directory: Path) -> Residuals | None:
+    """The residual of a checkpoint, or None. Raises InputError if a root file has changed."""
+    residual = find_residual(directory)
+    for name, digest in residual.roots if residual else ():
+        if sha256_of(directory / name) != digest:
+            raise InputError(
+                f"`{name}` has changed since its residual was written",
+                hint="the residual belongs to other weights; delete the collage folder to use the bf16 weights alone",
+            )
+    return residual
+
+
+def find_residual(directory: Path) -> Residuals | None:
+    """`read_residual` without reading the root files, for a writer that has just hashed them."""
+    path = directory / RESIDUAL_INDEX
+    if not path.exists():
+        return None
+    document = read_json(path)
+    if document.get("format_version") != _RESIDUAL_VERSION:
+        raise InputError(
+            f"`{path}` has format_version {document.get('format_version')}", hint="update lpconv to open it"
+        )
+    form, files = document.get("residual"), document.get("files")
+    if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise InputError(f"`{path}` is not a residual index", hint="download the checkpoint again")
+    for low, entry in files.items():
+        for name in (low, entry["root"]):
+            check_inside(directory, name)
+    roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
+    return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("root", "root_sha256"))

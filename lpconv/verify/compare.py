@@ -28,10 +28,9 @@ from lpconv.plan.provenance import lost_signals, sqnr_db
 from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import RESIDUAL_FOLDER, Checkpoint, Openable
 from lpconv.storage.contents import WEIGHT_ENDINGS
 from lpconv.storage.header import DTYPE_BITS
-from lpconv.storage.residual import RESIDUAL_FOLDER
 from lpconv.storage.source import Source, read_range
 from lpconv.storage.staging import is_trained
 from lpconv.summed import Summed, joined

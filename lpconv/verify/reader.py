@@ -13,10 +13,9 @@ from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.plan.options import NEAREST
 from lpconv.results import CalibrationRecord, SourceRecord, TensorRecord, from_json
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import Checkpoint, Openable, Residuals, read_residual
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
-from lpconv.storage.residual import Residuals, read_residual
 from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, TUNED, check_is_output
 from lpconv.storage.urls import is_url

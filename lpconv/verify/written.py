@@ -35,10 +35,9 @@ from lpconv.results import (
     WeightsCheck,
     from_json,
 )
-from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.checkpoint import Checkpoint, find_residual
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import quantization_method
-from lpconv.storage.residual import find_residual
 from lpconv.storage.staging import MARKER
 from lpconv.verify.reader import OutputReader, Recorded
 from lpconv.verify.weights import check_weights, whole_tensors

@@ -29,8 +29,8 @@ from lpconv.layouts import LAYOUTS
 from lpconv.layouts.reader import StoredTensors
 from lpconv.mcf.split import RESIDUALS
 from lpconv.methods import METHODS, Method
+from lpconv.storage.checkpoint import residual_index
 from lpconv.storage.dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from lpconv.storage.residual import residual_index
 from lpconv.storage.staging import MARKER
 from tests.helpers.checkpoints import bits_of, cli_environment
 
@@ -125,7 +125,7 @@ def _write(folder: Path, stored: Stored) -> Path:
 
 
 def _open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTensors:
-    monkeypatch.setattr("lpconv.storage.residual.sha256_of", lambda path: "")
+    monkeypatch.setattr("lpconv.storage.checkpoint.sha256_of", lambda path: "")
     return StoredTensors.open(folder)
 
 

@@ -17,8 +17,7 @@ from lpconv.models.opening import open_to_train
 from lpconv.models.tasks import find_task
 from lpconv.optim import fp32_state_dict
 from lpconv.progress import Silent
-from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.residual import RESIDUAL_INDEX
+from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import arithmetic
