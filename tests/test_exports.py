@@ -24,7 +24,8 @@ def test_modules_leave_it_to_their_package_what_is_public() -> None:
 PACKAGES = sorted(".".join(("lpconv", *p.parent.relative_to(ROOT).parts)) for p in ROOT.rglob("__init__.py"))
 # Asked by the names of their modules.
 WITHOUT_NAMES = {
-    "lpconv.cli", "lpconv.gguf", "lpconv.kernels", "lpconv.models", "lpconv.report", "lpconv.scaled.rules",
+    "lpconv.batch", "lpconv.cli", "lpconv.gguf", "lpconv.kernels", "lpconv.models", "lpconv.report",
+    "lpconv.scaled.rules", "lpconv.storage",
 }  # fmt: skip
 
 

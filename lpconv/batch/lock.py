@@ -20,8 +20,8 @@ from lpconv.errors import InputError, VerificationError
 from lpconv.options import fields_of_run
 from lpconv.results import FileRecord, JobOutcome, from_json, ordered_json_text, to_json
 from lpconv.results.documents import Result
-from lpconv.storage.partfile import read_small, sha256_of, write_error, write_small
-from lpconv.storage.place import open_regular
+from lpconv.storage.partfile import write_error, write_small
+from lpconv.storage.place import open_regular, read_small, sha256_of
 from lpconv.storage.staging import wait_for_lock
 
 # Settings that change neither the output nor its verdict.

@@ -23,9 +23,9 @@ from lpconv.errors import UsageError
 from lpconv.lookup import find
 from lpconv.options import Declared
 from lpconv.plan.options import ConvertOptions
+from lpconv.storage.remote import is_url
 from lpconv.storage.resolve import DEMO, looks_like_path
 from lpconv.storage.staging import working_folders
-from lpconv.storage.urls import is_url
 
 _OF_JOB = "job:"
 

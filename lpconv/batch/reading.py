@@ -31,7 +31,7 @@ from lpconv.lookup import find, nearest
 from lpconv.options import Declared, check_value, options_of
 from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
 from lpconv.storage.header import unique_keys
-from lpconv.storage.partfile import read_small
+from lpconv.storage.place import read_small
 
 _FULL = Field(pattern=r"\S")  # not empty, not blank
 _NULL = (None, "", "null", "~")

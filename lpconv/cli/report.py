@@ -40,7 +40,7 @@ def report(
     """
     from lpconv.cli.runs import CONVERSIONS, PROBES, ask_probe, find_run, name_of, one_kind, show_folder, write_page
     from lpconv.report.compare import run_names
-    from lpconv.storage.urls import check_url, is_url
+    from lpconv.storage.remote import check_url, is_url
 
     if any(map(is_url, runs)):
         from lpconv.storage.remote_view import copy_of

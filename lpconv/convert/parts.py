@@ -28,9 +28,10 @@ from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import fsync_directory, sha256_of, write_small, writing
+from lpconv.storage.partfile import fsync_directory, write_small, writing
+from lpconv.storage.place import sha256_of
+from lpconv.storage.remote import is_url
 from lpconv.storage.staging import MARKER, PARTS, Staging, check_free, differing_settings, folder_next_to, read_marker
-from lpconv.storage.urls import is_url
 
 _FOLDER = re.compile(r"([1-9]\d*)-of-([1-9]\d*)")
 

@@ -51,12 +51,12 @@ from lpconv.results import (
 )
 from lpconv.storage.checkpoint import Openable
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import sha256_of, write_small
-from lpconv.storage.remote import head
+from lpconv.storage.partfile import write_small
+from lpconv.storage.place import sha256_of
+from lpconv.storage.remote import head, is_url
 from lpconv.storage.remote_output import RemoteStaging, check_free_url, delete_records
 from lpconv.storage.remote_view import view_of
 from lpconv.storage.staging import JOURNAL, MARKER, Staging, check_free, read_marker
-from lpconv.storage.urls import is_url
 from lpconv.verify.run import check_hashes
 
 _CALIBRATION = "calibration"  # marks a journal line among the lines of weight files

@@ -26,7 +26,8 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list
 from lpconv.results import ExportResult, FileRecord, OnnxCheck, SourceRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.partfile import sha256_of, write_small, writing
+from lpconv.storage.partfile import write_small, writing
+from lpconv.storage.place import sha256_of
 from lpconv.storage.staging import MARKER, Staging, read_marker
 from lpconv.version import __version__
 

@@ -12,7 +12,8 @@ from lpconv.results import ConvertResult, FileRecord, ordered_json_text, to_json
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, RESIDUAL_INDEX, Checkpoint, residual_index
 from lpconv.storage.contents import QUANTIZATION_FILES
 from lpconv.storage.header import TensorInfo
-from lpconv.storage.partfile import sha256_of, write_small, writing
+from lpconv.storage.partfile import write_small, writing
+from lpconv.storage.place import sha256_of
 from lpconv.storage.resolve import looks_like_path
 from lpconv.storage.staging import MARKER, NOT_SUMMED, SUMS, read_marker
 

@@ -27,11 +27,11 @@ from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
-from lpconv.storage.partfile import sha256_of
+from lpconv.storage.place import sha256_of
+from lpconv.storage.remote import check_url, is_url
 from lpconv.storage.remote_output import working_folder
 from lpconv.storage.source import Source
 from lpconv.storage.staging import folder_next_to
-from lpconv.storage.urls import check_url, is_url
 from lpconv.version import __version__
 
 # Seconds independent of size, on two cores: torch, pages and records; transformers and two small models.

@@ -20,11 +20,10 @@ from lpconv.gguf.view import header_in
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
-from lpconv.storage.partfile import read_error, sha256_of
-from lpconv.storage.place import open_regular
+from lpconv.storage.place import open_regular, read_error, sha256_of
+from lpconv.storage.remote import is_url
 from lpconv.storage.resolve import Resolved, check_promises, from_path, resolve
 from lpconv.storage.staging import check_apart
-from lpconv.storage.urls import is_url
 
 RESIDUAL_FOLDER = "collage"
 RESIDUAL_INDEX = f"{RESIDUAL_FOLDER}/residual.json"

@@ -13,7 +13,7 @@ from lpconv.gguf.view import find_gguf, is_view
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
 from lpconv.results import from_json
-from lpconv.storage.partfile import read_small
+from lpconv.storage.place import read_small
 
 T = TypeVar("T")
 _INDEX_SUFFIX = ".index.json"

@@ -16,8 +16,7 @@ from typing import Any
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.report.printable import printable
-from lpconv.storage.partfile import read_error
-from lpconv.storage.place import open_file, open_regular
+from lpconv.storage.place import open_file, open_regular, read_error
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000

@@ -15,27 +15,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
-from lpconv.errors import (
-    InputError,
-    LpconvError,
-    OutputExistsError,
-    ResourceError,
-    UnreadError,
-    UnsupportedError,
-    os_error,
-)
+from lpconv.errors import LpconvError, OutputExistsError, ResourceError, UnsupportedError, os_error
 from lpconv.results import FileRecord
-from lpconv.storage.place import open_file
 
 PART = ".part"  # suffix of a file that is being written
-# Failed reads that are not the disk's fault.
-NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
 _FLUSH_BYTES = 64 * 2**20
-_READ_BYTES = 4 * 2**20
 
 
 class PartFile:
@@ -213,50 +199,6 @@ def check_writable(path: Path) -> None:
     except OSError as e:
         text = f"cannot write below `{folder}`: {e.strerror or e}"
         raise ResourceError(text, hint="check the folder and its permissions") from e
-
-
-def read_small(path: Path) -> bytes:
-    """The contents of a regular file. Raises InputError for others and above 256 MiB, UnreadError if the disk fails."""
-    try:
-        with closing(open_file(path)) as f:
-            if f.size_bytes > MAX_SMALL_BYTES:
-                raise InputError(
-                    f"`{path}` has {f.size_bytes} bytes; lpconv reads such files up to {MAX_SMALL_BYTES} bytes",
-                    hint="download the file again",
-                )
-            content = bytearray(f.size_bytes)
-            f.read_into(0, memoryview(content))
-    except OSError as e:
-        raise read_error(e, path) from e
-    return bytes(content)
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    return hash_of(path, hashlib.sha256())
-
-
-def hash_of(path: Path, digest: "hashlib._Hash") -> str:
-    """Update `digest` with the bytes of a file and return it in hexadecimal. Raises InputError if a read fails."""
-    try:
-        with closing(open_file(path)) as f:
-            block = memoryview(bytearray(_READ_BYTES))
-            for start in range(0, f.size_bytes, _READ_BYTES):
-                read = block[: min(_READ_BYTES, f.size_bytes - start)]
-                f.read_into(start, read)
-                digest.update(read)
-    except OSError as e:
-        raise read_error(e, path) from e
-    return digest.hexdigest()
-
-
-def read_error(e: OSError, path: Path) -> InputError:
-    """Error for a failed read: exit code 3, with a hint."""
-    hint = (
-        "check the disk, and download the file again" if e.errno == errno.EIO else "check the path and its permissions"
-    )
-    kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
-    return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 
 def fsync_directory(path: Path) -> None:

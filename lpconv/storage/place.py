@@ -1,4 +1,4 @@
-"""Files that are read by byte ranges, local or remote. Plain Python, no torch.
+"""Files that are read whole, hashed or read by byte ranges, local or remote. Plain Python, no torch.
 
 The bytes of a remote checkpoint stay remote. Each of its weight files is represented by a *pointer*: a sparse file of
 the object's size with a header that names the object and its version. So sizes, times and names are those of any file,
@@ -6,11 +6,13 @@ programs that do not know pointers refuse the header, and files opened here read
 """
 
 import errno
+import hashlib
 import json
 import os
 import stat
 import struct
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,10 @@ from lpconv.errors import InputError, UnreadError
 from lpconv.storage.remote import RemoteFile
 
 MIN_POINTER_BYTES = 2**16  # smaller objects may be shorter than their pointer
+MAX_SMALL_BYTES = 256 * 2**20  # of JSON and other files that are read whole
+# Failed reads that are not the disk's fault.
+NOT_A_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_READ_BYTES = 4 * 2**20
 _MARK = b'{"lpconv_remote": '
 _PREFIX = struct.Struct("<Q")
 
@@ -73,6 +79,50 @@ def open_file(path: Path) -> RangedFile:
     """Open a file, or the remote object that it points to. Raises OSError if that fails."""
     pointer = _pointer_in(path)
     return LocalFile(path) if pointer is None else RemoteFile(size_bytes=path.stat().st_size, **pointer)
+
+
+def read_small(path: Path) -> bytes:
+    """The contents of a regular file. Raises InputError for others and above 256 MiB, UnreadError if the disk fails."""
+    try:
+        with closing(open_file(path)) as f:
+            if f.size_bytes > MAX_SMALL_BYTES:
+                raise InputError(
+                    f"`{path}` has {f.size_bytes} bytes; lpconv reads such files up to {MAX_SMALL_BYTES} bytes",
+                    hint="download the file again",
+                )
+            content = bytearray(f.size_bytes)
+            f.read_into(0, memoryview(content))
+    except OSError as e:
+        raise read_error(e, path) from e
+    return bytes(content)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    return hash_of(path, hashlib.sha256())
+
+
+def hash_of(path: Path, digest: "hashlib._Hash") -> str:
+    """Update `digest` with the bytes of a file and return it in hexadecimal. Raises InputError if a read fails."""
+    try:
+        with closing(open_file(path)) as f:
+            block = memoryview(bytearray(_READ_BYTES))
+            for start in range(0, f.size_bytes, _READ_BYTES):
+                read = block[: min(_READ_BYTES, f.size_bytes - start)]
+                f.read_into(start, read)
+                digest.update(read)
+    except OSError as e:
+        raise read_error(e, path) from e
+    return digest.hexdigest()
+
+
+def read_error(e: OSError, path: Path) -> InputError:
+    """Error for a failed read: exit code 3, with a hint."""
+    hint = (
+        "check the disk, and download the file again" if e.errno == errno.EIO else "check the path and its permissions"
+    )
+    kind = InputError if isinstance(e, NOT_A_FILE) else UnreadError
+    return kind(f"cannot read `{path}`: {e.strerror or e}", hint=hint)
 
 
 def any_pointer(directory: Path, names: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Objects in stores and on servers: listing, reading whole or by ranges, and writing, through the package obstore.
+"""Objects in stores and on servers, by URL: listing, reading whole or by ranges, and writing, through obstore.
 
 obstore signs and connects, and retries failed requests. It reads credentials from the environment variables of each
 provider; URLs and messages never contain any.
@@ -21,10 +21,19 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from lpconv.errors import InputError, LpconvError, ResourceError, UnreadError, UnsupportedError
+from lpconv.errors import (
+    InputError,
+    LpconvError,
+    ResourceError,
+    UnreadError,
+    UnsupportedError,
+    UsageError,
+    check_installed,
+)
 from lpconv.storage.hub import files_url, why_unreachable
-from lpconv.storage.urls import hub_names
 
+UNFINISHED = "lpconv-unfinished/"  # folder of an unfinished run below its output's URL; deleted once it is published
+_SCHEMES = ("s3", "gs", "az", "hf", "https", "http")
 _PART, _AT_A_TIME, _MOST_PARTS = 8 * 2**20, 4, 9_000  # for uploads; S3 takes up to 10,000 parts
 _STALLED, _WHOLE = datetime.timedelta(seconds=30), datetime.timedelta(minutes=5)  # per read, per answer
 # Each pause is drawn between the first pause and three times the previous one: about ten seconds in total, enough for a
@@ -43,6 +52,39 @@ _HELD, _AHEAD = 24, 8  # pieces in the cache, and pieces fetched ahead
 # Cached pieces, and answers in flight, which obstore holds first in chunks and then in one piece.
 WINDOW_BYTES = (_HELD + 2 * _AHEAD) * _PIECE
 _LITTLE, _FEW = 2**18, 2  # a few small reads, such as a header and its length, do not fetch a piece
+
+
+def is_url(name: str) -> bool:
+    """Whether a name is a URL."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def check_url(url: str) -> str:
+    """Check a checkpoint's URL and return it as it is recorded: without empty parts of its path.
+
+    Raises UsageError for a URL with credentials, a query or a fragment, and UnsupportedError for an unsupported scheme
+    or if obstore is not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES:
+        raise UnsupportedError(
+            f"lpconv cannot read `{parts.scheme}://` URLs",
+            hint="it reads " + ", ".join(f"{s}://" for s in _SCHEMES[:-1]),
+        )
+    if (parts.username and parts.scheme != "hf") or parts.password or parts.query or parts.fragment:
+        raise UsageError(
+            f"a `{parts.scheme}://` URL must not contain credentials, a query or a fragment",
+            hint="pass credentials in the provider's environment variables",
+        )
+    check_installed(f"`{parts.scheme}://`", "obstore", extra="remote")
+    key = "/".join(filter(None, [parts.netloc, *parts.path.split("/")]))
+    return url.rstrip("/") if parts.scheme.startswith("http") else f"{parts.scheme}://{key}"
+
+
+def hub_names(url: str) -> tuple[str, str]:
+    """The repository and the revision in an ``hf://`` URL; the revision is empty if there is none."""
+    repo_id, _, revision = url.removeprefix("hf://").partition("@")
+    return repo_id, revision
 
 
 @dataclass(frozen=True, kw_only=True)

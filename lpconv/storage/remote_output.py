@@ -22,9 +22,8 @@ from lpconv.errors import InputError, LpconvError, OutputExistsError, ResourceEr
 from lpconv.results import FileRecord
 from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.storage.remote import RemoteObject, Upload, delete, fetch, head, listing, put
+from lpconv.storage.remote import UNFINISHED, RemoteObject, Upload, check_url, delete, fetch, head, listing, put
 from lpconv.storage.staging import JOURNAL, MARKER, SUMS, Staging, check_no_foreign, check_same_run
-from lpconv.storage.urls import UNFINISHED, check_url
 
 _CLAIM = f"{UNFINISHED}run.json"
 _LAST = ("config.json", MARKER)

@@ -20,9 +20,8 @@ from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.hub import MODULE_WEIGHTS, commit_files, wanted_files
 from lpconv.storage.partfile import write_error
 from lpconv.storage.place import MIN_POINTER_BYTES, cache_folder, write_pointer
-from lpconv.storage.remote import DOWNLOAD, RemoteObject, fetch, head, listing
+from lpconv.storage.remote import DOWNLOAD, UNFINISHED, RemoteObject, fetch, head, hub_names, listing
 from lpconv.storage.staging import MARKER
-from lpconv.storage.urls import UNFINISHED, hub_names
 
 _CONFIG, _SUMS = "config.json", "SHA256SUMS"
 _AT_ONCE = 8  # parallel requests

@@ -25,9 +25,10 @@ from lpconv.gguf.view import as_directory
 from lpconv.lookup import missing_directory, nearest, nearest_sibling
 from lpconv.storage.aliases import ALIASES
 from lpconv.storage.hub import cached_snapshot, commit_of, download, wanted_files
-from lpconv.storage.partfile import hash_of, sha256_of, write_small
+from lpconv.storage.partfile import write_small
+from lpconv.storage.place import hash_of, sha256_of
+from lpconv.storage.remote import check_url, hub_names, is_url
 from lpconv.storage.remote_view import copy_of_file, view_of
-from lpconv.storage.urls import check_url, hub_names, is_url
 
 DEMO = "demo"  # the checkpoint inside this package; a directory of that name is ./demo
 STATE = "lpconv-checked.json"  # records the blobs whose hashes have been checked

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.header import DTYPE_BITS, Header, TensorInfo, check_name
-from lpconv.storage.partfile import read_error
-from lpconv.storage.place import RangedFile, open_file
+from lpconv.storage.place import RangedFile, open_file, read_error
 
 if TYPE_CHECKING:
     from torch import Tensor

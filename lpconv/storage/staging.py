@@ -26,9 +26,9 @@ from lpconv.errors import InputError, OutputExistsError, UnsupportedError, Usage
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
 from lpconv.storage.contents import ADAPTER, check_inside, holds_checkpoint, no_checkpoint_error, read_json
-from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, sha256_of, writing
-from lpconv.storage.place import open_regular
-from lpconv.storage.urls import check_url, is_url
+from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, writing
+from lpconv.storage.place import open_regular, sha256_of
+from lpconv.storage.remote import check_url, is_url
 
 JOURNAL = "journal.jsonl"
 MARKER = "lpconv.json"  # marks a directory as an output of lpconv

@@ -27,16 +27,8 @@ from lpconv.options import fields_that_may_change
 from lpconv.plan.files import write_sums
 from lpconv.results import RunRecord, Series, from_json, json_line, ordered_json_text, to_json
 from lpconv.storage.contents import read_json
-from lpconv.storage.partfile import (
-    NOT_A_FILE,
-    PART,
-    check_writable,
-    read_error,
-    read_small,
-    sha256_of,
-    write_small,
-    writing,
-)
+from lpconv.storage.partfile import PART, check_writable, write_small, writing
+from lpconv.storage.place import NOT_A_FILE, read_error, read_small, sha256_of
 from lpconv.storage.staging import SUMS, TUNED, check_ours, check_same_run, is_locked, is_unused, locked_error, try_lock
 from lpconv.train.options import FinetuneOptions
 

@@ -30,7 +30,7 @@ from lpconv.progress import Progress
 from lpconv.report.numbers import code_list, plural
 from lpconv.results import CalibrationRecord, FeedbackCheck, from_json
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.partfile import sha256_of
+from lpconv.storage.place import sha256_of
 from lpconv.verify.reader import Recorded
 
 _LAYER = re.compile(r"\.(\d+)\.")  # number of a layer in the name of its scale

@@ -16,9 +16,9 @@ from lpconv.results import CalibrationRecord, SourceRecord, TensorRecord, from_j
 from lpconv.storage.checkpoint import Checkpoint, Openable, Residuals, read_residual
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import DTYPE_BITS
+from lpconv.storage.remote import is_url
 from lpconv.storage.source import read_tensor
 from lpconv.storage.staging import MARKER, TUNED, check_is_output
-from lpconv.storage.urls import is_url
 
 _FORMAT_VERSION = 1
 _MOST_STEPS = 3  # times a format's largest number: the farthest that a code can be from a number within its scale

@@ -22,7 +22,7 @@ from lpconv.progress import Progress
 from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain, read_json
-from lpconv.storage.partfile import read_small, sha256_of
+from lpconv.storage.place import read_small, sha256_of
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output

@@ -15,7 +15,7 @@ from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.errors import InputError, ResourceError, from_system
 from lpconv.progress import Silent
-from lpconv.storage.partfile import sha256_of
+from lpconv.storage.place import sha256_of
 from tests.convert.test_bad_place import mounted
 from tests.helpers.checkpoints import Run
 

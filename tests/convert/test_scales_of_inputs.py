@@ -28,7 +28,7 @@ from lpconv.models.tokenizer import read_tokenizer, tokenize
 from lpconv.plan import memory
 from lpconv.plan.options import CALIBRATION_TOKENS, ConvertOptions, parse_rule
 from lpconv.storage import remote
-from lpconv.storage.urls import UNFINISHED
+from lpconv.storage.remote import UNFINISHED
 from tests.helpers.checkpoints import files_of
 from tests.helpers.elsewhere import opens_elsewhere
 from tests.helpers.models import tiny, with_demo_tokenizer

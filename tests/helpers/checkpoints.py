@@ -22,7 +22,7 @@ from lpconv.errors import LpconvError
 from lpconv.plan.files import write_sums
 from lpconv.plan.options import ConvertOptions
 from lpconv.results import ConvertResult
-from lpconv.storage.partfile import sha256_of
+from lpconv.storage.place import sha256_of
 
 __all__ = [
     "DEMO_TENSORS",

@@ -12,7 +12,8 @@ import pytest
 from lpconv.errors import InputError, LpconvError, ResourceError
 from lpconv.storage.contents import read_json
 from lpconv.storage.header import read_header
-from lpconv.storage.partfile import MAX_SMALL_BYTES, PartFile, check_file, check_writable, sha256_of, write_small
+from lpconv.storage.partfile import PartFile, check_file, check_writable, write_small
+from lpconv.storage.place import MAX_SMALL_BYTES, sha256_of
 
 PIECES = [bytes([i]) * 1000 for i in range(50)]
 WHOLE = b"".join(PIECES)

@@ -26,8 +26,8 @@ from lpconv.errors import (
 )
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage import remote
+from lpconv.storage.remote import UNFINISHED
 from lpconv.storage.resolve import directory_of, resolve
-from lpconv.storage.urls import UNFINISHED
 from lpconv.verify.reader import read_output
 from lpconv.verify.written import prepare_verification
 from tests.helpers.checkpoints import REPORTS, files_of, write_checkpoint
