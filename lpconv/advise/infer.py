@@ -25,7 +25,7 @@ from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.bench.models import gemms_of, running_bytes
 from lpconv.bench.options import PLAIN, Case
 from lpconv.bench.roofline import peaks_in, step_gemm_seconds
-from lpconv.convert.preview import noise_of_sample
+from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import vocabulary_size
 from lpconv.progress import Deadline, Progress, TimeIsUp

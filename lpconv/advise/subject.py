@@ -4,8 +4,6 @@ import copy
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from lpconv.advise.candidates import Settings, convert_options
 from lpconv.advise.options import AdviseOptions
-from lpconv.convert.preview import decoded_tensors
+from lpconv.convert.apply import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
 from lpconv.models.load import load_from_state
@@ -136,15 +134,10 @@ def _text_file(options: AdviseOptions, checkpoint: Checkpoint, folder: Path) -> 
     return path
 
 
-@contextmanager
-def job_of(subject: Subject, settings: Settings) -> Iterator[Job]:
-    """Context manager for the planned job of a conversion, with its source open."""
+def job_of(subject: Subject, settings: Settings) -> Job:
+    """The planned job of a conversion, with its source open; a context manager that closes it."""
     options = fill_options(convert_options(settings, verify="none"))
-    job = prepare(subject.prepared.checkpoint, Path("advised"), options, headers_only=True)
-    try:
-        yield job
-    finally:
-        job.source.close()
+    return prepare(subject.prepared.checkpoint, Path("advised"), options, headers_only=True)
 
 
 def open_converted(subject: Subject, settings: Settings, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:

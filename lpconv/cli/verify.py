@@ -35,7 +35,7 @@ def verify(
 
       lpconv verify ./llama-nvfp4 --against ./llama --data text.txt --gate 'kl<=0.05' --html verify.html
     """
-    from lpconv.report.verify import verify_document
+    from lpconv.report.verify import failure_text, verify_document
     from lpconv.results import Verification, to_json
     from lpconv.storage.partfile import check_file, write_small
     from lpconv.storage.resolve import directory_of
@@ -61,4 +61,4 @@ def verify(
     if not result.passed:
         may_differ = result.level != "values" and options.against is not None
         other = f"; if `{options.against}` is not its source, compare with --level values" if may_differ else ""
-        raise VerificationError(result.failure, hint=f"do not use this output{other}", details=to_json(result))
+        raise VerificationError(failure_text(result), hint=f"do not use this output{other}", details=to_json(result))

@@ -14,7 +14,7 @@ A weight that no input reaches, or that is not a matrix of a linear layer, is ro
 import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -82,16 +82,9 @@ def round_weights(job: Job, staging: Staging, progress: Progress) -> Iterator[Jo
         layers = _round_layers(job, staging, layers, progress)
     records = {name: record for layer in layers for name, record in layer.records.items()}
     files = (f.name for layer in layers for f in layer.files)
-    chosen = open_source(Checkpoint.of_files(_FOLDER, staging.directory, files))
-    try:
+    with closing(open_source(Checkpoint.of_files(_FOLDER, staging.directory, files))) as chosen:
         yield dataclasses.replace(job, plan=job.plan.with_forms(partial(_chosen_form, chosen, records)))
-    finally:
-        chosen.close()
-
-
-def remove_rounded(staging: Staging) -> None:
-    """Delete the rounded layers from the working folder, once their contents are written."""
-    shutil.rmtree(staging.directory / _FOLDER, ignore_errors=True)
+    shutil.rmtree(staging.directory / _FOLDER, ignore_errors=True)  # the output has their contents
 
 
 def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedTensor) -> Form:
@@ -112,38 +105,35 @@ def _round_layers(job: Job, staging: Staging, done: list[_Layer], progress: Prog
     """All layers: those in `done` run with their rounded weights, the others are rounded and written."""
     config, tokens, length = job_windows(job)
     layers = list(done)
-    workers = Workers(job.source, job.memory.workers)
-    try:
-        with (
-            model_errors("the model cannot be run layer by layer", hint=_HINT),
-            _Weights.open(job.checkpoint) as weights,
-            quiet_transformers(),
-            ExitStack() as opened,
-        ):
-            weights.plan = job.plan
-            at_once = windows_together(config, length)
-            walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
-            source = None
-            if job.plan.options.rounding == GPTAQ:
-                stored = opened.enter_context(StoredTensors.open(job.checkpoint))
-                source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
-            progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
-            rounding = _Rounding(job, workers, weights, walk, source)
-            for index in range(len(walk.layers)):
-                if index < len(done):
-                    rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
-                else:
-                    records = rounding.round_layer(index)
-                    layers.append(_written(staging, index, len(walk.layers), weights, records))
-                    errors = output_errors(records.values())
-                    progress.advance(1, "output error {:.2g} → {:.2g}".format(*errors) if errors else "no weights")
-                if index + 1 < len(walk.layers):
-                    walk.advance(index)
-                    if source is not None:
-                        source.advance(index)
-                weights.rounded.clear()
-    finally:
-        workers.close()
+    with (
+        closing(Workers(job.source, job.memory.workers)) as workers,
+        model_errors("the model cannot be run layer by layer", hint=_HINT),
+        _Weights.open(job.checkpoint) as weights,
+        quiet_transformers(),
+        ExitStack() as opened,
+    ):
+        weights.plan = job.plan
+        at_once = windows_together(config, length)
+        walk = LayerWalk.from_files(job.plain, weights, tokens.windows, at_once=at_once)
+        source = None
+        if job.plan.options.rounding == GPTAQ:
+            stored = opened.enter_context(StoredTensors.open(job.checkpoint))
+            source = LayerWalk.from_files(job.plain, stored, tokens.windows, at_once=at_once)
+        progress.start("rounding layers", len(walk.layers), unit="steps", done=len(layers))
+        rounding = _Rounding(job, workers, weights, walk, source)
+        for index in range(len(walk.layers)):
+            if index < len(done):
+                rounding.take(load_file(staging.directory / f.name) for f in done[index].files)
+            else:
+                records = rounding.round_layer(index)
+                layers.append(_written(staging, index, len(walk.layers), weights, records))
+                errors = output_errors(records.values())
+                progress.advance(1, "output error {:.2g} → {:.2g}".format(*errors) if errors else "no weights")
+            if index + 1 < len(walk.layers):
+                walk.advance(index)
+                if source is not None:
+                    source.advance(index)
+            weights.rounded.clear()
     if not any(layer.records for layer in layers):
         raise UnsupportedError("no weight with codes of at most 8 bits belongs to a linear layer", hint=_HINT)
     return layers

@@ -119,10 +119,9 @@ def convert_part(
     if not (options.resume and (folder / MARKER).is_file()):
         check_free(folder, resume=options.resume, force=options.force)
     # Verification happens when the parts are combined, so workers need no memory for both models.
-    job = prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=()))
-    from lpconv.convert.apply import write_shards  # imports torch (seconds)
+    with prepare(checkpoint, output, dataclasses.replace(options, verify="none", gates=())) as job:
+        from lpconv.convert.apply import write_shards  # imports torch (seconds)
 
-    try:
         if options.resume and (folder / MARKER).is_file():
             done = _read_part(job, part, folder, progress)
             progress.message(f"part {part} of `{output}` is complete: there is nothing to resume")
@@ -152,8 +151,6 @@ def convert_part(
             remove_parts(output)
             check_free(output, force=False)
         return result
-    finally:
-        job.source.close()
 
 
 def _identity(job: Job) -> dict[str, Any]:

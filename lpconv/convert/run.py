@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from lpconv.plan.provenance import (
     plan_warnings,
     planned_record,
     public_source,
-    source_record,
     tensor_warnings,
     versions,
 )
@@ -43,6 +42,7 @@ from lpconv.results import (
     CalibrationRecord,
     ConvertResult,
     FileRecord,
+    PartResult,
     PlanResult,
     TensorRecord,
     from_json,
@@ -63,32 +63,15 @@ _CALIBRATION = "calibration"  # marks a journal line among the lines of weight f
 _DEPTH = ("none", "auto", "weights", "logits")  # of verification, least first
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Arguments of a call besides the options.
-
-    `command` is the command to name in reports, `names_source` whether they name the source, and `finishing` whether
-    parts are combined. `codes` are given components of tensors, by their names.
-    """
-
-    progress: Progress
-    command: str | None
-    names_source: bool = True
-    finishing: bool = False
-    codes: Mapping[str, Side] | None = None
-    started: float = dataclasses.field(default_factory=time.perf_counter)
-
-
 def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
     """The plan of `convert` for the same arguments, from headers alone; nothing is written."""
     options = fill_options(options)
-    job = prepare(open_model(model, output, options), output, options, headers_only=True)
-    try:
+    with prepare(open_model(model, output, options), output, options, headers_only=True) as job:
         return PlanResult(
             method=job.plan.options.method,
             format=job.plan.format_name,
             output=job.url or str(job.output),
-            source=source_record(job),
+            source=job.source_record,
             tensors=tuple(planned_record(t) for t in job.plan.tensors),
             bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
             shards=tuple(FileRecord(name=f.name, size_bytes=f.size_bytes) for f in job.plan.files),
@@ -100,8 +83,6 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             workers=job.memory.workers,
             warnings=plan_warnings(job, verb="would be"),
         )
-    finally:
-        job.source.close()
 
 
 def convert(
@@ -120,8 +101,14 @@ def convert(
     source's path. `codes` has the components to store for some tensors, instead of those that rounding would give.
     Raises an `LpconvError` for every failure that is not a bug: see the exit codes in `lpconv.errors`.
     """
-    request = _Request(progress=progress or Silent(), command=command, names_source=names_source, codes=codes)
-    return _publish(model, output, options, request)
+    started, progress = time.perf_counter(), progress or Silent()
+    with _prepared(model, output, options, progress) as job:
+        if (done := _finished(job, progress)) is not None:
+            return done
+        _check_can_run(job)
+        if job.url is None:
+            check_disk(job.output, disk_bytes(job))
+        return _write(job, progress, started, command, names_source=names_source, codes=codes)
 
 
 def finish(
@@ -137,45 +124,44 @@ def finish(
     Arguments and errors are those of `convert`. Every part is checked before anything is written; parts are deleted
     once the output is published, and are kept if a gate fails.
     """
-    return _publish(model, output, options, _Request(progress=progress or Silent(), command=command, finishing=True))
+    started, progress = time.perf_counter(), progress or Silent()
+    check_shareable(options)
+    with _prepared(model, folder_for_parts(output), options, progress) as job:
+        result = _finished(job, progress)
+        if result is None:
+            _check_can_run(job)
+            result = _write(job, progress, started, command, parts=checked_parts(job, progress))
+        remove_parts(job.output)
+    return result
 
 
-def _publish(model: Openable, output: Path | str, options: ConvertOptions, request: _Request) -> ConvertResult:
-    if request.finishing:
-        check_shareable(options)
-        output = folder_for_parts(output)
+@contextlib.contextmanager
+def _prepared(model: Openable, output: Path | str, options: ConvertOptions, progress: Progress) -> Iterator[Job]:
+    """The prepared job of a conversion, with the text that the model writes itself if options ask for it."""
     options = fill_options(options)
     checkpoint = open_model(model, output, options)
     _check_place(output, options)
     own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
     options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))
-    job = prepare(checkpoint, output, options)
-    origin = job.checkpoint.origin
-    if origin.revision is not None:
-        request.progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
-    try:
+    with prepare(checkpoint, output, options) as job:
+        origin = job.checkpoint.origin
+        if origin.revision is not None:
+            progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
         if own_text is not None and not (options.resume and own_text.exists()):
             from lpconv.convert.own_text import write_own_text  # imports torch (seconds)
 
-            write_own_text(job, own_text, request.progress)
-            request.progress.message(f"calibrating on `{own_text}`, which the model wrote")
-        result = finished_output(job, request.progress) if options.resume else None
-        if result is not None:
-            request.progress.message(f"`{result.output}` is complete: there is nothing to resume")
-        else:
-            result = _write_and_publish(job, request)
-        if request.finishing:
-            remove_parts(job.output)
-        return result
-    finally:
-        job.source.close()
+            write_own_text(job, own_text, progress)
+            progress.message(f"calibrating on `{own_text}`, which the model wrote")
+        yield job
 
 
-def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
-    """The record of an output that the same command made; None if there is no lpconv output.
+def _finished(job: Job, progress: Progress) -> ConvertResult | None:
+    """The record of an output that the same command made, if resuming; None if there is no lpconv output.
 
     Raises OutputExistsError for an output of another command, source or version, and for one that was damaged since.
     """
+    if not job.plan.options.resume:
+        return None
     if job.url is not None:
         if head(job.url, MARKER) is None:
             return None
@@ -198,14 +184,16 @@ def finished_output(job: Job, progress: Progress) -> ConvertResult | None:
             details={"mismatched": list(damaged)},
         )
     (job.output / JOURNAL).unlink(missing_ok=True)  # left by a run that was killed between publishing and cleaning up
-    return from_json(ConvertResult, read_json(job.output / "report.json"))
+    result = from_json(ConvertResult, read_json(job.output / "report.json"))
+    progress.message(f"`{result.output}` is complete: there is nothing to resume")
+    return result
 
 
 def _changed_facts(job: Job, record: dict[str, Any]) -> list[str]:
     """Facts in which the output's record differs from the job, like `identity` for an unfinished run."""
     wanted = {
         "options": shaping_options(job.plan.options),
-        "source": to_json(public_source(source_record(job))),
+        "source": to_json(public_source(job.source_record)),
         "versions": versions(),
     }
     changed = [name for name, value in wanted.items() if record.get(name) != json.loads(json.dumps(value))]
@@ -245,45 +233,52 @@ def _place_of_own_text(output: Path | str, options: ConvertOptions) -> Path:
     return text
 
 
-def _write_and_publish(job: Job, request: _Request) -> ConvertResult:
-    """Write, verify and publish. When parts are combined, none of their files is written again."""
-    _check_can_run(job)
-    if job.plan.options.calibrate is not None:
+def _check_can_run(job: Job) -> None:
+    """Raise an error, before the work, if a model is to be run and cannot run here, or does not read the text."""
+    options = job.plan.options
+    if options.verify == "logits" or needs_logits(job.gates):
+        from lpconv.verify.outputs import check_inputs, check_model  # imports transformers (seconds)
+
+        if not job.memory.in_files:
+            check_model(job.plain)
+        check_inputs(job.plain, trust_remote_code=options.trust_remote_code)
+    if options.calibrate is not None:
         from lpconv.verify.calibrate import job_windows  # imports transformers (seconds)
 
-        job_windows(job)  # raises an error now if the model does not read text, or its tokenizer not this text
-    parts = checked_parts(job, request.progress) if request.finishing else ()
-    if not request.finishing and job.url is None:
-        check_disk(job.output, disk_bytes(job))
+        job_windows(job)
+
+
+def _write(
+    job: Job,
+    progress: Progress,
+    started: float,
+    command: str | None,
+    *,
+    names_source: bool = True,
+    codes: Mapping[str, Side] | None = None,
+    parts: Sequence[PartResult] = (),
+) -> ConvertResult:
+    """Write, verify and publish. Files of `parts` are not written again."""
     with _working_folder(job) as staging:
         adopt_parts(job, parts, staging)
-        calibration = _calibration(job, staging, request.progress)
+        calibration = _calibration(job, staging, progress)
         if calibration is not None:
             job = dataclasses.replace(job, plan=job.plan.with_inputs(calibration.absmax))
-        with with_error_feedback(job, staging, request.progress, codes=request.codes) as job:
-            result = _carry_out(job, staging, request, calibration)
+        with with_error_feedback(job, staging, progress, codes) as job:
+            result = _carry_out(job, staging, progress, calibration, started, command)
+            _write_documents(job, staging.directory, result, names_source=names_source)
         job.watch.check()
         if not result.verify.passed:
+            from lpconv.report.verify import failure_text
+
             kept = staging.set_aside()
             raise VerificationError(
-                f"verification failed: {result.verify.failure}",
+                f"verification failed: {failure_text(result.verify)}",
                 hint=f"the rejected output was kept in `{kept}`",
                 details=to_json(result.verify),
             )
         staging.publish()
-    return result
-
-
-def _check_can_run(job: Job) -> None:
-    """Raise an error, before the work, if outputs are to be compared but the models cannot run here."""
-    options = job.plan.options
-    if options.verify != "logits" and not needs_logits(job.gates):
-        return
-    from lpconv.verify.outputs import check_inputs, check_model  # imports transformers (seconds)
-
-    if not job.memory.in_files:
-        check_model(job.plain)
-    check_inputs(job.plain, trust_remote_code=options.trust_remote_code)
+    return result if names_source else dataclasses.replace(result, source=public_source(result.source))
 
 
 def _working_folder(job: Job) -> Staging:
@@ -295,24 +290,15 @@ def _working_folder(job: Job) -> Staging:
     return Staging(job.output, known, resume=options.resume, force=options.force)
 
 
-@contextlib.contextmanager
 def with_error_feedback(
-    job: Job, staging: Staging, progress: Progress, *, codes: Mapping[str, Side] | None = None
-) -> Iterator[Job]:
+    job: Job, staging: Staging, progress: Progress, codes: Mapping[str, Side] | None = None
+) -> contextlib.AbstractContextManager[Job]:
     """The job with given `codes` or those of error feedback, whose files are then deleted; else the job itself."""
-    if codes is not None:
-        from lpconv.convert.feedback import with_codes  # imports torch (seconds)
+    if codes is None and job.plan.options.rounding == NEAREST:
+        return contextlib.nullcontext(job)
+    from lpconv.convert.feedback import round_weights, with_codes  # imports torch (seconds)
 
-        yield with_codes(job, codes)
-        return
-    if job.plan.options.rounding == NEAREST:
-        yield job
-        return
-    from lpconv.convert.feedback import remove_rounded, round_weights  # imports torch (seconds)
-
-    with round_weights(job, staging, progress) as chosen:
-        yield chosen
-    remove_rounded(staging)
+    return round_weights(job, staging, progress) if codes is None else contextlib.nullcontext(with_codes(job, codes))
 
 
 def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationRecord | None:
@@ -330,26 +316,30 @@ def _calibration(job: Job, staging: Staging, progress: Progress) -> CalibrationR
     return record
 
 
-def _carry_out(job: Job, staging: Staging, request: _Request, calibration: CalibrationRecord | None) -> ConvertResult:
-    from lpconv.report.cards import model_card
-    from lpconv.report.convert import convert_document
-    from lpconv.report.html import html
-    from lpconv.report.markdown import markdown
+def _carry_out(
+    job: Job,
+    staging: Staging,
+    progress: Progress,
+    calibration: CalibrationRecord | None,
+    started: float,
+    command: str | None,
+) -> ConvertResult:
+    """Write the files of the checkpoint and verify them."""
     from lpconv.verify.written import verify_written  # imports torch (seconds)
 
-    source = source_record(job)  # before the work: a file that goes meanwhile is reported as a changed source
+    source = job.source_record  # before the work: a file that goes meanwhile is reported as a changed source
     before = time.perf_counter()
     others_wrote = bool(staging.done)  # an interrupted run or workers wrote some files
-    files, tensors = _write_weights(job, staging, request.progress)
+    files, tensors = _write_weights(job, staging, progress)
     weights_seconds = None if others_wrote else time.perf_counter() - before
     write_metadata(staging.directory, job.plain, job.plan, files)
     names = sorted({*model_side_files(job.plain), *({CARD} & set(job.checkpoint.side_files))})
     side_files = copy_side_files(staging.directory, job.plain, names, renamed={CARD: SOURCE_CARD})
-    verify = verify_written(job, staging.directory, tensors, request.progress)
+    verify = verify_written(job, staging.directory, tensors, progress)
     if job.plan.options.layout != "lpconv":  # verification has compared the scales with the source, if required
         problems = (*verify.problems, *inspect(staging.directory).problems)
         verify = dataclasses.replace(verify, passed=verify.passed and not problems, problems=problems)
-    result = ConvertResult(
+    return ConvertResult(
         method=job.plan.options.method,
         format=job.plan.format_name,
         residual=job.plan.options.residual,
@@ -360,28 +350,35 @@ def _carry_out(job: Job, staging: Staging, request: _Request, calibration: Calib
         files=files,
         side_files=side_files,
         bytes=ByteCounts(read=job.plan.bytes_in, written=job.plan.bytes_out),
-        seconds=time.perf_counter() - request.started,
+        seconds=time.perf_counter() - started,
         weights_seconds=weights_seconds,
         peak_rss_bytes=peak_rss_bytes(),
         verify=verify,
         calibration=calibration,
         options=shaping_options(job.plan.options),
         versions=versions(),
-        command=request.command,
+        command=command,
         card=inherited_facts(job.checkpoint.directory, job.checkpoint.origin.hub_id),
         warnings=(*plan_warnings(job, verb="was"), *tensor_warnings(tensors)),
     )
+
+
+def _write_documents(job: Job, directory: Path, result: ConvertResult, *, names_source: bool) -> None:
+    """Write model card, lpconv.json, SHA256SUMS and reports. Without `names_source`, no file has the source's path."""
+    from lpconv.report.cards import model_card
+    from lpconv.report.convert import convert_document
+    from lpconv.report.html import html
+    from lpconv.report.markdown import markdown
+
     public = public_source(result.source)
-    command = request.command and command_line(public.name, job.plan.options)
+    command = result.command and command_line(public.name, job.plan.options)
     published = dataclasses.replace(result, source=public, command=command)
-    write_small(staging.directory / "README.md", markdown(model_card(published)))
-    write_provenance(staging.directory, published, job.plain, job.plan)
-    write_sums(staging.directory, files)
-    if not request.names_source:
-        result = dataclasses.replace(result, source=public)
-    write_small(staging.directory / "report.html", html(convert_document(result)))
-    write_small(staging.directory / "report.json", json_text(result))
-    return result
+    write_small(directory / "README.md", markdown(model_card(published)))
+    write_provenance(directory, published, job.plain, job.plan)
+    write_sums(directory, result.files)
+    shown = result if names_source else dataclasses.replace(result, source=public)
+    write_small(directory / "report.html", html(convert_document(shown)))
+    write_small(directory / "report.json", json_text(shown))
 
 
 def _write_weights(

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_text
@@ -26,6 +26,7 @@ from lpconv.plan.options import NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
+from lpconv.results import SourceRecord
 from lpconv.storage.checkpoint import Checkpoint, Openable, Watch
 from lpconv.storage.place import sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -40,7 +41,7 @@ _REPORTING_S, _RUNNING_S = 0.8, 4.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A conversion that is prepared but not started. The caller of `prepare` closes `source`.
+    """A conversion that is prepared but not started. As a context manager, it closes `source` at the end.
 
     `fit` compares the source with the model of its config. `checkpoint` is the source as stored, `plain` the same
     with the config of its decoded values; `promised` are the hub's hashes of its files, already checked. `output` is
@@ -58,6 +59,17 @@ class Job:
     gates: tuple[Gate, ...]
     fit: Fit
     memory: Memory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.close()
+
+    @property
+    def source_record(self) -> SourceRecord:
+        """The source with the sizes of its weight files, and their hashes if a hub promised and lpconv checked them."""
+        return self.checkpoint.record(self.promised.get)
 
 
 def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> Checkpoint:

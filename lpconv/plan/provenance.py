@@ -33,11 +33,6 @@ _NO_TEXT = ("", "~", "null", "false", "no")  # values of YAML that are not strin
 _REPEATED = ("base_model", "license", "license_name", "license_link")
 
 
-def source_record(job: Job) -> SourceRecord:
-    """The source with the sizes of its weight files, and their hashes if a hub promised and lpconv checked them."""
-    return job.checkpoint.record(job.promised.get)
-
-
 def public_source(source: SourceRecord) -> SourceRecord:
     """The source as a published file may name it: hub ids stay, local directories lose their path."""
     if source.revision is not None:

@@ -46,7 +46,7 @@ from lpconv.results import (
 )
 from lpconv.results.verify import LOST_DB
 
-_WORST = 10  # most tensors shown on a terminal
+_WORST, _FAILURES = 10, 3  # most tensors shown on a terminal, and most failures in an error message
 _NO_TEXT = "which say nothing about quality, because they are no text"
 
 
@@ -112,6 +112,14 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
         detail = f"{count_text(len(result.hash.mismatched))} differ"
         tiles.append(Tile(label="Files", figure=count_text(result.hash.num_files), detail=detail))
     return tuple(tiles)
+
+
+def failure_text(result: VerifyResult) -> str:
+    """A sentence for an error: the first problems and failed gates, and the number of further ones."""
+    gates = (f"gate {g.expression} failed: {gate_check(g).text}" for g in result.gates if not g.passed)
+    failures = (*result.problems, *gates)
+    rest = len(failures) - _FAILURES
+    return "; ".join(failures[:_FAILURES]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _outputs_section(logits: LogitsCheck) -> Section | None:

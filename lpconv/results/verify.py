@@ -160,7 +160,6 @@ class ComparedTensor:
     problem: str | None = None
 
 
-_SHOWN = 3  # most problems in an error message
 LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has half its energy; zeros have 0 dB
 
 
@@ -186,20 +185,6 @@ class VerifyResult:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     tensors: tuple[ComparedTensor, ...] = ()
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """The problems, and the failed gates with their values."""
-        missed = [g for g in self.gates if not g.passed]
-        values = ("was not measured" if g.value is None else f"is {g.value:.6g}" for g in missed)
-        gates = (f"gate `{g.expression}` failed: the value {v}" for g, v in zip(missed, values, strict=True))
-        return (*self.problems, *gates)
-
-    @property
-    def failure(self) -> str:
-        """A sentence for an error: the first of `failures`, and the number of further ones."""
-        shown, rest = self.failures[:_SHOWN], len(self.failures) - _SHOWN
-        return "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

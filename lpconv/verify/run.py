@@ -47,15 +47,13 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     check_tasks(options)
     gates = [VERIFY_GATES.parse(g) for g in options.gates]
     tasks = load_tasks(options, progress) if options.tasks else {}
-    if options.data is None:
-        level, early_gates = options.level, [g for g in gates if not is_of_task(g.expression)]
-    else:
+    early_gates = [g for g in gates if not is_of_task(g.expression)]
+    if options.data is not None:
         assert options.against is not None  # set by with_source, as for tasks
         reference = _open_reference(options.against)
         check_text(options.data, reference.directory, reference.config, options.seq_len)
-        level = options.level or ("weights" if is_output(directory) and not is_trained(directory) else "values")
         early_gates = []  # all gates wait for the outputs on the text
-    result = _verify_stored(directory, dataclasses.replace(options, level=level), early_gates, progress)
+    result = _verify_stored(directory, options, early_gates, progress)
     if options.data is not None:
         result = _with_text(result, directory, reference, options, progress)
     if options.tasks:
@@ -110,21 +108,19 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     if not problems:
         _ = recorded.checkpoint  # raises an error if there are no weights
         result = dataclasses.replace(result, warnings=tuple(lost_signals(recorded.tensors)))
-    asked = level == "logits" or needs_logits(gates)
-    automatic = level is None and not asked and against is not None
-    if not (asked or automatic or level == "weights" or gates):
+    runs_models = level == "logits" or needs_logits(gates)
+    is_open = level is None and against is not None  # how deep to go is left to lpconv
+    if not (runs_models or is_open or level == "weights" or gates):
         return result
     from lpconv.verify.written import check_source, prepare_verification  # imports torch (seconds)
 
-    depth = "logits" if asked else "auto" if automatic else "weights"
-    job = prepare_verification(recorded, against, verify=depth, trust_remote_code=options.trust_remote_code)
-    try:
+    depth = "logits" if runs_models else "auto" if is_open and options.data is None else "weights"
+    trust = options.trust_remote_code
+    with prepare_verification(recorded, against, verify=depth, trust_remote_code=trust) as job:
         checked = check_source(job, recorded, result, gates=gates, progress=progress)
         # The config is not compared: it was already recomputed and found equal.
         copied = from_json(tuple[str, ...], recorded.provenance.get("side_files", []))
         return _with_files(checked, recorded.checkpoint, job.plain, copied)
-    finally:
-        job.source.close()
 
 
 def _open_reference(name: str) -> Checkpoint:

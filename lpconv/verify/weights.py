@@ -17,6 +17,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from lpconv.forms.blocks import Workspace, as_float32, block_error, block_stats
 from lpconv.forms.codes import all_match_reference
 from lpconv.forms.facts import BlockError, BlockFacts, BlockStats, Measurement
 from lpconv.forms.form import Form, Side
+from lpconv.plan.job import Job
 from lpconv.plan.plan import PlannedTensor
 from lpconv.plan.provenance import planned_record, sqnr_db, tensor_record
 from lpconv.progress import Progress
@@ -35,7 +37,7 @@ from lpconv.results import TensorRecord, WeightsCheck
 from lpconv.results.verify import LOST_DB
 from lpconv.summed import Summed, joined
 from lpconv.verify.reader import OutputReader
-from lpconv.workers import TensorBlock, Workers, tensor_blocks
+from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 
 _PIECE = 2**14  # elements of a sample
 _SMALL, _TOGETHER = 2**11, 512  # largest tensor that is confirmed together with others, and how many of them
@@ -96,14 +98,14 @@ def whole_tensors(tensors: Iterable[PlannedTensor], seconds: float) -> frozenset
 
 
 def check_weights(
+    job: Job,
     tensors: Mapping[str, PlannedTensor],
     output: OutputReader,
-    workers: Workers,
     progress: Progress,
     *,
     whole: frozenset[str] | None = None,
 ) -> WeightsCheck:
-    """Compare the stored `tensors`, by name, with the source that `workers` read, and measure their errors again.
+    """Compare the stored `tensors`, by name, with the source of `job`, and measure their errors again.
 
     Tensors outside of `whole` (None: all are inside) are compared in three pieces, and their side tensors with the
     records.
@@ -112,27 +114,29 @@ def check_weights(
     progress.start("comparing weights", sum(tensors[n].info.num_bytes for n in names))
     records, wrong, checked = [], [n for n in output.records if n not in tensors], 0
     waiting: list[_Small] = []
-    for name in names:
-        t, record = tensors[name], output.records[name]
-        if not output.holds(t.form):
-            wrong.append(name)
-            continue
-        if whole is None or name in whole:
-            compared, right, left = _compare_whole(t, output, workers, progress)
-            waiting += [] if left is None else [left]
-            checked += t.info.num_elements
-        else:
-            compared = record
-            count, right = _compare_pieces(t, output, workers)
-            checked += count
-            progress.advance(t.info.num_bytes)
-        records.append(compared)
-        wrong += [] if right and not compared.num_saturated else [name]
-        if len(waiting) == _TOGETHER:
-            wrong += _wrong_tensors(waiting)
-            waiting.clear()
+    with SingleThreadedTorch(), closing(Workers(job.source, job.memory.workers)) as workers:
+        for name in names:
+            t, record = tensors[name], output.records[name]
+            if not output.holds(t.form):
+                wrong.append(name)
+                continue
+            if whole is None or name in whole:
+                compared, right, left = _compare_whole(t, output, workers, progress)
+                waiting += [] if left is None else [left]
+                checked += t.info.num_elements
+            else:
+                compared = record
+                count, right = _compare_pieces(t, output, workers)
+                checked += count
+                progress.advance(t.info.num_bytes)
+            records.append(compared)
+            wrong += [] if right and not compared.num_saturated else [name]
+            if len(waiting) == _TOGETHER:
+                wrong += _wrong_tensors(waiting)
+                waiting.clear()
+        wrong += _wrong_tensors(waiting)
     total = sum(t.info.num_elements for t in tensors.values())
-    return _summary(records, total, checked, [*dict.fromkeys([*wrong, *_wrong_tensors(waiting)])])
+    return _summary(records, total, checked, [*dict.fromkeys(wrong)])
 
 
 def _summary(records: list[TensorRecord], total: int, checked: int, wrong: list[str]) -> WeightsCheck:

@@ -41,7 +41,6 @@ from lpconv.storage.header import quantization_method
 from lpconv.storage.staging import MARKER
 from lpconv.verify.reader import OutputReader, Recorded
 from lpconv.verify.weights import check_weights, whole_tensors
-from lpconv.workers import SingleThreadedTorch, Workers
 
 _SECONDS = 5  # on one core, for comparing weights before publishing: as many whole tensors as fit, pieces of the others
 _OTHER_ORDER = 1e-5  # relative difference of outputs that another order of summing causes, as for transposed .bin files
@@ -59,7 +58,7 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     planned = {t.name: t for t in job.plan.tensors if t.action != "tie"}
     try:
         with OutputReader(directory, tensors, find_residual(directory)) as output:
-            weights = check_stored(job, output, planned, progress, whole=whole_tensors(planned.values(), _SECONDS))
+            weights = check_weights(job, planned, output, progress, whole=whole_tensors(planned.values(), _SECONDS))
     except InputError as e:  # also for the source, which then cannot be compared
         return VerifyResult(level="weights", passed=False, problems=(problem_text(e),))
     problems = weights_problems(weights, tensors)
@@ -146,23 +145,6 @@ def opened_problems(opened: OpenedCheck, lacking: Collection[str]) -> tuple[str,
     return tuple(problems)
 
 
-def check_stored(
-    job: Job,
-    output: OutputReader,
-    planned: Mapping[str, PlannedTensor],
-    progress: Progress,
-    *,
-    whole: frozenset[str] | None = None,
-) -> WeightsCheck:
-    """`check_weights` for the job's source, on the job's workers."""
-    with SingleThreadedTorch():
-        workers = Workers(job.source, job.memory.workers)
-        try:
-            return check_weights(planned, output, workers, progress, whole=whole)
-        finally:
-            workers.close()
-
-
 def weights_problems(weights: WeightsCheck, tensors: Iterable[TensorRecord]) -> tuple[str, ...]:
     """Descriptions of wrong weights, of which `tensors` have the records."""
     overflowed = {t.name: t for t in tensors if t.num_saturated}
@@ -222,7 +204,7 @@ def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
 
 
 def prepare_verification(recorded: Recorded, against: str | None, *, verify: str, trust_remote_code: bool) -> Job:
-    """The conversion that made an output, prepared for verification at level `verify`. The caller closes its source.
+    """The conversion that made an output, prepared for verification at level `verify`.
 
     The records determine which tensors it converts. Raises InputError if the source is not found.
     """
@@ -283,7 +265,7 @@ def _check_weights(job: Job, recorded: Recorded, result: VerifyResult, progress:
     with OutputReader.of(recorded) as output:
         plan = plan.with_forms(lambda t: output.as_chosen(t.form))
         planned = {t.name: t for t in plan.tensors if t.action != "tie"}
-        weights = check_stored(job, output, planned, progress)
+        weights = check_weights(job, planned, output, progress)
         wrong = (*weights.mismatched, *output.changed(t.form for t in planned.values()))
         weights = dataclasses.replace(weights, mismatched=tuple(dict.fromkeys(wrong)))
         feedback = check_calibration(dataclasses.replace(job, plan=decided), recorded, progress)

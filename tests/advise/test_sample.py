@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lpconv.convert import preview
+from lpconv.convert import apply
 from lpconv.plan.job import open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
@@ -26,7 +26,7 @@ def noise(model: str, **settings: Any) -> float:
     options = fill_options(ConvertOptions(**({"format": "e4m3fn"} | settings), verify="none"))
     job = prepare(open_model(model, "out", options), "out", options, headers_only=True)
     try:
-        return preview.noise_of_sample(job, elements=2**13)
+        return apply.noise_of_sample(job, elements=2**13)
     finally:
         job.source.close()
 
@@ -47,7 +47,7 @@ def test_the_sample_is_within_1_db_of_all_rows(settings: dict[str, Any], tmp_pat
     x.view(-1)[torch.randint(x.numel(), (40,), generator=generator)] *= 8
     model = folder_of(tmp_path / "model", {"a.weight": x})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preview, "_MIN_ROWS", 256)
+        patch.setattr(apply, "_MIN_ROWS", 256)
         exact = noise(model, **settings)
     assert 10 * abs(math.log10(noise(model, **settings) / exact)) < 1
 
@@ -62,7 +62,7 @@ def test_two_tensors_stand_for_all_of_one_shape(tmp_path: Path, monkeypatch: pyt
         looked_at.append(name)
         return read_range(source, name, start, stop)
 
-    monkeypatch.setattr(preview, "read_range", read)
+    monkeypatch.setattr(apply, "read_range", read)
     both = noise(folder_of(tmp_path / "both", many | other))
     assert sorted(looked_at) == ["layers.2.weight", "layers.6.weight", "wide.weight"]
     alone = [

@@ -275,7 +275,7 @@ def test_codes_further_from_the_source_than_recorded_are_found(plain: Path, tmp_
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] += 1.0
     save_file(tensors, other / FILE, metadata={"format": "pt"})
     assert verified(tmp_path / "output", other).weights is not None
-    assert "`model.layers.0.mlp.up_proj.weight`" in verified(tmp_path / "output", other).failure
+    assert "`model.layers.0.mlp.up_proj.weight`" in verified(tmp_path / "output", other).problems[0]
 
 
 def test_the_limits_of_checking_chosen_codes_are_listed(plain: Path, tmp_path: Path) -> None:

@@ -348,7 +348,7 @@ def check_case(case: Case, folder: Path) -> str:
     if case.conversion == "exact" and result.verify.logits and result.verify.logits.skipped is None:
         assert (result.verify.logits.rel_error or 0.0) < 1e-5, "outputs of equal weights differ"
     checked = verify_output(output, VerifyOptions(against=str(source), level="weights"), progress=Silent())
-    assert checked.passed, f"verify fails: {checked.failure}"
+    assert checked.passed, f"verify fails: {checked.problems}"
     if case.conversion in ("exact", "collage"):
         restore(output, folder / "restored", force=False, progress=Silent())
         again = opened_by_transformers(folder / "restored")

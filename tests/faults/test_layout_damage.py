@@ -354,7 +354,7 @@ def said_of(path: Path, plain: Path) -> str:
     if found.layout and not found.problems:
         found = judge_scales(found, path)
     said = [w for w in (*found.problems, *found.warnings) if "multiple" not in w]
-    return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).failures)
+    return "; ".join(said or compare(path, plain, gates=(), progress=Silent()).problems)
 
 
 @pytest.mark.parametrize("layout", MAKERS)
@@ -412,7 +412,7 @@ def test_two_parts_and_ggufs_floats_are_no_codes(
 
         rewrite_as_gguf(changed, tmp_path / "out")
     directory = directory_of(tmp_path / "out" if kind == "collage" else tmp_path / "out" / "model.gguf")
-    (said,) = compare(directory, folder / "plain", gates=(), progress=Silent()).failures
+    (said,) = compare(directory, folder / "plain", gates=(), progress=Silent()).problems
     assert norm in said
     assert "unquantised" in said
     assert "packing" not in said
@@ -480,4 +480,4 @@ def test_converting_again_makes_unequal_scales_equal(
     convert(str(source), tmp_path / "out", ConvertOptions(layout="compressed-tensors", verify="weights", **form))
 
     assert not any("unequal" in w for w in judge_scales(inspect(tmp_path / "out"), tmp_path / "out").warnings)
-    assert not compare(tmp_path / "out", folder / "plain", gates=(), progress=Silent()).failures
+    assert not compare(tmp_path / "out", folder / "plain", gates=(), progress=Silent()).problems
