@@ -5,31 +5,101 @@ that fails is not.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from lpconv.batch.kinds import BatchJob
+from lpconv.batch.kinds import KINDS, BatchJob
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.records import (
-    JobFailedError,
-    error_from_answer,
-    failed_job,
-    failed_needs,
-    job_error,
-    job_not_run,
-    job_result,
-    result_from_answer,
-    stops_batch,
-)
 from lpconv.batch.task import Answer, Executor, JobTask, MachineLostError, Needs
-from lpconv.errors import UnsupportedError
+from lpconv.errors import InterruptedRunError, LpconvError, UnsupportedError, from_system
+from lpconv.machine import out_of_memory
 from lpconv.progress import Progress
-from lpconv.results.batch import NOT_RUN, BatchResult, JobError, JobResult
+from lpconv.results import from_json, to_json
+from lpconv.results.batch import FAILED, NOT_RUN, BatchResult, JobError, JobResult
 
 _MAX_LOST = 3  # machines that may be lost during one task
+
+
+class JobFailedError(LpconvError):
+    """A job failed in another process. Carries that error and its exit code."""
+
+    def __init__(self, job_id: str, error: JobError) -> None:
+        super().__init__(f"{job_id}: {error.message}", hint=error.hint, details=error.details)
+        self.exit_code, self.kind = error.code, error.kind  # type: ignore[misc]  # those of the error that it stands for
+
+
+def job_result(job: BatchJob, status: str, **known: Any) -> JobResult:
+    """The record of a job with a status, and what else is `known`."""
+    return JobResult(
+        id=job.id,
+        kind=job.kind,
+        model=job.model,
+        output=str(job.output),
+        what=KINDS[job.kind].words(job.options),
+        status=status,
+        **known,
+    )
+
+
+def failed_needs(job: BatchJob, results: Iterable[JobResult]) -> list[str]:
+    """Ids of the jobs that `job` needs and that failed or were not run, according to the results so far."""
+    return [r.id for r in results if r.id in job.needs and r.status in (FAILED, NOT_RUN)]
+
+
+def job_not_run(job: BatchJob, lacking: Sequence[str]) -> JobResult:
+    """The record of a job that is not run because the jobs `lacking`, which it needs, did not finish."""
+    return job_result(job, NOT_RUN, warnings=(f"it needs {', '.join(lacking)}",))
+
+
+def job_error(error: BaseException) -> JobError:
+    """Convert an exception of a job to its record."""
+    error = out_of_memory(error) or from_system(error) or error
+    if isinstance(error, LpconvError):
+        return JobError(code=error.exit_code, kind=error.kind, message=error.message, hint=error.hint,
+                        details=to_json(error.details))  # fmt: skip
+    if not isinstance(error, Exception):
+        # SIGINT raises KeyboardInterrupt; anything else comes from a SIGTERM handler.
+        code = 130 if isinstance(error, KeyboardInterrupt) else 143
+        return JobError(code=code, kind=InterruptedRunError.kind, message="interrupted", hint="run again with --resume")
+    return JobError(
+        code=1,
+        kind="bug",
+        message=f"{type(error).__name__}: {error}",
+        hint="this is a bug in lpconv; please report it with the traceback in the details",
+        details={"traceback": traceback.format_exception(error)},
+    )
+
+
+def result_from_answer(job: BatchJob, answer: Answer) -> JobResult:
+    """The record of a job, from the answer of the process that ran `lpconv batch --only ID --json`."""
+    document = answer.document or {}
+    if answer.code == 0 and len(document.get("jobs", ())) == 1:
+        return from_json(JobResult, document["jobs"][0])
+    return job_result(job, FAILED, error=error_from_answer(answer), seconds=answer.seconds)
+
+
+def error_from_answer(answer: Answer) -> JobError:
+    """Why a process failed: the error that it printed, or else its exit status and last line of output."""
+    document, code = answer.document or {}, answer.code
+    if "error" in document:
+        error = from_json(JobError, document["error"])
+        return replace(error, kind="bug") if error.code == 1 else error
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return JobError(
+        code=128 - code if code < 0 else code or 1,
+        kind="crash",
+        message=f"the process of the job {how}" + (f": {answer.last:.200}" if answer.last else ""),
+        hint="it may have run out of memory; run again with --resume",
+    )
+
+
+def stops_batch(failure: BaseException, keep_going: bool) -> bool:
+    """Whether a failure stops the batch."""
+    return not keep_going or isinstance(failure, InterruptedRunError) or not isinstance(failure, Exception)
 
 
 class BatchEvents(Protocol):
@@ -147,7 +217,7 @@ class Placement:
         try:
             done = self._known(job)
         except Exception as e:
-            self._record(failed_job(job, job_error(e)), e)
+            self._record(job_result(job, FAILED, error=job_error(e)), e)
             return
         if done is not None:
             self._record(done)
@@ -182,7 +252,7 @@ class Placement:
         except MachineLostError as e:
             self._resubmit(step, e)
         except Exception as e:
-            self._record(failed_job(step.job, job_error(e)), e)
+            self._record(job_result(step.job, FAILED, error=job_error(e)), e)
         else:
             self._record_answer(step, answer)
 
@@ -190,13 +260,11 @@ class Placement:
         """Submit the task of a lost machine again with --resume, up to a limit."""
         if step.lost == _MAX_LOST or self._is_over:
             lost = JobError(code=1, kind="machine", message=str(error), hint="run again with --resume")
-            self._record(failed_job(step.job, lost), JobFailedError(step.job.id, lost))
+            self._record(job_result(step.job, FAILED, error=lost), JobFailedError(step.job.id, lost))
             return
         self._progress.message(f"{step.task.name}: {error}; once more")
         again = dict.fromkeys((*step.task.arguments, "--resume"))  # adds --resume only once
-        self._steps.append(
-            _Step(job=step.job, task=dataclasses.replace(step.task, arguments=tuple(again)), lost=step.lost + 1)
-        )
+        self._steps.append(_Step(job=step.job, task=replace(step.task, arguments=tuple(again)), lost=step.lost + 1))
 
     def _record_answer(self, step: _Step, answer: Answer) -> None:
         """Record the end of a task: the job's result, its failure, or a finished part."""
@@ -206,7 +274,7 @@ class Placement:
         if "--shard" not in step.task.arguments:
             self._finish_job(job, result_from_answer(job, answer))
         elif answer.code != 0:
-            self._finish_job(job, failed_job(job, error_from_answer(answer)))
+            self._finish_job(job, job_result(job, FAILED, error=error_from_answer(answer)))
         else:
             self._seconds[job.id] = max(self._seconds.get(job.id, 0.0), answer.seconds)
             self._parts[job.id] -= 1
@@ -215,7 +283,7 @@ class Placement:
 
     def _finish_job(self, job: BatchJob, result: JobResult) -> None:
         """Record the result of a job; its time includes the time of the longest part."""
-        result = dataclasses.replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
+        result = replace(result, seconds=result.seconds + self._seconds.get(job.id, 0.0))
         self._record(result, None if result.error is None else JobFailedError(job.id, result.error))
 
     def _record(self, result: JobResult, error: BaseException | None = None) -> None:

@@ -19,15 +19,23 @@ from lpconv.batch.lock import (
 )
 from lpconv.batch.manifest import Manifest
 from lpconv.batch.options import BatchOptions
-from lpconv.batch.placed import BatchEvents, Placement
-from lpconv.batch.records import failed_job, failed_needs, fill_outcome, job_error, job_not_run, job_result, stops_batch
+from lpconv.batch.placed import (
+    BatchEvents,
+    Placement,
+    failed_needs,
+    job_error,
+    job_not_run,
+    job_result,
+    stops_batch,
+)
 from lpconv.batch.runners import JobRunner
 from lpconv.batch.task import Executor
 from lpconv.errors import BatchError, InputError, OutputExistsError
 from lpconv.lookup import find
 from lpconv.progress import Progress, Silent
 from lpconv.results import to_json
-from lpconv.results.batch import DONE, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobResult
+from lpconv.results.batch import DONE, FAILED, NOT_RUN, PLANNED, UP_TO_DATE, BatchResult, JobFindings, JobResult
+from lpconv.results.documents import fields_from
 
 _ALL_JOBS = BatchOptions()
 
@@ -119,7 +127,7 @@ def _run_all(
         try:
             result = run_job(job)
         except BaseException as e:  # also bugs, which do not stop the other jobs, and signals, which do
-            failure, result = e, failed_job(job, job_error(e))
+            failure, result = e, job_result(job, FAILED, error=job_error(e))
         results.append(replace(result, seconds=time.monotonic() - started))
         events.job_finished(results[-1], index, len(jobs))
     return tuple(results), failure
@@ -142,22 +150,20 @@ class _BatchRun:
             return known
         runner, asked = self.runners[job.kind], self._with_batch_options(job)
         if self.options.dry_run:
-            return fill_outcome(job_result(job, PLANNED), runner.plan(asked))
+            return job_result(job, PLANNED, **fields_from(JobFindings, runner.plan(asked)))
         outcome, entry = runner.run(asked, self.progress), self.lock.get(job.id)
         if self.options.locked and entry is not None:
             check_locked_result(job, entry, outcome)
         else:
             entry = lock_entry(job, outcome, self.manifest.folder)
             self.lock = write_entry(self.manifest.lock_path, entry, self.manifest.jobs)
-        return fill_outcome(job_result(job, DONE[job.kind]), outcome)
+        return job_result(job, DONE[job.kind], **fields_from(JobFindings, outcome))
 
     def known_result(self, job: BatchJob) -> JobResult | None:
         """The result of a job that needs no work, or None. Raises an error for a job that must not run."""
         lacking = [need for need in job.needs if not self._output_of(need).exists()]
         if lacking and self.options.dry_run:
-            return replace(
-                job_result(job, PLANNED), warnings=(f"cannot be planned until {', '.join(lacking)} is done",)
-            )
+            return job_result(job, PLANNED, warnings=(f"cannot be planned until {', '.join(lacking)} is done",))
         if lacking:
             raise InputError(
                 f"{job.id} needs the output of {lacking[0]}, but `{self._output_of(lacking[0])}` does not exist",
