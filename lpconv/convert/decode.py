@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.errors import InputError, UnsupportedError
+from lpconv.errors import InputError
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.blocks import Workspace, block_stats
 from lpconv.forms.facts import BlockStats, block_ranges
@@ -28,7 +28,7 @@ from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_c
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
-from lpconv.storage.checkpoint import Checkpoint, Openable
+from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out, quantization_method
 from lpconv.storage.partfile import PartFile, write_small
@@ -116,18 +116,14 @@ def _has_figures(statistics: BlockStats, record: TensorRecord) -> bool:
 
 
 def decode_checkpoint(
-    model: Openable, output: Path, *, dtype: str | None, force: bool, progress: Progress
+    checkpoint: Checkpoint, output: Path, *, dtype: str | None, force: bool, progress: Progress
 ) -> RestoreResult:
     """Write the plain checkpoint of a quantised one, with decoded weights in `dtype` (default: the config's).
 
-    Tensors that are not quantised keep their bits. Raises UnsupportedError for plain checkpoints and unknown layouts,
-    InputError if parts of a weight are missing or invalid.
+    Tensors that are not quantised keep their bits. Raises UnsupportedError for unknown layouts, InputError if parts of
+    a weight are missing or invalid.
     """
-    checkpoint = Checkpoint.open(model)
-    directory = checkpoint.directory
-    method = quantization_method(checkpoint.config)
-    if method is None:
-        raise UnsupportedError(f"`{directory}` is a plain checkpoint already", hint="there is nothing to restore")
+    directory, method = checkpoint.directory, str(quantization_method(checkpoint.config))
     config, watched = plain_config(checkpoint), checkpoint.watch()
     target = FORMATS[dtype or _dtype_of(config)]
     if dtype is not None:

@@ -148,7 +148,7 @@ def _prepared(model: Openable, output: Path | str, options: ConvertOptions, prog
         if origin.revision is not None:
             progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")
         if own_text is not None and not (options.resume and own_text.exists()):
-            from lpconv.convert.own_text import write_own_text  # imports torch (seconds)
+            from lpconv.verify.calibrate import write_own_text  # imports transformers (seconds)
 
             write_own_text(job, own_text, progress)
             progress.message(f"calibrating on `{own_text}`, which the model wrote")

@@ -10,8 +10,7 @@ from lpconv.errors import InputError, LpconvError, UnsupportedError, problem_tex
 from lpconv.forms import Headers, Stored
 from lpconv.layouts.defects import Findings, from_headers
 from lpconv.layouts.headers import check_unwrapped, recognise, why_unreadable
-from lpconv.models.known import known_shapes
-from lpconv.models.whole import compare_with_model
+from lpconv.models.whole import compare_with_model, known_shapes
 from lpconv.report.numbers import code_list
 from lpconv.results import DtypeRecord, FileRecord, InspectResult, StoredTensor, TensorRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint, Openable

@@ -10,7 +10,6 @@ from __future__ import annotations  # tensors are named below and not imported
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import lru_cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from lpconv.errors import InputError, UnsupportedError
@@ -211,7 +210,7 @@ class StoredTensors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lpconv.errors import UnsupportedError
-from lpconv.models.known import known_shapes
+from lpconv.models.whole import known_shapes
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.source import Source
 

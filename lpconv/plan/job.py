@@ -17,9 +17,8 @@ from lpconv.gates import CONVERT_GATES, Gate
 from lpconv.gguf import GGUF
 from lpconv.layouts.headers import check_readable
 from lpconv.layouts.reader import is_coded, open_readable, open_values
-from lpconv.models.known import linears_of
 from lpconv.models.ties import find_ties
-from lpconv.models.whole import Fit, check_complete
+from lpconv.models.whole import Fit, check_complete, linears_of
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.memory import Memory, plan_memory
 from lpconv.plan.options import NEAREST, ConvertOptions

@@ -18,7 +18,7 @@ from lpconv.errors import ResourceError
 from lpconv.forms.facts import BLOCK_ELEMENTS, CHECKED_ELEMENTS
 from lpconv.gates import Gate, needs_logits
 from lpconv.machine import available_memory, usable_cores
-from lpconv.models.known import known_shapes
+from lpconv.models.whole import known_shapes
 from lpconv.plan.options import FEEDBACK_BITS, GPTAQ, NEAREST, ConvertOptions
 from lpconv.plan.plan import Plan
 from lpconv.storage.checkpoint import Checkpoint

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class Tracker:
         self._started_s = time.perf_counter()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._time_overhead():
             self._fold()
         self._elapsed_s += time.perf_counter() - self._started_s

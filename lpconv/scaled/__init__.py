@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         check_gradients as check_gradients,
         gradients_are_finite as gradients_are_finite,
     )
-    from lpconv.scaled.memory import saved_bytes as saved_bytes
     from lpconv.scaled.model import (
         fallbacks as fallbacks,
         native as native,
+        saved_bytes as saved_bytes,
         scaled as scaled,
         scaling_of as scaling_of,
         unscaled_state_dict as unscaled_state_dict,

@@ -1,11 +1,11 @@
-"""`scaled`: train and run an unmodified model on scaled tensors."""
+"""`scaled`: train and run an unmodified model on scaled tensors; and `saved_bytes`, the memory of its backward pass."""
 
 import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -363,3 +363,45 @@ def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, n
                 )
             if parameter is not None and parameter.is_floating_point():
                 yield name, module, key, parameter
+
+
+def saved_bytes(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Return how many bytes a forward pass on `batch` saves for its backward pass, without the parameters.
+
+    Counted by saved-tensor hooks, for scaled and plain models alike; a storage that several ops save counts once.
+    """
+    # Storages, not tensors: an op's saved output would keep the graph alive for ever.
+    storages: dict[int, torch.UntypedStorage] = {}
+    own = {data_part(p).untyped_storage()._cdata for p in model.parameters()}  # works for meta tensors too
+
+    def keep(x: Tensor) -> Tensor:
+        storage = data_part(x).untyped_storage()
+        if storage._cdata not in own:
+            storages[storage._cdata] = storage
+        return x.detach()
+
+    scaling = scaling_of(model)
+    if scaling is None or scaling.saved is None:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(**batch)
+    else:
+        counting = replace(scaling, saved=_Counting(scaling.saved, keep))
+        model.lpconv_scaling = counting  # type: ignore[assignment]  # not a module or tensor
+        try:
+            model(**batch)
+        finally:
+            model.lpconv_scaling = scaling  # type: ignore[assignment]
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class _Counting(SavedCodes):
+    """`SavedCodes` that reports each saved tensor to `keep`."""
+
+    def __init__(self, saved: SavedCodes, keep: Any) -> None:
+        super().__init__(saved.format)
+        self.keep = keep
+
+    def pack(self, x: Tensor) -> Any:
+        packed = super().pack(x)
+        self.keep(packed if isinstance(packed, Tensor) else packed.coded.codes)
+        return packed

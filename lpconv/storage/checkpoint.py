@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lpconv.errors import InputError
-from lpconv.gguf.view import header_in
+from lpconv.gguf.view import as_directory, header_in
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
 from lpconv.storage.header import MAX_HEADER_BYTES, Header, TensorInfo, read_header
 from lpconv.storage.place import open_regular, read_error, sha256_of
 from lpconv.storage.remote import is_url
-from lpconv.storage.resolve import Resolved, check_promises, from_path, resolve
+from lpconv.storage.resolve import Resolved, check_promises, resolve
 from lpconv.storage.staging import check_apart
 
 RESIDUAL_FOLDER = "collage"
@@ -63,7 +63,8 @@ class Checkpoint:
         if isinstance(model, Checkpoint):
             return model
         if isinstance(model, Path):
-            return cls.from_resolved(from_path(model))
+            origin = Resolved(name=str(model), resolved=str(model.absolute()), directory=as_directory(model))
+            return cls.from_resolved(origin)
         return cls.from_resolved(resolve(model, revision=revision))
 
     @classmethod

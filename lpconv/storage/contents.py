@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lpconv.errors import InputError
 from lpconv.gguf import GGUF, WEIGHTS
-from lpconv.gguf.view import find_gguf, is_view
+from lpconv.gguf.view import is_view
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import name_list
 from lpconv.results import from_json
@@ -56,11 +56,6 @@ def read_config(directory: Path) -> dict[str, Any]:
             hint="merge the two with peft, or move the adapter's files away to use the weights without it",
         )
     return config
-
-
-def holds_checkpoint(directory: Path) -> bool:
-    """Whether a directory has a config, or a file that needs none."""
-    return (directory / "config.json").exists() or find_gguf(directory) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:

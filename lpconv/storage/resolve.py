@@ -68,11 +68,6 @@ def resolve(name: str, *, revision: str | None = None, whole: bool = False) -> R
     return replace(origin, directory=as_directory(origin.directory))
 
 
-def from_path(path: Path) -> Resolved:
-    """The checkpoint at a path. Raises the errors of `as_directory`."""
-    return Resolved(name=str(path), resolved=str(path.absolute()), directory=as_directory(path))
-
-
 def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
     """The checkpoint that a name refers to; its `directory` may be a file."""
     if name == DEMO:

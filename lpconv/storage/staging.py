@@ -19,13 +19,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Self
 
 from lpconv.errors import InputError, OutputExistsError, UnsupportedError, UsageError
+from lpconv.gguf.view import find_gguf
 from lpconv.lookup import missing_directory
 from lpconv.report.numbers import code_list
-from lpconv.storage.contents import ADAPTER, check_inside, holds_checkpoint, no_checkpoint_error, read_json
+from lpconv.storage.contents import ADAPTER, check_inside, no_checkpoint_error, read_json
 from lpconv.storage.partfile import PART, PartFile, check_writable, fsync_directory, writing
 from lpconv.storage.place import open_regular, sha256_of
 from lpconv.storage.remote import check_url, is_url
@@ -150,7 +150,7 @@ class Staging:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._journal.close()
 
 
@@ -233,7 +233,7 @@ def check_is_output(directory: Path) -> None:
         raise missing_directory(directory, hint="pass an output of `lpconv convert`")
     if (directory / ADAPTER).is_file():
         raise no_checkpoint_error(directory)
-    if is_output(directory) or not holds_checkpoint(directory):
+    if is_output(directory) or not ((directory / "config.json").exists() or find_gguf(directory)):
         raise InputError(f"`{directory}` has no {MARKER}", hint="pass an output of `lpconv convert`")
     raise UnsupportedError(
         f"`{directory}` was not written by lpconv: it has no {MARKER} to verify or restore it by",

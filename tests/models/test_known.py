@@ -13,7 +13,7 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.models.empty import empty_model, linear_modules
-from lpconv.models.known import FAMILIES, known_linears, known_shapes
+from lpconv.models.whole import FAMILIES, known_linears, known_shapes
 from lpconv.plan.options import ConvertOptions
 from lpconv.storage.checkpoint import Checkpoint
 
