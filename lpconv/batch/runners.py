@@ -6,6 +6,7 @@ This module loads models; slow imports are inside the functions that need them.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from lpconv.batch.kinds import BENCH_FILE, BatchJob
 from lpconv.batch.lock import LockEntry
@@ -63,10 +64,11 @@ def plan_outcome(plan: PlanResult) -> JobOutcome:
     return JobOutcome(source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
 
 
-def _convert(job: BatchJob, progress: Progress) -> JobOutcome:
-    from lpconv.convert.run import convert
+def _convert(job: BatchJob, progress: Progress, *, finishes: bool = False) -> JobOutcome:
+    from lpconv.convert import run
 
     assert isinstance(job.options, ConvertOptions)
+    convert = run.finish if finishes else run.convert
     return conversion_outcome(convert(job.model, job.output, job.options, progress=progress))
 
 
@@ -78,13 +80,6 @@ def write_part(job: BatchJob, part: Part, *, entry: LockEntry | None, resume: bo
     revision = job.options.revision if entry is None else entry.revision
     options = dataclasses.replace(job.options, resume=resume, revision=revision)
     return convert_part(job.model, job.output, options, part, progress=progress)
-
-
-def _finish(job: BatchJob, progress: Progress) -> JobOutcome:
-    from lpconv.convert.run import finish
-
-    assert isinstance(job.options, ConvertOptions)
-    return conversion_outcome(finish(job.model, job.output, job.options, progress=progress))
 
 
 def _plan_conversion(job: BatchJob) -> JobOutcome:
@@ -157,7 +152,7 @@ RUNNERS: dict[str, JobRunner] = {
 
 
 # Runners that combine the parts of conversions that workers have written.
-FINISHING = RUNNERS | {"convert": JobRunner(run=_finish, plan=_plan_conversion)}
+FINISHING = RUNNERS | {"convert": JobRunner(run=partial(_convert, finishes=True), plan=_plan_conversion)}
 
 
 def _source(job: BatchJob) -> SourceRecord:

@@ -89,17 +89,16 @@ def plan_memory(
     workers = options.workers or min(len(usable_cores()), _MAX_WORKERS)
     while workers > 1 and loaded + _conversion_bytes(plan, workers) > budget:
         workers -= 1
-    needed = loaded + _conversion_bytes(plan, workers)
-    if needed > budget:
-        raise _memory_error("the conversion", needed, budget, options)
+    phases = {"the conversion": loaded + _conversion_bytes(plan, workers)}
+    streaming = now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan)
     if options.rounding != NEAREST:
-        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _rounding(plan))
-        if needed > budget:
-            raise _memory_error("rounding with error feedback", needed, budget, options)
+        phases["rounding with error feedback"] = streaming + _rounding(plan)
     if options.has_input_scales or options.measures_cache:
-        needed = max(needed, now + _OVERHEAD_BYTES + _TRANSFORMERS_BYTES + _streamed_bytes(plan) + _CALIBRATING_BYTES)
-        if needed > budget:
-            raise _memory_error("running the model to measure its inputs", needed, budget, options)
+        phases["running the model to measure its inputs"] = streaming + _CALIBRATING_BYTES
+    for what, size in phases.items():
+        if size > budget:
+            raise _memory_error(what, size, budget, options)
+    needed = max(phases.values())
     running = now + _models_bytes(plan, checkpoint)
     if options.verify == "logits" or needs_logits(gates):
         if running <= budget:

@@ -250,9 +250,7 @@ def compare_files(model: Openable, reference: Openable, *, copied: Collection[st
         else:
             check.not_compared.append(f"{name} (only {'this one' if name in pair[0].side_files else 'the reference'})")
     check.not_compared += [n for n in (CARD, LOADER) if (pair[0].directory / n).is_file()]
-    return FilesCheck(
-        compared=tuple(check.compared), different=tuple(check.different), not_compared=tuple(check.not_compared)
-    )
+    return FilesCheck(**{name: tuple(lines) for name, lines in vars(check).items()})
 
 
 def _other_files(ours: Checkpoint, source: Checkpoint, copied: Collection[str]) -> Iterator[str]:
