@@ -10,7 +10,7 @@ with any source; the record says only whether the dtype represents every decoded
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +28,7 @@ from lpconv.plan.files import CARD, INDEX, SOURCE_CARD, copy_side_files, plain_c
 from lpconv.plan.plan import shard_names
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, RestoreResult, TensorRecord, ordered_json_text
-from lpconv.storage.checkpoint import Checkpoint
+from lpconv.storage.checkpoint import Checkpoint, Watch
 from lpconv.storage.dtypes import TORCH_DTYPES
 from lpconv.storage.header import DTYPE_BITS, TensorInfo, encode_header, lay_out, quantization_method
 from lpconv.storage.partfile import PartFile, write_small
@@ -72,12 +72,9 @@ def restore_ours(directory: Path, output: Path, *, force: bool, progress: Progre
         work = Workspace()
         files = _write_weights(staging.directory, tensors, lambda info: _restored_blocks(reader, info, work, progress))
         converted = {k: provenance.get(k) for k in ("method", "format", "residual")}
-        origin = {"converted": converted, "source": provenance["source"]}
+        origin = {"exact": exact, "converted": converted, "source": provenance["source"]}
         copy_side_files(staging.directory, checkpoint, renamed={SOURCE_CARD: CARD})
-        _write_documents(staging.directory, plain_config(checkpoint), origin, exact=exact)
-        write_sums(staging.directory, files)
-        watched.check()
-        staging.publish()
+        _publish(staging, plain_config(checkpoint), origin, files, watched)
     return RestoreResult(
         path=str(directory),
         output=str(output),
@@ -153,12 +150,9 @@ def decode_checkpoint(
         with Staging(output, {"restore": str(directory)}, force=force) as staging, staging.discard_on_failure():
             progress.start("decoding", sum(e.info.num_bytes for e in source.entries.values()))
             files = _write_weights(staging.directory, tensors, blocks)
-            origin = {"converted": {"method": method, "dtype": target.name}}
+            origin = {"exact": not lost, "converted": {"method": method, "dtype": target.name}}
             copy_side_files(staging.directory, checkpoint)
-            _write_documents(staging.directory, config, origin, exact=not lost)
-            write_sums(staging.directory, files)
-            watched.check()
-            staging.publish()
+            _publish(staging, config, origin, files, watched)
     return RestoreResult(
         path=str(directory),
         output=str(output),
@@ -198,8 +192,13 @@ def _write_weights(
     return tuple(files)
 
 
-def _write_documents(directory: Path, config: Mapping[str, Any], origin: Mapping[str, Any], *, exact: bool) -> None:
-    """Write the config, and an lpconv.json that says where the weights come from and whether their bits are exact."""
-    write_small(directory / "config.json", ordered_json_text(config))
-    marker = {"format_version": 1, "kind": "restore", "exact": exact, **origin, "version": __version__}
-    write_small(directory / MARKER, ordered_json_text(marker))
+def _publish(
+    staging: Staging, config: Mapping[str, Any], origin: Mapping[str, Any], files: Sequence[FileRecord], watched: Watch
+) -> None:
+    """Write config, SHA256SUMS and an lpconv.json that says where the weights come from, and publish the output."""
+    write_small(staging.directory / "config.json", ordered_json_text(config))
+    marker = {"format_version": 1, "kind": "restore", **origin, "version": __version__}
+    write_small(staging.directory / MARKER, ordered_json_text(marker))
+    write_sums(staging.directory, files)
+    watched.check()
+    staging.publish()

@@ -4,7 +4,6 @@ Statistics are those of the decoded weights for checkpoints quantised by another
 only few codes have the largest magnitude, unless scales are too small.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -34,7 +33,7 @@ _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _MANY = {4: 0.3, 8: 0.05}
 
 
-def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
+def judge_scales(record: InspectResult, checkpoint: Checkpoint) -> InspectResult:
     """Add the defects found in the scales to a checkpoint's record.
 
     Returns `record` unchanged if the headers have problems, or if the scales are stored among the codes. Raises
@@ -42,7 +41,6 @@ def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
     """
     if "scales" not in record.not_checked or record.problems or record.not_judged:
         return record
-    checkpoint = Checkpoint.open(model)
     with closing(open_source(checkpoint)) as source:
         forms = recognise(Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()}))
         settings = checkpoint.config.get("quantization_config") or {}
@@ -72,7 +70,9 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
             record = describe(checkpoint, infos, found=Findings())
         if record.layout not in READ:
             measured = _with_statistics(record, source, progress)
-            return replace(measured, warnings=(*measured.warnings, *_tie_warnings(source, checkpoint)))
+            shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items()}
+            ties = tie_warnings(shapes, checkpoint.config, find_ties(source, checkpoint))
+            return replace(measured, warnings=(*measured.warnings, *ties))
     record = judge_scales(record, checkpoint)
     if record.problems or record.not_judged:
         return record
@@ -82,11 +82,6 @@ def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResul
         tensors = tuple(_with_share(t, stored, grids[t.name]) if t.name in grids else t for t in measured.tensors)
         many = tuple(w for t in tensors if (w := _saturation_warning(t, stored.forms[t.name])))
     return replace(measured, tensors=tensors, warnings=(*measured.warnings, *many))
-
-
-def _tie_warnings(source: Source, checkpoint: Checkpoint) -> Iterator[str]:
-    shapes = {n: (e.info.shape, e.info.dtype) for n, e in source.entries.items()}
-    return tie_warnings(shapes, checkpoint.config, find_ties(source, checkpoint))
 
 
 def _saturation_warning(t: StoredTensor, form: Stored) -> str | None:

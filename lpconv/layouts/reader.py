@@ -222,16 +222,12 @@ class DecodedSource:
 
     def __init__(self, stored: StoredTensors) -> None:
         self._stored = stored
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._band = lru_cache(maxsize=_BANDS)(stored.values)  # decoded elements of whole rows
         forms = stored.forms.values()
         for info in lay_out((f.name, f.data[0].dtype if f.is_kept else "F32", f.shape) for f in forms):
             where = stored.entries[stored.forms[info.name].data[0].name]
-            self._entries[info.name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
+            self.entries[info.name] = TensorEntry(info=info, file=where.file, alias_of=where.alias_of)
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         if self._stored.forms[name].is_kept:

@@ -50,26 +50,19 @@ class SafetensorsSource:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._files: dict[str, tuple[RangedFile, Header]] = {}
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         try:
             for name in checkpoint.weight_files:
-                self._open(checkpoint.directory / name, name, checkpoint.headers[name])
+                self._files[name] = open_file(checkpoint.directory / name), checkpoint.headers[name]
+                for info in checkpoint.headers[name].tensors.values():
+                    _add(self.entries, TensorEntry(info=info, file=name))
         except BaseException:
             self.close()
             raise
-        _check_index(checkpoint, self._entries)
-
-    def _open(self, path: Path, name: str, header: Header) -> None:
-        self._files[name] = open_file(path), header
-        for info in header.tensors.values():
-            _add(self._entries, TensorEntry(info=info, file=name))
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
+        _check_index(checkpoint, self.entries)
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
-        entry = self._entries[name]
+        entry = self.entries[name]
         file, header = self._files[entry.file]
         file.read_into(header.data_start + entry.info.begin + start, out)
 
@@ -83,12 +76,12 @@ class TorchSource:
     """`pytorch_model*.bin` files of one checkpoint, opened without running code from them."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._entries: dict[str, TensorEntry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._tensors: dict[str, Tensor] = {}
         self._sizes: dict[str, tuple[Path, int]] = {}
         for name in checkpoint.weight_files:
             self._open(checkpoint.directory / name, name)
-        _check_index(checkpoint, self._entries)
+        _check_index(checkpoint, self.entries)
 
     def _open(self, path: Path, file: str) -> None:
         import torch
@@ -121,17 +114,13 @@ class TorchSource:
             position += size
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg(), tensor.is_conj())
             alias = first_names.setdefault(key, name) if tensor.numel() else name
-            _add(self._entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
+            _add(self.entries, TensorEntry(info=info, file=file, alias_of=None if alias == name else alias))
             self._tensors[name] = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-    @property
-    def entries(self) -> Mapping[str, TensorEntry]:
-        return self._entries
 
     def read_bytes(self, name: str, start: int, out: memoryview) -> None:
         import torch
 
-        path, size = self._sizes[self._entries[name].file]
+        path, size = self._sizes[self.entries[name].file]
         try:
             left = path.stat().st_size
         except OSError as e:
