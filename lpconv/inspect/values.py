@@ -33,7 +33,7 @@ _READABLE = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _MANY = {4: 0.3, 8: 0.05}
 
 
-def judge_scales(record: InspectResult, checkpoint: Checkpoint) -> InspectResult:
+def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
     """Add the defects found in the scales to a checkpoint's record.
 
     Returns `record` unchanged if the headers have problems, or if the scales are stored among the codes. Raises
@@ -41,6 +41,7 @@ def judge_scales(record: InspectResult, checkpoint: Checkpoint) -> InspectResult
     """
     if "scales" not in record.not_checked or record.problems or record.not_judged:
         return record
+    checkpoint = Checkpoint.open(model)
     with closing(open_source(checkpoint)) as source:
         forms = recognise(Headers.of(checkpoint.config, {n: e.info for n, e in source.entries.items()}))
         settings = checkpoint.config.get("quantization_config") or {}

@@ -64,26 +64,23 @@ def verify_written(job: Job, directory: Path, tensors: Sequence[TensorRecord], p
     problems = weights_problems(weights, tensors)
     result = VerifyResult(level="weights", passed=not problems, weights=weights, problems=problems)
     if level in ("logits", "auto") or needs_logits(job.gates):
-        result = with_models(job, directory, result, tensors, progress, automatic=not needs_logits(job.gates))
+        result = with_models(job, directory, result, tensors, progress)
     return with_gates(result, job.gates)
 
 
 def with_models(
-    job: Job,
-    directory: Path,
-    result: VerifyResult,
-    tensors: Sequence[TensorRecord],
-    progress: Progress,
-    *,
-    automatic: bool = True,
+    job: Job, directory: Path, result: VerifyResult, tensors: Sequence[TensorRecord], progress: Progress
 ) -> VerifyResult:
     """Add to `result` what transformers says of source and output, and the comparison of their outputs.
 
-    Models are left out if they are large, and if the level is ``auto`` and the call `automatic`.
+    Large models are left out at the level ``auto``, unless a gate needs their outputs.
     """
-    automatic = automatic and job.plan.options.verify == "auto"
+    automatic = job.plan.options.verify == "auto" and not needs_logits(job.gates)
+    if automatic and (why := job.memory.no_logits) is not None:
+        opened = OpenedCheck(not_asked=(f"source and result: {why}",))
+        return dataclasses.replace(result, opened=opened, logits=LogitsCheck(skipped=why))
     progress.start("opening both models", 0)
-    opened = check_opened(job, directory, automatic=automatic)
+    opened = check_opened(job, directory)
     problems = (*result.problems, *opened_problems(opened, job.fit.missing))
     progress.start("running both models", 0)
     try:
@@ -97,14 +94,12 @@ def with_models(
     )
 
 
-def check_opened(job: Job, directory: Path, *, automatic: bool) -> OpenedCheck:
+def check_opened(job: Job, directory: Path) -> OpenedCheck:
     """Let transformers open source and output, or record why not.
 
     It must open the output if it opens the source, unless the layout is for another library, whose files it may read
     only in part, or a warning says that it does not.
     """
-    if automatic and job.memory.no_logits is not None:
-        return OpenedCheck(not_asked=(f"source and result: {job.memory.no_logits}",))
     from lpconv.models.witness import open_with_transformers  # imports transformers (seconds)
 
     trust, models, not_asked = job.plan.options.trust_remote_code, list[OpenedModel | None](), list[str]()
@@ -168,9 +163,6 @@ def output_problems(logits: LogitsCheck, tensors: Sequence[TensorRecord]) -> tup
 
 def check_outputs(job: Job, directory: Path, *, automatic: bool) -> LogitsCheck:
     """Run both models and compare, or record why not. Only an `automatic` comparison may be skipped."""
-    skip = job.memory.no_logits if automatic else None
-    if skip is not None:
-        return LogitsCheck(skipped=skip)
     from lpconv.models.opening import error_line
     from lpconv.verify.outputs import check_logits, check_model  # imports transformers (seconds)
 
