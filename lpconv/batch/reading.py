@@ -60,19 +60,12 @@ class _TextLoader(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_TextLoader)
-
-
-def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=unique_keys)
-
-
+_parse_yaml = functools.partial(yaml.load, Loader=_TextLoader)
 _PARSERS: dict[str, Callable[[str], Any]] = {
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
     ".toml": tomllib.loads,
-    ".json": _parse_json,
+    ".json": functools.partial(json.loads, object_pairs_hook=unique_keys),
 }
 
 

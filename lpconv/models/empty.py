@@ -94,7 +94,7 @@ def linear_modules(checkpoint: Checkpoint, names: Iterable[str]) -> LinearModule
         if (
             x.kind == "Linear"
             and x.is_plain
-            and not _has_part(x.name, wide)
+            and not any(f".{part}." in f".{x.name}." for part in wide)
             and all(op is None for op in sources.values())
         ):
             plain |= {n.removesuffix(".weight"): x.name for n in sources} or {x.name: x.name}
@@ -144,10 +144,6 @@ def _stored_names(model: Any, names: Iterable[str]) -> dict[str, dict[str, str |
         if target in state:
             sources.setdefault(target, {})[name] = alone if pattern is None else first[pattern]
     return sources
-
-
-def _has_part(name: str, parts: Iterable[str]) -> bool:
-    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def check_memory(num_parameters: int, *, copies: int, what: str) -> None:

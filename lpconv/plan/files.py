@@ -101,16 +101,13 @@ def write_metadata(directory: Path, checkpoint: Checkpoint, plan: Plan, files: S
     if LOADER.removesuffix(".py") in str(config.get("auto_map", "")):
         write_small(directory / LOADER, _loader_source(str(config["model_type"])))
     if len(plan.shards) > 1:
-        write_small(directory / INDEX, ordered_json_text(_index(plan)))
+        stored = [(t, s.root.name) for s in plan.shards for t in s.root.tensors]
+        index = weight_index({t.name: file for t, file in stored}, sum(t.num_bytes for t, _ in stored))
+        write_small(directory / INDEX, ordered_json_text(index))
     hashes = {f.name: f.sha256 or "" for f in files}
     pairs = [(s.residual.name, s.root.name, hashes[s.root.name]) for s in plan.shards if s.residual is not None]
     if pairs:
         write_small(directory / RESIDUAL_INDEX, ordered_json_text(residual_index(str(plan.options.residual), pairs)))
-
-
-def _index(plan: Plan) -> dict[str, Any]:
-    tensors = [(t, s.root.name) for s in plan.shards for t in s.root.tensors]
-    return weight_index({t.name: file for t, file in tensors}, sum(t.num_bytes for t, _ in tensors))
 
 
 def weight_index(files: Mapping[str, str], total_bytes: int) -> dict[str, Any]:

@@ -93,17 +93,11 @@ def _decide(info: TensorInfo, options: ConvertOptions) -> _Decision:
     wanted = FORMATS[options.format or METHODS[options.method].default_format]
     for rule in options.rules:
         if matches(rule.pattern, info.name):
-            return _by_rule(rule.pattern, rule.format)
+            return None if rule.format == "keep" else FORMATS[rule.format], f"rule `{rule.pattern}`"
     if options.include and not any(matches(p, info.name) for p in options.include):
         return None, "not included"
-    return _any_default(info, wanted) if form_type(options).holds_anything else _codes_default(info, wanted)
-
-
-def _by_rule(pattern: str, name: str) -> _Decision:
-    return None if name == "keep" else FORMATS[name], f"rule `{pattern}`"
-
-
-def _any_default(info: TensorInfo, wanted: Format) -> _Decision:
+    if not form_type(options).holds_anything:
+        return _codes_default(info, wanted)
     if DTYPE_BITS[info.dtype] <= _NARROW and info.dtype == wanted.safetensors:
         return None, f"already {wanted.name}, so the residual is zero"
     return wanted, "pair"

@@ -236,16 +236,13 @@ def _layout_hint(layout: str, method: Method, fmt: Format, grain: Grain | None) 
     others = [name for name in method.layouts if _supports(method, name, fmt, grain)]
     grains_of: dict[str, list[str]] = {}
     for name in (TENSOR, *GRAINS, "group:N") if layout != LPCONV else ():  # lpconv's own layout holds nearly everything
-        formats = [f for f in FORMATS.values() if _is_supported(layout, f, get_grain(name.replace("N", "32")))]
+        grain_of_name = get_grain(name.replace("N", "32"))
+        formats = [f for f in FORMATS.values() if any(_supports(m, layout, f, grain_of_name) for m in METHODS.values())]
         if formats:
             grains_of.setdefault(" or ".join(f.name for f in formats), []).append(name)
     held = "; ".join(f"--format {f} with --granularity {' or '.join(grains)}" for f, grains in grains_of.items())
     parts = [f"use --layout {' or '.join(others)}"] if others else []
     return "; ".join([*parts, f"{layout} holds {held}"] if held else parts)
-
-
-def _is_supported(layout: str, fmt: Format, grain: Grain | None) -> bool:
-    return any(_supports(method, layout, fmt, grain) for method in METHODS.values())
 
 
 def _check_calibration(options: ConvertOptions, format_name: str, grain: Grain | None) -> None:

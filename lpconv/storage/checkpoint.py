@@ -243,14 +243,12 @@ def find_residual(directory: Path) -> Residuals | None:
             f"`{path}` has format_version {document.get('format_version')}", hint="update lpconv to open it"
         )
     form, files = document.get("residual"), document.get("files")
-    if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+    entries = list(files.values()) if isinstance(files, dict) else [None]
+    is_valid = all(isinstance(e, dict) and isinstance(e.get(k), str) for e in entries for k in ("root", "root_sha256"))
+    if not isinstance(form, str) or not isinstance(files, dict) or not is_valid:
         raise InputError(f"`{path}` is not a residual index", hint="download the checkpoint again")
     for low, entry in files.items():
         for name in (low, entry["root"]):
             check_inside(directory, name)
     roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
     return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
-
-
-def _is_entry(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("root", "root_sha256"))

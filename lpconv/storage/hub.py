@@ -80,7 +80,7 @@ def download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     names = wanted_files(f.rfilename for f in _model_info(repo_id, revision).siblings or ())
-    if not any(_is_weights(name) for name in names):
+    if not any(_SAFETENSORS.fullmatch(name) or _PICKLES.fullmatch(name) for name in names):
         raise InputError(
             f"`{repo_id}` has no weights that lpconv reads",
             hint="choose a repository with model*.safetensors or pytorch_model*.bin",
@@ -145,10 +145,6 @@ def why_unreachable(endpoint: str) -> str | None:
     thread.start()
     thread.join(_CONNECT_S + 0.2)
     return outcome[0] if outcome else f"{host} cannot be reached (no answer within {_CONNECT_S:g} s)"
-
-
-def _is_weights(name: str) -> bool:
-    return bool(_SAFETENSORS.fullmatch(name) or _PICKLES.fullmatch(name))
 
 
 def _shards_exist(index: Path) -> bool:
