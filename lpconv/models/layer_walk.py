@@ -63,7 +63,7 @@ class LayerWalk:
         `checkpoint` has the config of the decoded values.
         """
         cls_of_model = architecture(checkpoint.config)
-        model, missing = load_from_files(checkpoint, stored, model_class=cls_of_model, experts_implementation="eager")
+        model, missing = load_from_files(stored, model_class=cls_of_model, experts_implementation="eager")
         if missing:
             raise UnsupportedError(f"the source lacks the weight `{missing[0]}`", hint=_HINT)
         model.config.use_cache = False

@@ -74,7 +74,7 @@ def load_with_missing(
         return model.eval(), missing_parameters(cls, info)
     dtype = dtype or (torch.float32 if has_residual else None)
     with StoredTensors.open(checkpoint) as stored:
-        return _build_model(checkpoint, stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
+        return _build_model(stored, StoredTensors.tensor, model_class=cls, dtype=dtype, **kwargs)
 
 
 def load_resident(
@@ -87,7 +87,7 @@ def load_resident(
     cls = model_class or architecture(checkpoint.config, trusted=_code_directory(checkpoint, kwargs))
     kwargs.setdefault("experts_implementation", "eager")  # processes one expert at a time
     with StoredTensors.open(checkpoint) as stored:
-        model, missing = _build_model(checkpoint, stored, _coded_in_memory, model_class=cls, dtype=dtype, **kwargs)
+        model, missing = _build_model(stored, _coded_in_memory, model_class=cls, dtype=dtype, **kwargs)
         save_as_codes(model, stored.read_others())
     model.config.quantization_config = checkpoint.config["quantization_config"]
     if LOADER in str(getattr(model.config, "auto_map", "")):  # the loader, which `save_pretrained` does not copy
@@ -102,10 +102,9 @@ def open_in_files(path: Openable) -> Iterator[tuple[Any, tuple[str, ...]]]:
     A layer uses the memory of a few of its rows while it multiplies by them, and every pass reads the files again. The
     model runs inside the context only.
     """
-    checkpoint = Checkpoint.open(path)
-    with StoredTensors.open(checkpoint) as stored, quiet_transformers():
-        cls = architecture(checkpoint.config)
-        model, missing = load_from_files(checkpoint, stored, model_class=cls, experts_implementation="eager")
+    with StoredTensors.open(path) as stored, quiet_transformers():
+        cls = architecture(stored.checkpoint.config)
+        model, missing = load_from_files(stored, model_class=cls, experts_implementation="eager")
         model.config.use_cache = False  # no key-value cache: nothing is generated
         yield model, missing
 
@@ -119,23 +118,19 @@ def load_rows(
     whole. Buffers and missing parameters are whole too. transformers receives tensors that it can rename, stack and
     join without reading a number. Any other operation reads a whole tensor.
     """
-    checkpoint = Checkpoint.open(path)
-    with StoredTensors.open(checkpoint) as stored:
-        model, missing = load_from_files(checkpoint, stored, model_class=model_class, **kwargs)
+    with StoredTensors.open(path) as stored:
+        model, missing = load_from_files(stored, model_class=model_class, **kwargs)
         read_whole = {n for n, p in model.named_parameters() if p.ndim > 1 and not isinstance(p, CodedTensor)}
         _keep_rows(model, mesh)
     return model, missing, tuple(sorted(read_whole.difference(missing)))
 
 
-def load_from_files(
-    checkpoint: Checkpoint, stored: StoredTensors, *, model_class: Any, **kwargs: Any
-) -> tuple[Any, tuple[str, ...]]:
+def load_from_files(stored: StoredTensors, *, model_class: Any, **kwargs: Any) -> tuple[Any, tuple[str, ...]]:
     """The model in fp32 from open tensors, with matrices left in their files until they are used."""
-    return _build_model(checkpoint, stored, _coded_in_files, model_class=model_class, dtype=torch.float32, **kwargs)
+    return _build_model(stored, _coded_in_files, model_class=model_class, dtype=torch.float32, **kwargs)
 
 
 def _build_model(
-    checkpoint: Checkpoint,
     stored: StoredTensors,
     tensor: Callable[[StoredTensors, str], Tensor],
     *,
@@ -147,16 +142,14 @@ def _build_model(
 
     `dtype` defaults to the config's.
     """
-    config = copy.deepcopy(kwargs.pop("config", None))
+    config, directory = copy.deepcopy(kwargs.pop("config", None)), stored.checkpoint.directory
     if config is None:
-        config, kwargs = transformers.AutoConfig.from_pretrained(
-            checkpoint.directory, return_unused_kwargs=True, **kwargs
-        )
+        config, kwargs = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **kwargs)
     state = {name: tensor(stored, name) for name in stored.forms}
     cls = resolve_auto_class(model_class, config)
     model, report = load_from_state(cls, config, state, dtype=dtype or config.dtype, **kwargs)
-    if model.can_generate() and (checkpoint.directory / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint.directory)
+    if model.can_generate() and (directory / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, missing_parameters(model_class, report)
 
 

@@ -53,7 +53,7 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
     arguments = _reading_arguments(checkpoint)
     with quiet_transformers(), StoredTensors(checkpoint, None) as stored:
         with model_errors("no model can be built from it", hint="check that config.json belongs to the weights"):
-            ours, missing = load_from_files(checkpoint, stored, model_class=cls, **options)
+            ours, missing = load_from_files(stored, model_class=cls, **options)
         values, right, wrong = ours.state_dict(), set[str](), set[str]()
 
         def compare(name: str, theirs: Tensor) -> None:

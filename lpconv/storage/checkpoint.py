@@ -54,7 +54,7 @@ class Checkpoint:
     side_files: tuple[str, ...]
 
     @classmethod
-    def open(cls, model: "Openable", *, revision: str | None = None) -> "Checkpoint":
+    def open(cls, model: "Openable", *, revision: str | None = None, whole: bool = False) -> "Checkpoint":
         """Open a name that `resolve` knows, the path of a directory, or a checkpoint that is already open.
 
         Raises the errors of `resolve`; InputError for a directory without config or weights, for a damaged index, and
@@ -64,22 +64,17 @@ class Checkpoint:
             return model
         if isinstance(model, Path):
             origin = Resolved(name=str(model), resolved=str(model.absolute()), directory=as_directory(model))
-            return cls.from_resolved(origin)
-        return cls.from_resolved(resolve(model, revision=revision))
-
-    @classmethod
-    def from_resolved(cls, origin: Resolved) -> "Checkpoint":
-        """Open the directory of a resolved name. Raises InputError like `open`."""
-        directory = origin.directory
-        config = read_config(directory)
-        kind, weight_files, weight_map = find_weights(directory, config)
+        else:
+            origin = resolve(model, revision=revision, whole=whole)
+        config = read_config(origin.directory)
+        kind, weight_files, weight_map = find_weights(origin.directory, config)
         return cls(
             origin=origin,
             kind=kind,
             weight_files=weight_files,
             weight_map=weight_map,
             config=config,
-            side_files=find_side_files(directory, weight_files),
+            side_files=find_side_files(origin.directory, weight_files),
         )
 
     @classmethod
@@ -120,12 +115,8 @@ class Checkpoint:
 
     def local_copy(self) -> "Checkpoint":
         """The same checkpoint with all files on this machine; files at a URL are copied."""
-        origin = self.origin
-        return (
-            Checkpoint.from_resolved(resolve(origin.name, revision=origin.revision, whole=True))
-            if is_url(origin.name)
-            else self
-        )
+        name, revision = self.origin.name, self.origin.revision
+        return Checkpoint.open(name, revision=revision, whole=True) if is_url(name) else self
 
     def check_promised(self) -> dict[str, str]:
         """Check the files against the hub's SHA-256 hashes, and return these. Call before weights are read.
@@ -243,12 +234,14 @@ def find_residual(directory: Path) -> Residuals | None:
             f"`{path}` has format_version {document.get('format_version')}", hint="update lpconv to open it"
         )
     form, files = document.get("residual"), document.get("files")
-    entries = list(files.values()) if isinstance(files, dict) else [None]
-    is_valid = all(isinstance(e, dict) and isinstance(e.get(k), str) for e in entries for k in ("root", "root_sha256"))
-    if not isinstance(form, str) or not isinstance(files, dict) or not is_valid:
+    if not isinstance(form, str) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise InputError(f"`{path}` is not a residual index", hint="download the checkpoint again")
     for low, entry in files.items():
         for name in (low, entry["root"]):
             check_inside(directory, name)
     roots = tuple((entry["root"], entry["root_sha256"]) for entry in files.values())
     return Residuals(form=form, directory=directory, files=tuple(files), roots=roots)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(k), str) for k in ("root", "root_sha256"))

@@ -203,13 +203,14 @@ def test_machines_that_fetched_the_same_commit_agree(
     (tmp_path / "there" / "model-00002-of-00007.safetensors").touch()
     for number, (folder, commit) in enumerate([("here", "a" * 40), ("there", "a" * 40)], 1):
         origin = Resolved(name="org/name", directory=tmp_path / folder, resolved="org/name", revision=commit)
-        convert_part(Checkpoint.from_resolved(origin), output, UNIT, Part(number=number, count=2))
-    elsewhere = dataclasses.replace(origin, revision="b" * 40)
+        fetched = dataclasses.replace(Checkpoint.open(tmp_path / folder), origin=origin)
+        convert_part(fetched, output, UNIT, Part(number=number, count=2))
+    elsewhere = dataclasses.replace(fetched, origin=dataclasses.replace(origin, revision="b" * 40))
     with pytest.raises(OutputExistsError) as caught:
-        finish(Checkpoint.from_resolved(elsewhere), output, UNIT)
+        finish(elsewhere, output, UNIT)
     assert caught.value.details["part"] == "1/2"
     assert "commit" in str(caught.value.details["changed"])
-    finish(Checkpoint.from_resolved(origin), output, UNIT)
+    finish(fetched, output, UNIT)
 
 
 def test_a_part_that_was_damaged(source: Path, output: Path) -> None:
