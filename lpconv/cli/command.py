@@ -95,9 +95,8 @@ def without_blanks(flag: str, texts: Sequence[str]) -> list[str]:
 
 def output_of(output: str | None, model: str, *words: str) -> Path:
     """The output directory: `output`, or in the current directory the model's name and `words` joined by dashes."""
-    from lpconv.storage.resolve import base_name
-
-    return Path(output or "-".join((base_name(model), *(word.replace(" ", "-") for word in words))))
+    name = Path(model).name if model not in (".", "..") else Path(model).resolve().name
+    return Path(output or "-".join((name, *(word.replace(" ", "-") for word in words))))
 
 
 def typed_command() -> str:

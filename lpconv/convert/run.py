@@ -214,7 +214,7 @@ def _changed_facts(job: Job, record: dict[str, Any]) -> list[str]:
 
 
 def _check_place(output: Path | str, options: ConvertOptions) -> None:
-    """Raise an error if the output exists, unless a finished run is being resumed, which `finished_output` checks."""
+    """Raise an error if the output exists, unless a finished run is being resumed, which `_finished` checks."""
     if isinstance(output, str) and is_url(output):
         check_free_url(output, resume=options.resume, force=options.force)
     elif not (options.resume and os.path.isfile(Path(output) / MARKER)):

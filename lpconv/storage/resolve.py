@@ -88,11 +88,6 @@ def _find(name: str, revision: str | None, *, whole: bool) -> Resolved:
     return _from_hub(name, revision)
 
 
-def base_name(name: str) -> str:
-    """The last part of a model's name, after which its output is named."""
-    return Path(name).name if name not in (".", "..") else Path(name).resolve().name
-
-
 def looks_like_path(name: str) -> bool:
     """Whether `name` can only be a path: neither ``name`` nor ``owner/name`` in the hub's spelling."""
     return _HUB_NAME.fullmatch(name) is None
