@@ -1,32 +1,19 @@
-"""Options of an export, and checks of what it needs. Plain Python."""
+"""Options of an export, and names that its files share. Plain Python."""
 
 import dataclasses
-from collections.abc import Mapping
-from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 
-from lpconv.errors import UnsupportedError, UsageError
-from lpconv.forms import Headers, Stored, grid_of
+from lpconv.forms import Stored, grid_of
 from lpconv.forms.grid import Grid
-from lpconv.layouts.headers import recognise
 from lpconv.options import AllowMissing, Force, Option, Revision
-from lpconv.storage.checkpoint import Checkpoint
-from lpconv.storage.source import open_source
 
 # A protobuf file is limited to 2 GiB, and the graph takes a little of that.
 MAX_INLINE_BYTES = 2 * 10**9
-# The lowest opset of torch's exporter, and the first ones in which DequantizeLinear accepts fp8, and int4 and groups.
-_OLDEST_OPSET = 18
-_FP8_OPSET = 19
-_INTEGERS_OPSET = 21
-_FLOAT8_DTYPES = {"F8_E4M3", "F8_E5M2"}
 # Prefix of the names of inputs with keys and values.
 PAST = "past_key_values."
 NO_CACHE_HINT = "leave out --cache to export it without"
-_DECODERS = ("ForCausalLM", "LMHeadModel")
-_LAYERS_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,22 +43,6 @@ class ExportOptions:
     force: Force = False
 
 
-def check_has_cache(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if config.json tells that the model is not a decoder with keys and values in each layer.
-
-    `cache.open_with_cache` knows more models, but imports transformers.
-    """
-    name = (config.get("architectures") or ["the model"])[0]
-    if config.get("is_encoder_decoder") or not str(name).endswith(_DECODERS):
-        raise UnsupportedError(f"`{name}` is not a decoder, so it has no cache", hint=NO_CACHE_HINT)
-    kinds = config.get("layer_types")
-    others = sorted({str(kind) for kind in kinds} - _LAYERS_WITH_KEYS) if isinstance(kinds, list) else []
-    if others:
-        raise UnsupportedError(
-            f"`{name}` has layers of type `{others[0]}`, which keep more than keys and values", hint=NO_CACHE_HINT
-        )
-
-
 def integer_grid(form: Stored) -> Grid | None:
     """The grid of a matrix whose codes are integers without zero points, one scale per row or group of a row.
 
@@ -83,24 +54,3 @@ def integer_grid(form: Stored) -> Grid | None:
     rows, cols = grid.block
     is_plain = grid.zeros is None and grid.order is None and grid.columns is None
     return grid if is_plain and rows == 1 and form.shape[1] % cols == 0 else None
-
-
-def oldest_opset(checkpoint: Checkpoint) -> int:
-    """The oldest opset that has the formats of a checkpoint. Reads headers only."""
-    with closing(open_source(checkpoint)) as source:
-        headers = {name: entry.info for name, entry in source.entries.items()}
-    if any(integer_grid(form) for form in recognise(Headers.of(checkpoint.config, headers)).values()):
-        return _INTEGERS_OPSET
-    return _FP8_OPSET if any(info.dtype in _FLOAT8_DTYPES for info in headers.values()) else _OLDEST_OPSET
-
-
-def choose_opset(wanted: int | None, *, oldest: int) -> int:
-    """The opset to export with. Raises UsageError if `wanted` is older than the contents of the file allow."""
-    if wanted is None:
-        return oldest
-    if wanted < oldest:
-        why = "is older than what torch writes"
-        if wanted >= _OLDEST_OPSET:
-            why = "has no fp8" if oldest == _FP8_OPSET else "has no integers with a scale per group"
-        raise UsageError(f"opset {wanted} {why}", hint=f"pass --opset {oldest} or higher, or leave it out")
-    return wanted
