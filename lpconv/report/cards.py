@@ -6,16 +6,7 @@ import re
 from pathlib import PurePath
 
 from lpconv.layouts import LAYOUTS
-from lpconv.report.convert import (
-    RUN_FIGURES,
-    auto_class,
-    figures,
-    form_name,
-    opening_lines,
-    scale_words,
-    serving,
-    summary,
-)
+from lpconv.report.convert import RUN_FIGURES, auto_class, figures, form_name, opening_blocks, scale_words, summary
 from lpconv.report.document import Block, Bullets, Code, Document, Prose, Section, Table, section, sections_of
 from lpconv.report.finetune import diagnostics, gap_table, held_out_table, held_out_words, title, verdict
 from lpconv.report.numbers import MISSING
@@ -95,8 +86,7 @@ def _open_converted(result: ConvertResult) -> tuple[Block, ...]:
     if _is_foreign(result):
         layout = LAYOUTS[result.options["layout"]]
         words = layout.opening.format(codes=f"{result.format} codes with {scale_words(result)}")
-        opening = opening_lines(str(result.options["layout"]), result.architecture, "PATH")
-        return Prose(text=words), Code(language="python", lines=opening), *serving(result, "PATH")
+        return Prose(text=words), *opening_blocks(result, "PATH")
     if result.method == "collage":
         ordinary = "is an ordinary {} checkpoint: plain transformers and any other tool can open it."
         kept = "What {} rounded away is stored next to it, under `collage/`. lpconv adds the residual again:"

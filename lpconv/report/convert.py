@@ -1,6 +1,5 @@
 """Documents and sentences of a conversion: what was done, what it cost and how it was verified; and comparisons."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,6 @@ from lpconv.report.numbers import (
     duration_text,
     error_text,
     kl_text,
-    kl_words,
     plural,
     rate_text,
     share_text,
@@ -54,7 +52,7 @@ from lpconv.report.tensors import (
     worst_section,
     worst_tensors,
 )
-from lpconv.report.verify import outcome_of, percent, verification_section, verify_headline
+from lpconv.report.verify import outcome_of, outputs_tile, percent, verification_section, verify_headline
 from lpconv.results import ConvertResult, FileRecord, LogitsCheck, PartResult, PlanResult, TensorRecord
 
 _SHARDS = 8  # most files shown on a terminal
@@ -77,7 +75,7 @@ def convert_document(result: ConvertResult) -> Document:
         worst_section(result.tensors),
         layer_section(result.tensors),
         tensor_section(result, listed),
-        _opening_section(result),
+        section("How to open it", *opening_blocks(result, result.output)),
         _provenance_section(result),
     )
     charts = " with charts" if any(isinstance(block, Chart) for s in sections for block in s.blocks) else ""
@@ -161,7 +159,7 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
         Tile(label="Weights", figure=size_text(written), detail=size),
         Tile(label="Tensors converted", figure=count_text(len(changed)), detail=total),
         _sqnr_tile(changed),
-        _outputs_tile(result),
+        outputs_tile(result.verify),
         *_feedback_tile(result),
         Tile(label="Time", figure=duration_text(result.seconds), detail=f"{rate} read and written"),
         Tile(label="Peak memory", figure=size_text(result.peak_rss_bytes), detail="peak RSS of the process"),
@@ -171,33 +169,11 @@ def _tiles(result: ConvertResult) -> tuple[Tile, ...]:
 def _sqnr_tile(changed: Sequence[TensorRecord]) -> Tile:
     label, worst = "Lowest SQNR of a tensor", worst_tensors(changed, 1)
     if worst:
-        usual = _usual_words(worst[0])
-        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=f"{worst[0].name}{usual}")
+        detail = f"{worst[0].name}{usual_sqnr(worst[0].format)}"
+        return Tile(label=label, figure=sqnr_text(worst[0].sqnr_db, " dB"), detail=detail)
     if any(t.sqnr_db is not None for t in changed):
         return Tile(label=label, figure="exact", detail="every converted tensor")
     return Tile(label=label, figure=MISSING, detail="not measured")
-
-
-def _usual_words(t: TensorRecord) -> str:
-    """The usual SQNR of a tensor's format, in brackets; empty if it is unknown, or if points add up."""
-    usual = "" if t.points else usual_sqnr(t.format)
-    return f" ({usual})" if usual else ""
-
-
-def _outputs_tile(result: ConvertResult) -> Tile:
-    """The distance of the outputs on text, because outputs of random inputs say nothing about quality."""
-    label, logits = "Model outputs", result.verify.logits
-    if logits is None or logits.skipped:
-        return Tile(label=label, figure=MISSING, detail=(logits.skipped if logits else None) or "not compared")
-    if logits.bit_equal and result.verify.weights and result.verify.weights.min_sqnr_db == math.inf:
-        return Tile(label=label, figure="bit-equal", detail="to the source's")
-    as_they_are = ", inputs not rounded" if has_input_scales(result) else ""
-    if not logits.is_text:
-        return Tile(label=label, figure=MISSING, detail="not compared on text")
-    if logits.mean_kl is None:
-        return Tile(label=label, figure=error_text(logits.rel_error), detail=f"relative error on text{as_they_are}")
-    figure, detail = f"KL {logits.mean_kl:.2g} nats", f"on text: {kl_words(logits.mean_kl)}{as_they_are}"
-    return Tile(label=label, figure=figure, detail=detail)
 
 
 def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
@@ -209,24 +185,15 @@ def _feedback_tile(result: ConvertResult) -> tuple[Tile, ...]:
     return (Tile(label="Output error removed", figure=share_text(errors[0] - errors[1], errors[0]), detail=detail),)
 
 
-def _opening_section(result: ConvertResult) -> Section | None:
-    lines = opening_lines(str(result.options.get("layout", "lpconv")), result.architecture, result.output)
-    return section("How to open it", Code(lines=lines, language="python"), *serving(result, result.output))
-
-
-def serving(result: ConvertResult, path: str) -> tuple[Block, ...]:
-    """What to type to serve an output; empty if vLLM does not serve its codes."""
-    layout, granularity = str(result.options.get("layout")), str(result.options.get("granularity"))
-    served = LAYOUTS[layout].served if layout in LAYOUTS else ()
-    is_served = any(result.format == f and granularity.startswith(g) for f, g in served)
-    return ("To serve it with vLLM:", Code(lines=(f"vllm serve {path}",))) if is_served else ()
-
-
-def opening_lines(layout: str, architecture: str | None, path: str) -> tuple[str, ...]:
-    """Python code that opens an output; all layouts but lpconv's own open without lpconv."""
+def opening_blocks(result: ConvertResult, path: str) -> tuple[Block, ...]:
+    """Python code that opens an output, without lpconv unless it is in its own layout, and what to type to serve it."""
+    layout, granularity = str(result.options.get("layout", "lpconv")), str(result.options.get("granularity"))
     known = LAYOUTS.get(layout, LAYOUTS["transformers"])  # a report may be of another version
-    path = "/".join(filter(None, (path, known.file)))
-    return tuple(line.format(auto=auto_class(architecture), path=path) for line in known.python)
+    file = "/".join(filter(None, (path, known.file)))
+    lines = tuple(line.format(auto=auto_class(result.architecture), path=file) for line in known.python)
+    is_served = any(result.format == f and granularity.startswith(g) for f, g in known.served)
+    serving = ("To serve it with vLLM:", Code(lines=(f"vllm serve {path}",)))
+    return Code(lines=lines, language="python"), *(serving if is_served else ())
 
 
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.
@@ -278,21 +245,16 @@ def _option_text(value: object) -> str:
 
 
 def form_name(result: ConvertResult) -> str:
-    """The name of what was written: a scheme of a third-party layout with its codes, or the method with its format."""
-    options = result.options
-    residual = f", {result.residual} residual" if result.residual else ""
-    is_plain = result.method == "unit" and (has_finer_scales(result) or options.get("layout", "lpconv") != "lpconv")
-    form = (
-        f"{result.format} with {scale_words(result)}" if is_plain else f"{method_name(result.method)}, {result.format}"
-    )
-    feedback = "" if output_errors(t.rounding for t in result.tensors) is None else ", rounded with error feedback"
-    has_inputs = has_input_scales(result)
-    schemes = (
-        name for name, s in SCHEMES.items()
-        if s.layout and s.calibrated == has_inputs and s.options.items() <= options.items()
-    )  # fmt: skip
-    scheme = next(schemes, "")
-    return (f"{scheme} ({form})" if scheme else form) + residual + feedback
+    """What was written: a scheme of a third-party layout or a method, the format, and further settings that matter."""
+    is_foreign, is_finer = result.options.get("layout", "lpconv") != "lpconv", has_finer_scales(result)
+    alike = (n for n, s in SCHEMES.items() if s.layout and s.options.items() <= result.options.items()
+             and s.calibrated == has_input_scales(result))  # fmt: skip
+    method = "" if result.method == "unit" and (is_foreign or is_finer) else method_name(result.method)
+    return ", ".join(filter(None, (
+        next(alike, method), result.format, scale_words(result) if is_foreign or is_finer else "",
+        f"{result.residual} residual" if result.residual else "",
+        "error feedback" if output_errors(t.rounding for t in result.tensors) else "",
+    )))  # fmt: skip
 
 
 def method_name(method: str) -> str:
@@ -328,10 +290,11 @@ def conversion_summary(result: ConvertResult) -> str:
 def _done_sentence(result: ConvertResult) -> str:
     """A sentence on the model, the method, and what was done to its tensors."""
     model = result.source.name + (f" ({result.architecture})" if result.architecture else "")
-    changed = len(converted_tensors(result.tensors))
+    changed = converted_tensors(result.tensors)
+    formats = " or ".join(sorted({t.format for t in changed}) or [result.format])
     kept = sum(t.action == "keep" for t in result.tensors)
     tied = sum(t.action == "tie" for t in result.tensors)
-    parts = [f"{count_text(changed)} of {plural(len(result.tensors), 'tensor')} became {_stored_form(result)}"]
+    parts = [f"{count_text(len(changed))} of {plural(len(result.tensors), 'tensor')} became {formats}"]
     on_grid = sum(t.on_grid for t in result.tensors)
     if on_grid:
         verb = "is" if on_grid == 1 else "are"
@@ -379,17 +342,6 @@ def _feedback_sentence(result: ConvertResult) -> str:
     )
 
 
-def _stored_form(result: ConvertResult) -> str:
-    changed = converted_tensors(result.tensors)
-    formats = sorted({t.format for t in changed}) or [result.format]
-    if result.residual:
-        return f"{' or '.join(formats)} plus {'an' if result.residual[0] in 'aei' else 'a'} {result.residual} residual"
-    if any(t.points for t in changed):
-        return f"{' or '.join(formats)} codes, with one scale per row and point"
-    scaled = has_finer_scales(result) or any(t.scale is not None for t in changed)
-    return f"{' or '.join(formats)}{f' codes with {scale_words(result)}' if scaled else ''}"
-
-
 def scale_words(result: ConvertResult) -> str:
     """Description of the scale granularity."""
     known = {"tensor": "one scale per tensor", "row": "one scale per row"}
@@ -408,7 +360,7 @@ def _error_sentence(tensors: Iterable[TensorRecord]) -> str:
     if not worst:
         return "Every measured tensor equals its source exactly."
     ratio = f"The lowest signal-to-noise ratio of a tensor is {sqnr_text(worst[0].sqnr_db, ' dB')} in {worst[0].name}"
-    return f"{ratio}{_usual_words(worst[0])}; {_range_words(changed)}."
+    return f"{ratio}{usual_sqnr(worst[0].format)}; {_range_words(changed)}."
 
 
 def _range_words(changed: Sequence[TensorRecord]) -> str:

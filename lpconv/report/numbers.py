@@ -123,12 +123,12 @@ def sqnr_text(decibels: float | None, unit: str = "") -> str:
 
 
 def usual_sqnr(form: str) -> str:
-    """The usual SQNR of the format that a form's words begin with: "e4m3fn usually has 31 to 32"; empty if unknown."""
+    """The usual SQNR of the format that a form begins with: " (e4m3fn usually has 31 to 32)"; empty if unknown."""
     name = form.partition(" ")[0]
     if name not in _USUAL_DB:
         return ""
     groups = " in groups" if name in ("int8", "int4", "e2m1") else ""
-    return "{}{} usually has {} to {}".format(name, groups, *_USUAL_DB[name])
+    return " ({}{} usually has {} to {})".format(name, groups, *_USUAL_DB[name])
 
 
 def kl_words(kl: float) -> str:

@@ -96,14 +96,9 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
         detail = f"{count_text(exact)} of them equal" if exact else "none of them equal"
         tiles.append(Tile(label="Tensors compared", figure=count_text(len(result.tensors)), detail=detail))
         figure = sqnr_text(result.weights.min_sqnr_db, " dB")
-        worst = " ".join(filter(None, (result.weights.worst or "every tensor", _usual_words(result))))
-        tiles.append(Tile(label="Lowest SQNR of a tensor", figure=figure, detail=worst))
-    if logits and logits.mean_kl is not None:
-        tiles.append(
-            Tile(label="KL divergence on text", figure=f"{logits.mean_kl:.2g} nats", detail=kl_words(logits.mean_kl))
-        )
-    if logits and logits.top1_agreement is not None:
-        tiles.append(Tile(label="Same top prediction", figure=percent(logits.top1_agreement), detail="of positions"))
+        tiles.append(Tile(label="Lowest SQNR of a tensor", figure=figure, detail=_worst_place(result)))
+    if result.logits:
+        tiles.append(outputs_tile(result))
     if logits and logits.perplexity is not None:
         detail = f"{_perplexity(logits.source_perplexity)} for the other model"
         tiles.append(Tile(label="Perplexity", figure=_perplexity(logits.perplexity), detail=detail))
@@ -120,6 +115,20 @@ def failure_text(result: VerifyResult) -> str:
     failures = (*result.problems, *gates)
     rest = len(failures) - _FAILURES
     return "; ".join(failures[:_FAILURES]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def outputs_tile(v: VerifyResult) -> Tile:
+    """The distance of the outputs on text, because outputs of random inputs say nothing about quality."""
+    check, label = v.logits, "Model outputs"
+    if check is None or check.skipped:
+        return Tile(label=label, figure=MISSING, detail=(check.skipped if check else None) or "not compared")
+    if _is_exact(v):
+        return Tile(label=label, figure="bit-equal", detail="to the source's")
+    if not check.is_text:
+        return Tile(label=label, figure=MISSING, detail="not compared on text")
+    if check.mean_kl is None:
+        return Tile(label=label, figure=error_text(check.rel_error), detail="relative error on text")
+    return Tile(label=label, figure=f"KL {check.mean_kl:.2g} nats", detail=f"on text: {kl_words(check.mean_kl)}")
 
 
 def _outputs_section(logits: LogitsCheck) -> Section | None:
@@ -264,15 +273,13 @@ def _tensors_text(v: VerifyResult) -> str:
     compared = plural(v.weights.num_tensors, "tensor")
     if v.weights.min_sqnr_db == math.inf:
         return f"{compared}, all equal"
-    place = " ".join(filter(None, (v.weights.worst, _usual_words(v))))
-    return f"{compared}, lowest SQNR {sqnr_text(v.weights.min_sqnr_db, ' dB')}" + (f" in {place}" if place else "")
+    return f"{compared}, lowest SQNR {sqnr_text(v.weights.min_sqnr_db, ' dB')} in {_worst_place(v)}"
 
 
-def _usual_words(v: VerifyResult) -> str:
-    """The usual SQNR of the worst tensor's format, in brackets; empty if it is unknown."""
-    forms = (t.stored_as for t in v.tensors if v.weights and t.name == v.weights.worst)
-    usual = usual_sqnr(next(forms, ""))
-    return f"({usual})" if usual else ""
+def _worst_place(v: VerifyResult) -> str:
+    """The worst tensor and the usual SQNR of its format."""
+    worst = v.weights.worst if v.weights else None
+    return (worst or "every tensor") + next((usual_sqnr(t.stored_as) for t in v.tensors if t.name == worst), "")
 
 
 def _weights_words(v: VerifyResult) -> str:

@@ -52,7 +52,7 @@ def test_the_first_questions_are_answered() -> None:
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
     assert re.search(r"^Verified: KL 3\.1e-08 ", document.verdict.text)
-    assert re.search(r"40 of 104 tensors .* fp16 .* 64 ", document.summary)
+    assert re.search(r"40 of 104 tensors .* fp16, 64 ", document.summary)
     tiles = {tile.label: (tile.figure, tile.detail) for tile in document.tiles}
     assert tiles["Weights"][0] == "45.5 MB"
     assert re.search(r"90\.9 MB: 2\.00x .* 50\.1 %", tiles["Weights"][1])

@@ -1,6 +1,7 @@
 """Numbers read as a person would write them, at the edges too."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_usual_ratios_are_those_of_torch(
     torch.manual_seed(0)
     x = distribution.sample((2**18,)).double()  # type: ignore[no-untyped-call]
     ours = {"float16": "fp16", "bfloat16": "bf16"}.get(name, name.removeprefix("float8_"))
-    low, high = (int(word) for word in usual_sqnr(f"{ours} codes").split() if word.isdecimal())
+    low, high = map(int, re.findall(r"\b\d+\b", usual_sqnr(f"{ours} codes")))
     for size in groups:
         scaled = x.view(-1, size) / x.view(-1, size).abs().amax(1, keepdim=True) * largest
         got = scaled.round() if name.startswith("int") else scaled.float().to(getattr(torch, name)).double()
