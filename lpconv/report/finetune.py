@@ -497,7 +497,9 @@ def memory_document(plan: MemoryPlan) -> Document:
         title=f"{plan.name}: memory of a step",
         facts={
             "Parameters": count_text(plan.num_parameters),
-            "A step": f"{plan.batch_size} sequences of {plan.seq_len} tokens over all GPUs, at least one per GPU",
+            "A step": f"{f'{plan.grad_accum} batches of ' * (plan.grad_accum > 1)}{plan.batch_size} sequences of "
+            f"{plan.seq_len} tokens over all GPUs, at least one per GPU"
+            f"{', with gradient checkpointing' * plan.gradient_checkpointing}",
             "Shared": "parameters, gradients and optimizer state, with `--parallel fsdp2` on several GPUs",
         },
         sections=sections_of(

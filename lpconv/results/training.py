@@ -138,8 +138,8 @@ class MemoryPlan(Result):
     """Estimate of the memory that training a model needs, from its config alone.
 
     `memory` has every recipe on 1, 2, 4 … ranks that share the model; `gpus` has, for each recipe and kind of GPU, the
-    smallest sufficient number of GPUs, or None. `batch_size` is per step over all ranks; each rank has at least one
-    sequence of `seq_len` tokens. `recipe` is the requested one.
+    smallest sufficient number of GPUs, or None. `batch_size` is per forward pass over all ranks; each rank has at least
+    one sequence of `seq_len` tokens. A step has `grad_accum` passes. `recipe` is the requested one.
     """
 
     kind: str = "memory_plan"
@@ -147,6 +147,8 @@ class MemoryPlan(Result):
     recipe: str
     num_parameters: int
     batch_size: int
+    grad_accum: int = 1
+    gradient_checkpointing: bool = False
     seq_len: int
     memory: tuple[RecipeMemory, ...]
     gpus: dict[str, dict[str, int | None]]

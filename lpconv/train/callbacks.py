@@ -96,6 +96,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.is_measured = self.memory is not None and self.memory.begin(step, self.trainer.own_optimizer)
         self.watch.begin(step)
 
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.memory is not None:
+            self.memory.next_batch()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.memory is not None:
             self.memory.end()

@@ -26,7 +26,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.train.data import check_guess, check_labels, read_rows, with_template
 from lpconv.train.examples import Example, Examples, Stream, classification, collate, pack_examples, sequence_pairs
 from lpconv.train.lora import add_adapters
-from lpconv.train.memory import check_room, parameter_bytes
+from lpconv.train.memory import check_room, keep_only_inputs, parameter_bytes
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import shard
 from lpconv.train.processes import mesh, num_processes
@@ -77,7 +77,7 @@ class TrainingJob:
         """The examples of a run in order, or the held-out ones, which are equal for all seeds."""
         o = self.options
         examples = self.examples.held_out if held_out else self.examples.train
-        count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.batch_size
+        count = min(len(examples), o.eval_batches * o.batch_size) if held_out else o.steps * o.sequences_per_step
         if num_processes() > 1:  # accelerate would fill an incomplete batch with repeated examples
             count -= count % o.batch_size
         return Stream(
@@ -223,6 +223,8 @@ def open_start(job: TrainingJob, seed: int) -> Opened:
     opened = open_to_train(
         job.task, job.checkpoint, seed=seed, num_labels=job.num_labels, mesh=shared, resident=rank > 0
     )
+    if job.options.gradient_checkpointing:
+        keep_only_inputs(opened.model)
     config = opened.model.config.get_text_config()
     if getattr(config, "pad_token_id", None) is None and job.task not in (CLM, MLM):  # windows need no padding
         config.pad_token_id = job.pad_id

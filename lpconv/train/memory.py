@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from lpconv.errors import ResourceError, first_line
+from lpconv.errors import ResourceError, UnsupportedError, first_line
 from lpconv.machine import available_memory, out_of_memory
 from lpconv.models.coded import CodedTensor
 from lpconv.report.numbers import size_text
@@ -92,6 +92,17 @@ def _by_part(needed: dict[str, int]) -> str:
     return ", ".join(f"{part} {size_text(size)}" for part, size in needed.items())
 
 
+def keep_only_inputs(model: Any) -> None:
+    """Turn on activation checkpointing, without the re-entrant kind, which drops gradients of frozen inputs."""
+    if not model.supports_gradient_checkpointing:
+        raise UnsupportedError(
+            f"--gradient-checkpointing: `{type(model).__name__}` of transformers does not support it",
+            hint="leave it out; a smaller --batch-size with --grad-accum saves memory too",
+        )
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # from 5.23 on
+    enable({"use_reentrant": False})
+
+
 class StepMemory:
     """Measures the passes of a run's second and third step: the second gives the peak, the third its parts.
 
@@ -124,6 +135,11 @@ class StepMemory:
             warnings.filterwarnings("ignore", message="Module is None")  # modules the trainer wraps
             self._stack.enter_context(self._tracker)
         return self._stack is not None
+
+    def next_batch(self) -> None:
+        """Call between the batches of a step: the tracker expects each module once."""
+        if self._tracker is not None:
+            self._tracker.reset_mod_stats()
 
     def stop(self) -> None:
         if self._stack is not None:

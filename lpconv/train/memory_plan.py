@@ -10,6 +10,9 @@ The peak is one of several moments, each summed from what FSDP2 and autograd hol
 - when the gradients of the last block are complete: they and the buffer in which they are summed;
 - at the end: gradients of embedding tables, summed one after the other, and the rows of all blocks.
 
+With several batches per step, all gradients are kept during the passes of the next batch. With gradient checkpointing,
+only the input of each block is kept, and one block is computed again.
+
 A single rank gathers nothing, keeps 16-bit weights next to the optimizer's copy, and has complete gradients at the end.
 Left out are the optimizer's temporary tensors, as in measurements (`lpconv.train.memory`), and copies that a backend
 makes for communication: NCCL makes none, gloo one of what it sums.
@@ -22,7 +25,7 @@ sent to the fused kernel if a device would use it, and recipes with autocast run
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -67,13 +70,15 @@ _COUNTED = 2  # blocks; further equal blocks are extrapolated
 class Passes:
     """Bytes that a forward pass keeps for the backward pass on a rank, and its number of tokens and logits.
 
-    `block_activations` are those of one block; `activations` includes all blocks.
+    `block_activations` are those of one block; `activations` includes all blocks. `recomputed` is what the backward
+    pass keeps of a block that it computes again.
     """
 
     activations: int
     block_activations: int
     num_tokens: int
     num_logits: int
+    recomputed: int = 0
 
     def times(self, sequences: int) -> "Passes":
         """The same for several sequences, given the counts for one."""
@@ -96,6 +101,18 @@ def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) 
         block_activations=each,
         num_tokens=num_tokens,
         num_logits=num_tokens * empty.config.vocab_size,
+    )
+
+
+def keeping_inputs(passes: Passes, empty: Any, arithmetic: Arithmetic) -> Passes:
+    """The same with gradient checkpointing: each block keeps its input in place of its activations."""
+    each = passes.num_tokens * empty.config.get_text_config().hidden_size * _crossing_bytes(arithmetic)
+    saved = len(blocks_of(empty)) * (passes.block_activations - each)
+    return replace(
+        passes,
+        activations=passes.activations - saved,
+        block_activations=each,
+        recomputed=passes.block_activations,
     )
 
 
@@ -178,9 +195,12 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
     for arithmetic in arithmetics.values():
         with quiet_transformers(), model_errors("the model fails when it runs", hint=_HINT):
             one = passes_of(empty, arithmetic, shape)
+        if options.gradient_checkpointing:
+            one = keeping_inputs(one, empty, arithmetic)
         for ranks in _WORLDS:
             passes = one.times(max(1, options.batch_size // ranks))
-            rows.append(recipe_memory(empty, arithmetic, num_ranks=ranks, passes=passes))
+            adds = options.grad_accum > 1
+            rows.append(recipe_memory(empty, arithmetic, num_ranks=ranks, passes=passes, adds_gradients=adds))
     rooms = dict(GPU_MEMORY)
     if options.max_memory is not None:
         rooms["--max-memory"] = options.max_memory
@@ -190,6 +210,8 @@ def memory_plan(model: str, options: FinetuneOptions) -> MemoryPlan:
         recipe=asked.name,
         num_parameters=count,
         batch_size=options.batch_size,
+        grad_accum=options.grad_accum,
+        gradient_checkpointing=options.gradient_checkpointing,
         seq_len=shape[1],
         memory=tuple(rows),
         gpus={name: smallest_world([r for r in rows if r.recipe == name], rooms) for name in arithmetics},
@@ -245,10 +267,15 @@ def _sizes(empty: Any) -> _ModelSizes:
     )
 
 
-def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, passes: Passes) -> RecipeMemory:
-    """Parts of a step's peak memory in bytes, on rank 0, which has the most rows."""
+def recipe_memory(
+    empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, passes: Passes, adds_gradients: bool = False
+) -> RecipeMemory:
+    """Parts of a step's peak memory in bytes, on rank 0, which has the most rows.
+
+    `adds_gradients`: a step has several batches, and the gradients of earlier ones are kept.
+    """
     if num_ranks == 1:
-        return _single_process_memory(empty, arithmetic, passes)
+        return _single_process_memory(empty, arithmetic, passes, adds_gradients)
     weight, crossing = _weight_bytes(arithmetic), _crossing_bytes(arithmetic)
     rows = _own_elements(empty.parameters(), num_ranks)
     kept = {"weights": weight * rows, "optimizer": _state_bytes(arithmetic) * rows}
@@ -258,7 +285,7 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
     own = math.ceil(block / num_ranks)
     on_the_way = _REDUCED * block
     rows_of_blocks = weight * _own_elements(sizes.in_blocks, num_ranks)
-    activations = max(passes.activations - _LOGIT_BYTES * passes.num_logits, 0)
+    activations = max(passes.activations - _LOGIT_BYTES * passes.num_logits, 0) + passes.recomputed
     fewer = max(activations - passes.block_activations, 0)
     loss = _PARTS | {
         "gathered": crossing * (rest + block),
@@ -272,7 +299,7 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
     last = {"activations": activations, "gradients": head}
     next_to_last = {"activations": fewer, "gradients": head + weight * own + on_the_way}
     others = max(rows_of_blocks - weight * own, 0)
-    first = {"activations": passes.block_activations, "gradients": head + others + on_the_way}
+    first = {"activations": passes.block_activations + passes.recomputed, "gradients": head + others + on_the_way}
     summed = _PARTS | {
         "gathered": crossing * (rest + block),
         "activations": fewer,
@@ -284,14 +311,17 @@ def recipe_memory(empty: nn.Module, arithmetic: Arithmetic, *, num_ranks: int, p
     }
     end = _PARTS | {"gradients": rows_of_blocks + (crossing + _REDUCED) * rest + _REDUCED * math.ceil(rest / num_ranks)}
     moments = (loss, inside | last, inside | next_to_last, inside | first, summed, tables, end)
-    return RecipeMemory(recipe=arithmetic.name, num_ranks=num_ranks, parts=kept | _peak_moment(moments))
+    earlier = weight * rows if adds_gradients else 0
+    return RecipeMemory(recipe=arithmetic.name, num_ranks=num_ranks, parts=kept | _peak_moment(moments, earlier))
 
 
-def _single_process_memory(empty: nn.Module, arithmetic: Arithmetic, passes: Passes) -> RecipeMemory:
+def _single_process_memory(
+    empty: nn.Module, arithmetic: Arithmetic, passes: Passes, adds_gradients: bool
+) -> RecipeMemory:
     count = sum(p.numel() for p in empty.parameters())
     weight = _crossing_bytes(arithmetic)
     block = _sizes(empty).block
-    activations = max(passes.activations - _LOGIT_BYTES * passes.num_logits, 0)
+    activations = max(passes.activations - _LOGIT_BYTES * passes.num_logits, 0) + passes.recomputed
     logits = _loss_bytes(arithmetic) * passes.num_logits
     moments = (
         _PARTS | {"activations": passes.activations, "logits": logits},
@@ -300,11 +330,14 @@ def _single_process_memory(empty: nn.Module, arithmetic: Arithmetic, passes: Pas
     )
     state = TRAINING_OPTIMIZERS[arithmetic.optimizer].bytes_per_parameter - 2 * weight
     kept = {"weights": weight * count, "optimizer": state * count}
-    return RecipeMemory(recipe=arithmetic.name, num_ranks=1, parts=kept | _peak_moment(moments))
+    earlier = weight * count if adds_gradients else 0
+    return RecipeMemory(recipe=arithmetic.name, num_ranks=1, parts=kept | _peak_moment(moments, earlier))
 
 
-def _peak_moment(moments: Iterable[dict[str, int]]) -> dict[str, int]:
-    return max(moments, key=lambda parts: sum(parts.values()))
+def _peak_moment(moments: Sequence[dict[str, int]], earlier: int) -> dict[str, int]:
+    """The largest moment, with the gradients of `earlier` batches in all but the last one, when they are one sum."""
+    held = [parts | {"gradients": parts["gradients"] + earlier} for parts in moments[:-1]]
+    return max((*held, moments[-1]), key=lambda parts: sum(parts.values()))
 
 
 def _loss_bytes(arithmetic: Arithmetic) -> int:

@@ -17,6 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from lpconv.errors import UnsupportedError
 from lpconv.kernels.matmul import HalfProducts
+from lpconv.layers import blocks_of
 from lpconv.models.opening import FIT_HINT, Opened, error_line, model_errors
 from lpconv.models.sharing import running_copy
 from lpconv.probe.lca import LossChange
@@ -191,6 +192,7 @@ def _arguments(options: FinetuneOptions, work: TrainingRun, *, is_resumed: bool)
         output_dir=str(work.folder),
         max_steps=options.steps,
         per_device_train_batch_size=share,
+        gradient_accumulation_steps=options.grad_accum,
         per_device_eval_batch_size=share,
         learning_rate=options.highest_lr,
         lr_scheduler_type="constant_with_warmup" if options.schedule == "constant" else options.schedule,
@@ -239,9 +241,20 @@ def _check_memory(job: TrainingJob, work: TrainingRun, model: Any, available: in
     share = job.options.batch_size // num_processes()
     with model_errors("the model fails when it runs", hint=FIT_HINT):
         running = running_copy(model, mesh()) if job.options.is_sharded else model
-        needed["activations"] = saved_bytes(running, {k: v.to(model.device) for k, v in batch.items()}) * share
+        batch = {k: v.to(model.device) for k, v in batch.items()}
+        needed["activations"] = share * _activations(running, batch, recomputes=job.options.gradient_checkpointing)
     check_room(needed, available)
     return needed
+
+
+def _activations(model: Any, batch: Mapping[str, Tensor], *, recomputes: bool) -> int:
+    """Bytes of activations for a batch; with gradient checkpointing, including a block that is computed again."""
+    all_blocks = saved_bytes(model, batch)
+    if not recomputes:
+        return all_blocks
+    inputs = saved_bytes(model.train(), batch)  # only then is checkpointing on
+    model.eval()
+    return inputs + (all_blocks - inputs) // len(blocks_of(model))
 
 
 def _check_gradients(job: TrainingJob, work: TrainingRun, model: Any, needed: dict[str, int]) -> None:

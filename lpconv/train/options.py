@@ -190,7 +190,19 @@ class FinetuneOptions:
         int | None, Ge(2), _data("Number of tokens per sequence", default="128, or the model's maximum", panel=None)
     ] = None
     steps: Annotated[int, Ge(1), _train("Number of optimizer steps", panel=None)] = 100
-    batch_size: Annotated[int, Ge(1), _train("Number of sequences per step, over all processes", panel=None)] = 8
+    batch_size: Annotated[
+        int,
+        Ge(1),
+        _train(
+            "Number of sequences per forward pass, over all processes; also per step, unless --grad-accum", panel=None
+        ),
+    ] = 8
+    grad_accum: Annotated[
+        int, Ge(1), _train("Number of batches per step, whose gradients are added up; saves memory over a larger batch")
+    ] = 1
+    gradient_checkpointing: Annotated[
+        bool, _train("Keep only the input of each block, and compute it again in the backward pass, to save memory")
+    ] = False
     lr: Annotated[
         float | None,
         Gt(0),
@@ -299,6 +311,10 @@ class FinetuneOptions:
         return self.arithmetic.usual_lr(self.steps) if self.lr is None else self.lr
 
     @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.grad_accum
+
+    @property
     def critical_patterns(self) -> tuple[str, ...]:
         """The patterns in `critical` that name modules."""
         return tuple(p for p in self.critical if p not in ("auto", "none"))
@@ -382,7 +398,8 @@ def _check_parts(options: FinetuneOptions) -> None:
     if options.task not in ("auto", "clm", "mlm"):
         raise UsageError(f"{flag} does not support task {options.task}", hint="it trains language models")
     defaults = {f.name: f.default for f in dataclasses.fields(FinetuneOptions)}
-    others = ("twin", "weight_decay") if options.arithmetic.on_codes else ("save",)
+    # The model of a recovery is in evaluation mode, in which transformers checkpoints nothing.
+    others = ("twin", "weight_decay", "gradient_checkpointing") if options.arithmetic.on_codes else ("save",)
     given = {n for n in ("lca", "compile", "parallel", "track_every", *others) if getattr(options, n) != defaults[n]}
     wrong = next(iter(sorted(given - ({"twin"} if options.twin == "none" else set()))), None)
     if wrong is not None:

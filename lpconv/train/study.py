@@ -177,13 +177,15 @@ def _runs_of_seed(job: TrainingJob, output: Path, seed: int, done: Sequence[RunR
 def _facts(job: TrainingJob) -> dict[str, str]:
     o = job.options
     processes = f" over {num_processes()} processes" if num_processes() > 1 else ""
+    batches = f"{o.grad_accum} batches of " if o.grad_accum > 1 else ""
     recovery = job.recovery
     return {
         "Model": job.checkpoint.origin.resolved,
         **({} if recovery is None else {"Source": recovery.start.source.origin.resolved}),
         "Task": f"{job.task.name}: {job.loss}",
         "Data": job.examples.words,
-        "Steps": f"{o.steps}, each of {plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens{processes}",
+        "Steps": f"{o.steps}, each of {batches}{plural(o.batch_size, 'sequence')} of at most {job.seq_len} tokens"
+        f"{processes}{', with gradient checkpointing' * o.gradient_checkpointing}",
         "Optimizer": f"AdamW ({o.arithmetic.optimizer}), lr {o.highest_lr:g} {o.schedule}, {o.warmup:.0%} warm-up, "
         f"beta2 {o.beta2:g}, weight decay {o.weight_decay if recovery is None else 0:g}, clip {o.clip:g}".replace(
             "%", " %"
@@ -207,7 +209,7 @@ def _critical_facts(patterns: Sequence[str], chosen: Sequence[InputRisk]) -> dic
 def _warnings(job: TrainingJob, runs: Sequence[RunRecord]) -> tuple[str, ...]:
     objective, from_runs = job.objective or Objective(), dict.fromkeys(note for run in runs for note in run.notes)
     warnings = [*job.examples.notes, *objective.notes, *from_runs]
-    rounds = job.options.steps * job.options.batch_size / len(job.examples.train)
+    rounds = job.options.steps * job.options.sequences_per_step / len(job.examples.train)
     if rounds > 1:
         warnings.append(f"the run passes over the training data {rounds:.3g} times")
     counted: dict[str, int] = {}

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         self.last: dict[str, float] = {}
         self.first_nonfinite: NonfiniteRecord | None = None
         self.evaluated: list[list[float]] = []  # (targets, loss, accuracy or NaN) of each batch in the last evaluation
-        self._inputs: dict[str, Any] = {}
+        self.compute_loss_func = type(self).compute_loss  # so Trainer does not divide by the number of batches
+        self._inputs: list[dict[str, Any]] = []  # the batches of the step so far
 
     def _keep_unwrapped(self) -> None:
         """Keep accelerate from wrapping the model, so that gradients stay local until they are averaged."""
@@ -148,12 +150,17 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         return self.prepared.around_forward(self.args.device.type)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        self._inputs = inputs
-        seed_step(self.seed, self.state.global_step, self.args.process_index)
-        with self.average.backward() if self.average else nullcontext():
+        if len(self._inputs) == self.args.gradient_accumulation_steps:
+            self._inputs = []
+        self._seed(len(self._inputs))
+        self._inputs.append(inputs)
+        is_last = len(self._inputs) == self.args.gradient_accumulation_steps
+        with self.average.backward() if self.average and is_last else nullcontext():
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         scale = self.prepared.loss_scale.scale
         value = float(self.accelerator.gather(loss.detach().float() / scale).mean())
+        if len(self._inputs) > 1:  # each batch adds its part
+            value += self.last["loss"]
         self.last = {"loss": value, "loss_scale": self.guard.scale if self.guard else scale}
         if not math.isfinite(value):
             self._note_nonfinite("the run was stopped")
@@ -164,20 +171,30 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean over the batch's targets; in training, times the loss scale and the process's share of all targets.
+        """The mean over the batch's targets; in training, times the loss scale and the batch's share of the targets.
 
-        Classes divide a sum by `num_items_in_batch` or, like most that are not causal, ignore it and return a mean.
-        With the number of this process both are the same.
+        `num_items_in_batch` counts the targets of this process in all batches of the step. Classes divide a sum by
+        their argument of that name or, like most that are not causal, ignore it and return a mean. With the number of
+        this batch both are the same.
         """
-        num_targets = (inputs["labels"][..., self.train_dataset.first_target :] != IGNORED).sum()
+        num_targets = self._num_targets(inputs)
         outputs = model(**inputs, **({"num_items_in_batch": num_targets} if self.model_accepts_loss_kwargs else {}))
         loss = outputs.loss
-        if model.training:
-            if self.accelerator.num_processes > 1:  # the gradients of processes will be averaged
-                share = float(num_targets / self.accelerator.gather(num_targets[None]).double().mean())
+        if torch.is_grad_enabled():  # models of a recovery train in evaluation mode
+            if self.accelerator.num_processes > 1 or self.args.gradient_accumulation_steps > 1:
+                in_step = num_targets if num_items_in_batch is None else num_items_in_batch
+                # The gradients of processes will be averaged, those of batches added.
+                share = float(num_targets / self.accelerator.gather(in_step[None]).double().mean())
                 loss = loss if share == 1 else loss * share
             loss = loss * self.prepared.loss_scale.scale
         return (loss, outputs) if return_outputs else loss
+
+    def _num_targets(self, inputs: Mapping[str, Any]) -> Tensor:
+        labels: Tensor = inputs["labels"]
+        return (labels[..., self.train_dataset.first_target :] != IGNORED).sum()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        return sum(map(self._num_targets, batch_samples), torch.zeros((), dtype=torch.long)).to(device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Override of Trainer's clipping: divide by the loss scale first, and skip a step that is not finite.
@@ -217,25 +234,35 @@ class LowPrecisionTrainer(Trainer):  # type: ignore[misc]  # transformers is unt
         loss_scale.update(overflowed, max_gradient=largest)
         return overflowed
 
+    def _seed(self, batch: int) -> None:
+        step = self.state.global_step * self.args.gradient_accumulation_steps + batch
+        seed_step(self.seed, step, self.args.process_index)
+
     def agree(self, flag: bool) -> bool:
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.args.device)).all())
 
     def _note_nonfinite(self, outcome: str) -> None:
-        """Find the first non-finite layer, once per run, by repeating the step with a check after each layer."""
+        """Find the first non-finite layer, once per run, by repeating the step with a check after each layer.
+
+        Of several batches, the first one with a non-finite value is meant.
+        """
         if self.first_nonfinite is not None:
             return
 
         if self.memory is not None:
             self.memory.stop()
 
-        def repeat() -> Tensor:
-            seed_step(self.seed, self.state.global_step, self.args.process_index)
+        num_items = self._get_num_items_in_batch(self._inputs, self.args.device)
+
+        def repeat(batch: int) -> Tensor:
+            self._seed(batch)
             with self.compute_loss_context_manager():
-                loss: Tensor = self.compute_loss(self.model, self._prepare_inputs(self._inputs))
+                inputs = self._prepare_inputs(self._inputs[batch])
+                loss: Tensor = self.compute_loss(self.model, inputs, num_items_in_batch=num_items)
             return loss
 
-        places = gather_object([first_nonfinite(self.model, repeat)])
-        layer, direction = next(filter(None, places), ("a parameter's own gradient", "backward"))
+        places = [first_nonfinite(self.model, partial(repeat, i)) for i in range(len(self._inputs))]
+        layer, direction = next(filter(None, gather_object(places)), ("a parameter's own gradient", "backward"))
         self.first_nonfinite = NonfiniteRecord(
             step=self.state.global_step + 1, layer=layer, direction=direction, outcome=outcome
         )

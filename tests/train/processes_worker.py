@@ -32,17 +32,19 @@ FAMILIES: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 def options(case: str, *, is_alone: bool = False) -> FinetuneOptions:
-    """Few and small steps."""
-    settings: dict[str, object] = {}
+    """Few and small steps. Two processes divide those of "t5" into two batches, which are computed twice."""
+    settings: dict[str, object] = {"batch_size": 4}
     if case in FAMILIES:
         kind, how, parallel = FAMILIES[case]
-        settings = {"lr": 1e-2, "parallel": "ddp" if is_alone else parallel}
+        settings |= {"lr": 1e-2, "parallel": "ddp" if is_alone else parallel}
+        if kind == "t5" and not is_alone:
+            settings |= {"batch_size": 2, "grad_accum": 2, "eval_batches": 4, "gradient_checkpointing": True}
         settings |= {"data": f"models/{kind}.jsonl"} if kind in ("bert", "t5") else {}
     else:
         how = CASES[case][0]
     return FinetuneOptions(
-        arithmetic=arithmetic(**how), steps=2, batch_size=4, seq_len=32, eval_every=0, eval_batches=2,
-        twin="none", track_every=0, save_every=0, clip=0.5, save="plain", **settings,  # type: ignore[arg-type]
+        arithmetic=arithmetic(**how), steps=2, seq_len=32, eval_every=0, twin="none", track_every=0, save_every=0,
+        clip=0.5, save="plain", **{"eval_batches": 2, **settings},  # type: ignore[arg-type]
     )  # fmt: skip
 
 

@@ -101,9 +101,12 @@ def test_the_list_of_recipes_names_them_all() -> None:
 
 
 def test_an_fp32_run_and_its_twin_are_the_same_bit_for_bit(tmp_path: Path) -> None:
+    """Also if blocks are computed twice, with those of a run that computes them once."""
     run, twin = finetune("demo", tmp_path / "run", options("fp32", twin="fp32", steps=3)).runs
-    assert run.losses == twin.losses
-    assert run.evaluations == twin.evaluations
+    again = options("fp32", twin="fp32", steps=3, gradient_checkpointing=True)
+    for other in (twin, *finetune("demo", tmp_path / "again", again).runs):
+        assert run.losses == other.losses
+        assert run.evaluations == other.evaluations
 
 
 def test_critical_modules_keep_16_bit_products(tmp_path: Path) -> None:
@@ -307,8 +310,13 @@ def test_too_little_memory_is_refused_before_the_weights_are_read(tmp_path: Path
         finetune("demo", tmp_path / "run", options("fp32", max_memory=10**6))
     assert caught.value.exit_code == 7
     assert "--batch-size" in (caught.value.hint or "")
-    with pytest.raises(ResourceError, match="activations"):
-        finetune("demo", tmp_path / "more", options("fp32", max_memory=14 * 10**6, batch_size=64))
+    needed = []
+    for checkpointing in (False, True):
+        asked = options("fp32", max_memory=14 * 10**6, batch_size=64, gradient_checkpointing=checkpointing)
+        with pytest.raises(ResourceError, match="activations") as caught:
+            finetune("demo", tmp_path / "more", asked)
+        needed.append(caught.value.details["estimate"]["activations"])
+    assert needed[1] < needed[0] / 2
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "unit-fp8"])

@@ -14,7 +14,8 @@ from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.results import RecipeMemory
 from lpconv.scaled import saved_bytes
-from lpconv.train.memory_plan import Passes, passes_of, recipe_memory, smallest_world
+from lpconv.train.memory import keep_only_inputs
+from lpconv.train.memory_plan import Passes, keeping_inputs, passes_of, recipe_memory, smallest_world
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.prepare import prepare
 from lpconv.train.recipes import RECIPES
@@ -103,6 +104,10 @@ def test_activations_counted_without_memory_are_those_of_a_model(recipe: str, em
     counted = passes_of(empty, arithmetic, (1, 64))
     assert counted.num_logits == 6400
     assert real <= counted.activations <= 1.1 * real
+    keep_only_inputs(model)
+    with prepared.around_forward("cpu"):
+        inputs = saved_bytes(prepared.model, {"input_ids": ids, "labels": ids})
+    assert 0.99 * inputs <= keeping_inputs(counted, empty, arithmetic).activations <= 1.25 * inputs
     assert all(p.is_meta for p in empty.parameters())
     assert {p.dtype for p in empty.parameters()} == {torch.float32}
 

@@ -320,6 +320,7 @@ def test_trained_outputs_are_refused(tmp_path: Path) -> None:
         {"compile": True},
         {"parallel": "fsdp2"},
         {"weight_decay": 0.1},
+        {"gradient_checkpointing": True},
         {"track_every": 5},
         {"twin": "bf16"},
         {"task": "seq2seq"},

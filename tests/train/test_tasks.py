@@ -99,6 +99,25 @@ def test_a_bare_encoder_learns_classes(tmp_path: Path) -> None:
     assert opened.config.id2label == {0: "no", 1: "yes"}
 
 
+def test_batches_of_a_step_weigh_by_their_targets(tmp_path: Path) -> None:
+    """As one batch of all their examples in plain torch."""
+    model = transformers.T5ForConditionalGeneration.from_pretrained(write_model(tmp_path / "t5", "t5"), dropout_rate=0)
+    model.save_pretrained(tmp_path / "t5")
+    pairs = [{"text": f"say {i}", "label": "ab" * (i % 7 + 1)} for i in range(40)]
+    how: dict[str, Any] = {"data": jsonl(tmp_path / "pairs.jsonl", pairs), "batch_size": 1, "grad_accum": 3, "lr": 1e-2,
+                           "schedule": "constant", "warmup": 0.0, "clip": 0.0, "weight_decay": 0.1}  # fmt: skip
+    losses = run(tmp_path / "t5", "fp32", tmp_path / "run", twin="none", **how).runs[0].losses.values
+    job = training_job(Checkpoint.open(tmp_path / "t5"), asked(**how, steps=3, seq_len=24))
+    stream, optimizer = job.stream(0, held_out=False), torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    for step in range(3):
+        batch = job.collate([stream[3 * step + i] for i in range(3)])
+        loss = torch.nn.functional.cross_entropy(model(**batch).logits.flatten(0, 1), batch["labels"].flatten())
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def test_run_and_twin_drop_the_same_units(tmp_path: Path) -> None:
     """BERT has dropout: with other masks the losses of two precisions would differ by far more than rounding."""
     model = write_model(tmp_path / "bert", "bert")
