@@ -11,6 +11,7 @@ reason, and "different" otherwise. Nothing may be different.
 
 import contextlib
 import copy
+import importlib
 import inspect
 import json
 import math
@@ -377,6 +378,7 @@ def start_examining(class_name: str, model_type: str, attentions: Sequence[str],
 
 def sweep(chosen: dict[str, str], attentions: Sequence[str], folder: Path, workers: int) -> list[dict[str, Any]]:
     """The records of all classes, each from its own process, which is killed after a minute."""
+    importlib.import_module("transformers.models.bert.modeling_bert")  # or each forked process would import its parts
     waiting, running, records = list(chosen.items()), {}, []
     while waiting or running:
         while waiting and len(running) < workers:
@@ -390,12 +392,8 @@ def sweep(chosen: dict[str, str], attentions: Sequence[str], folder: Path, worke
             if os.waitpid(child, os.WNOHANG)[0]:
                 del running[child]
                 path = folder / f"{name}.json"
-                ended = {
-                    "class": name,
-                    "type": model_type,
-                    "runs": [],
-                    "not_built": {"any": "ended by a signal or timeout"},
-                }
+                not_built = {"any": "ended by a signal or timeout"}
+                ended = {"class": name, "type": model_type, "runs": [], "not_built": not_built}
                 records.append(json.loads(path.read_text()) if path.exists() else ended)
                 if sys.stderr.isatty() or len(records) % 50 == 0:
                     print(f"{len(records)} of {len(chosen)}", file=sys.stderr)
