@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn
 
 from lpconv.bench.models import (
     check_parallel,
@@ -29,6 +29,7 @@ from lpconv.bench.run import choose_model
 from lpconv.errors import UnsupportedError
 from lpconv.options import PARALLEL
 from tests.helpers.checkpoints import cli_environment
+from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 SIZES = ("demo", "--layers", "1", "--batch", "1", "--seq", "16", "--min-iters", "4", "--min-time", "0", "--rounds", "2",
@@ -49,9 +50,10 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
 
 
-def two_ranks(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    join(case(), rank, f"{folder}/meeting")
+def two_ranks() -> list[tuple[dict[str, float], int]]:
+    """Of each rank: errors of the gradients by kind, and the largest of numbers that differ between ranks."""
+    rank = int(os.environ["RANK"])
+    join(case(), rank, f"{Path.cwd()}/meeting")
     errors = {}
     for kind in PARALLEL:
         mine = case(parallel=kind, seed=rank)
@@ -66,16 +68,13 @@ def two_ranks(rank: int, folder: str) -> None:
     assert all(isinstance(p, DTensor) for p in rows.parameters())
     found = gradients(wrap_parallel(rows, mine, batch), batch)
     errors["rows"] = float((found - average).norm() / average.norm())
-    torch.save((errors, max_over_processes(3 + rank)), f"{folder}/{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's threads now and then abort an ordinary exit
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, (errors, max_over_processes(3 + rank)))  # type: ignore[no-untyped-call]
+    return of_ranks
 
 
 def test_gradients_are_the_average_of_those_of_the_processes(tmp_path: Path) -> None:
-    spawn(two_ranks, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]  # untyped in torch
-
-    for rank in range(2):
-        errors, number = torch.load(tmp_path / f"{rank}.pt")
+    for errors, number in on_ranks(2, two_ranks, tmp_path, has_group=False):
         assert set(errors) == {*PARALLEL, "rows"}
         assert max(errors.values()) < 1e-5
         assert number == 4

@@ -1,6 +1,5 @@
-"""What the processes of `test_processes` do: `torchrun … processes_worker.py OUT`."""
+"""What the processes of `test_processes` do."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -76,14 +75,8 @@ def _parts(gradient: torch.Tensor | None) -> tuple[torch.Tensor, float]:
     return gradient, 1.0
 
 
-def main() -> None:
-    """Train each case into a folder of its name."""
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
+def train_each() -> None:
+    """Train each case into a folder of its name. The first one creates the process group, as under torchrun."""
     for case in (*CASES, *FAMILIES):
-        finetune(model_of(case), out / case, options(case))
-    torch.save(averaged_gradients(), out / f"averaged{dist.get_rank()}.pt")
-
-
-if __name__ == "__main__":
-    main()
+        finetune(model_of(case), Path(case), options(case))
+    torch.save(averaged_gradients(), f"averaged{dist.get_rank()}.pt")

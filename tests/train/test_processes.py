@@ -1,9 +1,7 @@
-"""Two processes that torchrun starts train what one does."""
+"""Two processes train what one does."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,8 @@ from lpconv.train.job import training_job
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
-from tests.helpers.checkpoints import cli_environment
-from tests.train.processes_worker import CASES, FAMILIES, model_of, options
+from tests.helpers.ranks import on_ranks
+from tests.train.processes_worker import CASES, FAMILIES, model_of, options, train_each
 from tests.train.test_tasks import write_model
 
 
@@ -28,11 +26,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("two")
     for kind in sorted({kind for kind, _, _ in FAMILIES.values()}):
         _write_without_dropout(out / "models", kind)
-    worker = str(Path(__file__).with_name("processes_worker.py"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", worker, str(out)]
-    environment = cli_environment(LPCONV_COMPILE="never")
-    done = subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    on_ranks(2, train_each, out, has_group=False)
     return out
 
 
