@@ -18,14 +18,10 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import (
-    LpconvError,
-    OutputExistsError,
-    ResourceError,
-)
+from lpconv.errors import LpconvError, OutputExistsError, ResourceError
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
-from tests.helpers.checkpoints import Run, files_of, published, refusal, write_checkpoint
+from tests.helpers.checkpoints import Run, files_of, published, refusal, shallow_demo, write_checkpoint
 from tests.helpers.gguf_files import write_gguf
 
 
@@ -78,14 +74,20 @@ class TestOutput:
             restore(output, back, force=True, progress=Silent())
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shallow")
+    convert(str(shallow_demo(folder / "source")), folder / "made", ConvertOptions(format="fp16", verify="none"))
+    return folder / "made"
+
+
 class TestOwnSource:
     """Of every command with an output, whatever the spelling, and before anything is deleted."""
 
     @pytest.fixture
-    def made(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        convert("demo", tmp_path / "made", ConvertOptions(format="fp16", verify="none"))
+    def made(self, shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.chdir(tmp_path)
-        return tmp_path / "made"
+        return shutil.copytree(shallow, tmp_path / "made")
 
     @pytest.mark.parametrize(
         "command",

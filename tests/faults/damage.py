@@ -171,10 +171,12 @@ def _undone(output: Path) -> Iterator[dict[Path, bytes]]:
     try:
         yield before
     finally:
-        for path in _files(output).keys() - before.keys():
+        after = _files(output)
+        for path in after.keys() - before.keys():
             path.unlink()
         for path, data in before.items():
-            path.write_bytes(data)
+            if after.get(path) != data:
+                path.write_bytes(data)
 
 
 def _files(output: Path) -> dict[Path, bytes]:
