@@ -297,11 +297,7 @@ class TestKinds:
             ({"kind": "finetune", "recipe": "unit-fp9"}, r"recipe: .*`unit-fp9`", "`unit-fp8`"),
             ({"kind": "finetune", "gates": "sqnr>=3"}, r"gates: .*`sqnr`", "loss_gap"),
             ({"kind": "finetune", "lr": 0}, r"jobs\[0\].lr: .*above", ""),
-            (
-                {"kind": "finetune", "warmup": 2},
-                r"jobs\[0\].warmup: .* 1",
-                "0.1",
-            ),
+            ({"kind": "finetune", "warmup": 2}, r"jobs\[0\].warmup: .* 1", "0.1"),
             ({"kind": "finetune", "recipe": "fp32", "optimizer": "collage-plus"}, r"jobs\[0\] \(a\): opti", "--prec"),
             (
                 {"format": "e4m3fn", "layout": "compressed-tensors", "calibrate": "demo", "split": 2},

@@ -172,32 +172,14 @@ class TestRunning:
 
     def test_only_some(self, tmp_path: Path) -> None:
         engine = Engine()
-        result = run_batch(
-            write_manifest(tmp_path),
-            engine.runners,
-            BatchOptions(
-                only=(
-                    "c",
-                    "a",
-                )
-            ),
-        )
+        result = run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(only=("c", "a")))
         assert engine.ran == ["a", "c"]
         assert [job.id for job in result.jobs] == ["a", "c"]
 
     def test_only_a_job_that_is_not_there(self, tmp_path: Path) -> None:
         engine = Engine()
         with pytest.raises(UsageError, match="`z`"):
-            run_batch(
-                write_manifest(tmp_path),
-                engine.runners,
-                BatchOptions(
-                    only=(
-                        "a",
-                        "z",
-                    )
-                ),
-            )
+            run_batch(write_manifest(tmp_path), engine.runners, BatchOptions(only=("a", "z")))
         assert engine.ran == []
 
     def test_a_dry_run_plans_and_writes_nothing(self, tmp_path: Path) -> None:

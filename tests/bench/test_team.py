@@ -140,11 +140,7 @@ def test_torchrun_on_several_machines_and_other_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("processes", "name", "mode", "compiled"),
-    [
-        (1, "ddp", "train", "off"),
-        (2, "fsdp2", "infer", "off"),
-        (2, None, "train", "graphs"),
-    ],
+    [(1, "ddp", "train", "off"), (2, "fsdp2", "infer", "off"), (2, None, "train", "graphs")],
 )
 def test_what_processes_cannot_do_is_refused(processes: int, name: str | None, mode: str, compiled: str) -> None:
     with pytest.raises(UsageError) as refused:

@@ -116,10 +116,7 @@ _JOBS: Mapping[str, tuple[str, Mapping[str, object]]] = {
         {"format": "e2m1", "granularity": "nvfp4", "layout": "compressed-tensors", "calibrate": "demo"},
     ),
     "W4A16": ("convert", {"format": "int4", "granularity": "group:32", "layout": "compressed-tensors"}),
-    "fp8 of transformers": (
-        "convert",
-        {"format": "e4m3fn", "granularity": "128x128", "layout": "transformers"},
-    ),
+    "fp8 of transformers": ("convert", {"format": "e4m3fn", "granularity": "128x128", "layout": "transformers"}),
     "mxfp8 of transformers": ("convert", {"format": "e4m3fn", "granularity": "mx", "layout": "transformers"}),
     "mixed": ("convert", {"format": "e2m1", "granularity": "mx", "rules": ["*mlp*=e4m3fn", "*o_proj*=keep"]}),
     "mixed-precision": (

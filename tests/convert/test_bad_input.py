@@ -13,11 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lpconv.convert.run import convert
-from lpconv.errors import (
-    InputError,
-    LpconvError,
-    UnsupportedError,
-)
+from lpconv.errors import InputError, LpconvError, UnsupportedError
 from lpconv.plan.options import ConvertOptions
 from tests.helpers.checkpoints import DEMO_TENSORS, Run, published, refusal, write_checkpoint
 
@@ -46,9 +42,7 @@ class TestPickles:
     ) -> None:
         proof = tmp_path / "the exploit ran"
         torch.save(
-            {"layer.weight": torch.ones(4, 4), "x": Exploit(proof)},
-            bin_file,
-            _use_new_zipfile_serialization=not legacy,
+            {"layer.weight": torch.ones(4, 4), "x": Exploit(proof)}, bin_file, _use_new_zipfile_serialization=not legacy
         )
         error = refusal(run, output)
         assert isinstance(error, InputError)

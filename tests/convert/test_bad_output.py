@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from lpconv.convert.restore import restore
 from lpconv.convert.run import convert
-from lpconv.errors import (
-    InputError,
-)
+from lpconv.errors import InputError
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
 from lpconv.results import VerifyResult

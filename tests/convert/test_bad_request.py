@@ -10,10 +10,7 @@ from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
-from lpconv.errors import (
-    UsageError,
-    VerificationError,
-)
+from lpconv.errors import UsageError, VerificationError
 from lpconv.options import parse_size
 from lpconv.plan.options import ConvertOptions, FormatRule, parse_rule
 from tests.helpers.checkpoints import DEMO_TENSORS, Run, files_of, published, refusal, write_checkpoint

@@ -109,11 +109,7 @@ def ignored_by(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "more", "said"),
     [
-        (
-            "W4A16",
-            {"exclude": ("*.experts.1.*",)},
-            r"experts\.1\.w1\.weight`.*format",
-        ),
+        ("W4A16", {"exclude": ("*.experts.1.*",)}, r"experts\.1\.w1\.weight`.*format"),
         ("W4A16", {"rules": (FormatRule(pattern="*.w2*", format="int8"),)}, r"experts\.0\.w2\.weight`.*format"),
         ("FP8", {"calibrate": "demo"}, "--calibrate"),
     ],

@@ -82,18 +82,8 @@ def test_two_runs_write_the_same_bytes_whatever_the_workers(
 @pytest.mark.parametrize(
     ("fmt", "residual", "says", "hint"),
     [
-        (
-            None,
-            "fp16",
-            "`fp16` .* fp16, .* bf16",
-            "--format fp16, or --residual bf16 or",
-        ),
-        (
-            "fp16",
-            "int8",
-            "`int8` .* bf16, .* fp16",
-            "--format bf16, or --residual fp16",
-        ),
+        (None, "fp16", "`fp16` .* fp16, .* bf16", "--format fp16, or --residual bf16 or"),
+        ("fp16", "int8", "`int8` .* bf16, .* fp16", "--format bf16, or --residual fp16"),
         ("fp16", "bf17", "residual `bf17`", "bf16"),
     ],
 )

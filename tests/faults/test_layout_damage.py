@@ -208,11 +208,7 @@ _PLANTED = {
     ],
     "ct NVFP4": [
         ("an inverted second scale", "inverted", change(Q + "weight_global_scale", lambda x: 1 / x)),
-        (
-            "unequal second scales",
-            " 4 ",
-            both(times(K + "weight_global_scale", 0.25), times(K + "weight_scale", 0.25)),
-        ),
+        ("unequal second scales", " 4 ", both(times(K + "weight_global_scale", 0.25), times(K + "weight_scale", 0.25))),
         ("a second scale that was dropped", "incomplete", drop(Q + "weight_global_scale")),
         ("a second scale of zero", "finite", put(Q + "weight_global_scale", 0.0)),
         ("a second scale 1000 times too small", "lost", times(Q + "weight_global_scale", 1e-3)),
@@ -220,11 +216,7 @@ _PLANTED = {
         ("all second scales 1000 times too small", "trained", all_times("weight_global_scale", 1e-3)),
         ("all second scales 1000 times too large", "trained", all_times("weight_global_scale", 1e3)),
         ("swapped nibbles", "packing", change(GATE + "weight_packed", swap_halves)),
-        (
-            "one group's scale doubled",
-            "factor",
-            lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8),
-        ),
+        ("one group's scale doubled", "factor", lambda t, c: t[Q + "weight_scale"].view(torch.uint8)[3, 2:4].add_(8)),
         ("a scale that is NaN", "finite", change(Q + "weight_scale", lambda x: with_byte(x, 0x7F))),
         ("an infinite second scale", "negative", put(Q + "weight_global_scale", torch.inf)),
         ("scales cut at their dtype's end", "1024 of 1024 scales", cut_at(448.0, Q + "weight_scale")),
@@ -232,22 +224,14 @@ _PLANTED = {
         ("another format in config.json", "mxfp8-quantized", config(format="mxfp8-quantized")),
     ],
     "ct NVFP4, inputs": [
-        (
-            "unequal input scales",
-            "unequal",
-            times(K + "input_global_scale", 3.0),
-        ),
+        ("unequal input scales", "unequal", times(K + "input_global_scale", 3.0)),
         ("a negative scale of inputs", "negative", times(GATE + "input_global_scale", -1.0)),
         ("an infinite scale of inputs", "negative", put(Q + "input_global_scale", torch.inf)),
         ("a scale of inputs that was dropped", "missing", drop(GATE + "input_global_scale")),
     ],
     "ct W4A16": [
         ("nibbles from the other end", "packing", change(Q + "weight_packed", reverse_words)),
-        (
-            "codes without their offset",
-            "packing",
-            change(Q + "weight_packed", lambda x: x ^ 0x08080808 ^ -0x7F7F7F80),
-        ),
+        ("codes without their offset", "packing", change(Q + "weight_packed", lambda x: x ^ 0x08080808 ^ -0x7F7F7F80)),
         ("different shape", "says (127, 128)", put(Q + "weight_shape", 127)),
         ("another group in config.json", "incomplete", lambda t, c: scheme(c).update(group_size=64)),
     ],
@@ -255,32 +239,22 @@ _PLANTED = {
         ("zero points that were dropped", "zero", drop(Q + "weight_zero_point")),
         ("zero points off by one", "zero", change(Q + "weight_zero_point", plus_one)),
     ],
-    "ct W8A16": [
-        ("bytes of words from the other end", "dB", change(Q + "weight_packed", reverse_bytes)),
-    ],
+    "ct W8A16": [("bytes of words from the other end", "dB", change(Q + "weight_packed", reverse_bytes))],
     "fp8": [
         ("an inverted scale", "inverted", change(Q + "weight_scale_inv", lambda x: 1 / x)),
         ("a scale that was dropped", "incomplete", drop(Q + "weight_scale_inv")),
         ("another block in config.json", "blocks of 64", config(weight_block_size=[64, 64])),
         ("no quantization_config", "no quantization_config", lambda t, c: c.clear()),
     ],
-    "fp8 ue8m0": [
-        ("a block's scale doubled", "factor", change(GATE + "weight_scale_inv", double_first)),
-    ],
-    "mxfp8": [
-        ("a block's scale lost", "1 of 512 scales", put(Q + "weight_scale_inv", 0, 9)),
-    ],
+    "fp8 ue8m0": [("a block's scale doubled", "factor", change(GATE + "weight_scale_inv", double_first))],
+    "mxfp8": [("a block's scale lost", "1 of 512 scales", put(Q + "weight_scale_inv", 0, 9))],
     "modelopt FP8": [
         ("a scale of 1", "scales are 1", put(Q + "weight_scale", 1.0)),
         ("the other algorithm in config.json", "`NVFP4`", config(quant_algo="NVFP4")),
     ],
     "modelopt NVFP4": [
         ("an inverted second scale", "inverted", change(Q + "weight_scale_2", lambda x: 1 / x)),
-        (
-            "unequal second scales",
-            " 2 ",
-            both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5)),
-        ),
+        ("unequal second scales", " 2 ", both(times(K + "weight_scale_2", 2.0), times(K + "weight_scale", 0.5))),
         ("a second scale that was dropped", "incomplete", drop(Q + "weight_scale_2")),
         ("a second scale of zero", "negative", put(Q + "weight_scale_2", 0.0)),
         ("scales cut at their dtype's end", "1024 of 1024 scales", cut_at(448.0, Q + "weight_scale")),
@@ -305,15 +279,9 @@ _PLANTED = {
         ("a second scale of zero", "negative", put(Q + "weight_scale_2", 0.0)),
         ("a second scale 1000 times too large", "larger", times(Q + "weight_scale_2", 1e3)),
         ("unequal input scales", "unequal", times(K + "input_scale", 3.0)),
-        (
-            "unequal second scales",
-            " 2 in `model.layers.0.self_attn`: TensorRT-LLM",
-            times(K + "weight_scale_2", 2.0),
-        ),
+        ("unequal second scales", " 2 in `model.layers.0.self_attn`: TensorRT-LLM", times(K + "weight_scale_2", 2.0)),
     ],
-    "modelopt NVFP4_AWQ": [
-        ("factors of columns that were dropped", "factor", drop(Q + "pre_quant_scale")),
-    ],
+    "modelopt NVFP4_AWQ": [("factors of columns that were dropped", "factor", drop(Q + "pre_quant_scale"))],
     "gptq": [
         ("zero points of the other version", "zero", config(checkpoint_format="gptq_v2")),
         ("codes in AWQ's order", "dB", change(Q + "qweight", repack(AWQ_ORDER, 0))),
@@ -322,9 +290,7 @@ _PLANTED = {
         ("scales that were dropped", "incomplete", drop(Q + "scales")),
         ("other bits in config.json", "incomplete", config(bits=8)),
     ],
-    "gptq desc_act": [
-        ("groups of the wrong order", "dB", change(Q + "g_idx", lambda x: x.sort().values)),
-    ],
+    "gptq desc_act": [("groups of the wrong order", "dB", change(Q + "g_idx", lambda x: x.sort().values))],
     "awq": [
         ("codes in plain order", "dB", change(Q + "qweight", repack(None, 1))),
         ("zero points of zero", "dB", put(Q + "qzeros", 0, None)),

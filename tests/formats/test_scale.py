@@ -7,15 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from lpconv.errors import UsageError
-from lpconv.formats.scale import (
-    amax,
-    normal_pow2_ceil,
-    normal_pow2_floor,
-    pow2_ceil,
-    pow2_floor,
-    pow2_nearest,
-    rms,
-)
+from lpconv.formats.scale import amax, normal_pow2_ceil, normal_pow2_floor, pow2_ceil, pow2_floor, pow2_nearest, rms
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROUNDERS = [pow2_floor, pow2_ceil, pow2_nearest]
@@ -89,14 +81,7 @@ def test_statistics_per_tensor_row_and_block() -> None:
     assert amax(torch.empty(0, 4)).item() == rms(torch.empty(0, 4)).item() == 0
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: amax(x, (1, 3)),
-        lambda x: amax(x, (1, 0)),
-        lambda x: rms(x, (4,)),
-    ],
-)
+@pytest.mark.parametrize("call", [lambda x: amax(x, (1, 3)), lambda x: amax(x, (1, 0)), lambda x: rms(x, (4,))])
 def test_bad_arguments_are_refused(call) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError):
         call(torch.ones(4, 8))

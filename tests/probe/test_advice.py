@@ -10,15 +10,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.cast import cast
 from lpconv.formats.histogram import exponent_histogram_reference
 from lpconv.formats.spec import BLOCK_FORMATS
-from lpconv.probe.advice import (
-    MAX_UNDERFLOW,
-    assess,
-    operands_at_risk,
-    own_scale,
-    recommend_loss_scale,
-    table,
-    what_if,
-)
+from lpconv.probe.advice import MAX_UNDERFLOW, assess, operands_at_risk, own_scale, recommend_loss_scale, table, what_if
 from lpconv.probe.record import ProbedTensor, ProbeResult
 from lpconv.report.numbers import ROLE_WORDS
 from tests.helpers.block_reference import cast_blocks

@@ -77,10 +77,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "flash": lambda q, k, v, bias: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=0.3)[0],
 }
 
-SCALES = {
-    "static": (4.0, 2.0**-3, 8.0, 0.5),
-    "dynamic": tuple(torch.tensor(s) for s in (4.0, 2.0**-3, 8.0, 0.5)),
-}
+SCALES = {"static": (4.0, 2.0**-3, 8.0, 0.5), "dynamic": tuple(torch.tensor(s) for s in (4.0, 2.0**-3, 8.0, 0.5))}
 
 
 def inputs() -> list[Tensor]:

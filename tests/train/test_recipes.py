@@ -7,13 +7,7 @@ import pytest
 from lpconv.errors import UsageError
 from lpconv.loss_scale import LOSS_SCALES as RULES
 from lpconv.optim.storage import VARIANTS
-from lpconv.train.recipes import (
-    LOSS_SCALES,
-    RECIPES,
-    TRAINING_OPTIMIZERS,
-    arithmetic,
-    saved_as,
-)
+from lpconv.train.recipes import LOSS_SCALES, RECIPES, TRAINING_OPTIMIZERS, arithmetic, saved_as
 
 
 @pytest.mark.parametrize("name", RECIPES)
