@@ -76,13 +76,17 @@ def convert(
     from lpconv.cli.progress import progress_for
     from lpconv.convert import parts, run
     from lpconv.convert.parts import Part
+    from lpconv.layouts.reader import open_readable
     from lpconv.plan.settings import fill_options
+    from lpconv.plan.suited import suited_options
     from lpconv.report.convert import convert_document, part_document, plan_document
 
     if sum((dry_run, shard is not None, finish)) > 1:
         raise UsageError("--dry-run, --shard and --finish cannot be combined", hint="pass only one of them")
-    filled = fill_options(options)
-    words = [options.scheme] if options.scheme else [filled.method, str(filled.format)]
+    filled = fill_options(options)  # raises its errors before a model is opened
+    if output is None and options.scheme is None:
+        filled, _ = suited_options(options, open_readable(model, revision=options.revision))
+    words = [options.scheme] if options.scheme else [filled.method, filled.format]
     target = output or str(output_of(output, model, *words))
     if dry_run:
         print_result(run.plan(model, target, options), plan_document, json=json)

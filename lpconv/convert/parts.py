@@ -24,6 +24,7 @@ from lpconv.plan.job import Job, check_disk, identity, open_model, prepare
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.plan import Plan, PlannedShard
 from lpconv.plan.settings import fill_options
+from lpconv.plan.suited import suited_options
 from lpconv.progress import Progress, Silent
 from lpconv.results import ByteCounts, PartResult, from_json, json_text, to_json
 from lpconv.storage.checkpoint import Openable
@@ -113,8 +114,8 @@ def convert_part(
     check_shareable(options)
     output = folder_for_parts(output)
     folder = part.folder(output)
-    options = fill_options(options)
-    checkpoint = open_model(model, output, options)
+    checkpoint = open_model(model, output, fill_options(options))
+    options, _ = suited_options(options, checkpoint)
     check_free(output, resume=True, force=options.force)
     if not (options.resume and (folder / MARKER).is_file()):
         check_free(folder, resume=options.resume, force=options.force)

@@ -36,6 +36,7 @@ from lpconv.plan.provenance import (
     versions,
 )
 from lpconv.plan.settings import command_line, fill_options, shaping_options
+from lpconv.plan.suited import suited_options
 from lpconv.progress import Progress, Silent
 from lpconv.results import (
     ByteCounts,
@@ -65,8 +66,9 @@ _DEPTH = ("none", "auto", "weights", "logits")  # of verification, least first
 
 def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanResult:
     """The plan of `convert` for the same arguments, from headers alone; nothing is written."""
-    options = fill_options(options)
-    with prepare(open_model(model, output, options), output, options, headers_only=True) as job:
+    checkpoint = open_model(model, output, fill_options(options))
+    filled, notes = suited_options(options, checkpoint)
+    with prepare(checkpoint, output, filled, headers_only=True) as job:
         return PlanResult(
             method=job.plan.options.method,
             format=job.plan.format_name,
@@ -81,7 +83,7 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
             disk_free_bytes=free_bytes(job.output),
             seconds=estimate_seconds(job),
             workers=job.memory.workers,
-            warnings=plan_warnings(job, verb="would be"),
+            warnings=(*notes, *plan_warnings(job, verb="would be")),
         )
 
 
@@ -138,12 +140,14 @@ def finish(
 @contextlib.contextmanager
 def _prepared(model: Openable, output: Path | str, options: ConvertOptions, progress: Progress) -> Iterator[Job]:
     """The prepared job of a conversion, with the text that the model writes itself if options ask for it."""
-    options = fill_options(options)
-    checkpoint = open_model(model, output, options)
+    checkpoint = open_model(model, output, fill_options(options))
+    options, notes = suited_options(options, checkpoint)
     _check_place(output, options)
     own_text = _place_of_own_text(output, options) if options.calibrate == SELF else None
     options = options if own_text is None else dataclasses.replace(options, calibrate=str(own_text))
     with prepare(checkpoint, output, options) as job:
+        for note in notes:
+            progress.message(note)
         origin = job.checkpoint.origin
         if origin.revision is not None:
             progress.message(f"{origin.name} is {origin.resolved} at {origin.revision}")

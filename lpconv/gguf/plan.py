@@ -14,7 +14,7 @@ from lpconv.gguf.arranged import TRANSPOSED, ArrangedSource, arranged
 from lpconv.gguf.blocks import GgufForm, GgufNumbers
 from lpconv.gguf.model import GgufModel, gguf_model
 from lpconv.models.ties import find_ties
-from lpconv.plan.options import ConvertOptions, check_matches
+from lpconv.plan.options import FilledOptions, check_matches
 from lpconv.plan.plan import OutputFile, Plan, PlannedShard, PlannedTensor
 from lpconv.plan.policy import decide
 from lpconv.report.numbers import code_list
@@ -37,7 +37,7 @@ class GgufPlan(Plan):
     types: Mapping[str, str]
 
     @classmethod
-    def of(cls, options: ConvertOptions, model: GgufModel, tensors: Sequence[PlannedTensor]) -> Self:
+    def of(cls, options: FilledOptions, model: GgufModel, tensors: Sequence[PlannedTensor]) -> Self:
         """The plan with all tensors in one file, in source order. Raises InputError for a tensor without a type."""
         stored, types = tuple(t for t in tensors if t.action != "tie"), {}
         for t in stored:
@@ -86,7 +86,7 @@ class GgufPlan(Plan):
         return [] if is_same else [f"the header of `{root.name}` does not match the source and the conversion"]
 
 
-def plan_gguf(checkpoint: Checkpoint, source: Source, options: ConvertOptions) -> tuple[Source, GgufPlan]:
+def plan_gguf(checkpoint: Checkpoint, source: Source, options: FilledOptions) -> tuple[Source, GgufPlan]:
     """The tensors of a source in the order of llama.cpp, and the plan of their file. Raises errors like `make_plan`."""
     infos = {n: e.info for n, e in source.entries.items()}
     model = gguf_model(checkpoint, {n: info.shape for n, info in infos.items()})
@@ -98,7 +98,7 @@ def plan_gguf(checkpoint: Checkpoint, source: Source, options: ConvertOptions) -
     return source, GgufPlan.of(options, model, tensors)
 
 
-def _plan_tensor(info: TensorInfo, options: ConvertOptions, model: GgufModel, tied_to: str | None) -> PlannedTensor:
+def _plan_tensor(info: TensorInfo, options: FilledOptions, model: GgufModel, tied_to: str | None) -> PlannedTensor:
     if tied_to is not None:
         return PlannedTensor.tied(info, tied_to)
     shape = info.shape[::-1] if model.orders.get(info.name) == TRANSPOSED else info.shape

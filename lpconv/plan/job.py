@@ -21,7 +21,7 @@ from lpconv.models.ties import find_ties
 from lpconv.models.whole import Fit, check_complete, linears_of
 from lpconv.plan.files import output_config, plain_config
 from lpconv.plan.memory import Memory, plan_memory
-from lpconv.plan.options import NEAREST, ConvertOptions
+from lpconv.plan.options import NEAREST, ConvertOptions, FilledOptions
 from lpconv.plan.plan import Plan, make_plan
 from lpconv.plan.policy import form_type
 from lpconv.report.numbers import size_text
@@ -80,7 +80,7 @@ def open_model(model: Openable, output: Path | str, options: ConvertOptions) -> 
     return checkpoint
 
 
-def prepare(checkpoint: Checkpoint, output: Path | str, options: ConvertOptions, *, headers_only: bool = False) -> Job:
+def prepare(checkpoint: Checkpoint, output: Path | str, options: FilledOptions, *, headers_only: bool = False) -> Job:
     """Plan the conversion of a checkpoint from `open_model`, with filled options, and open its tensors.
 
     With `headers_only` the weights are not compared with the hub's hashes. Raises every error that can be found without

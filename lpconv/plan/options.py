@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
@@ -81,25 +81,28 @@ class ConvertOptions:
     scheme: Annotated[
         str | None,
         Option(
-            "One name that sets layout, format, granularity and method (see --list-schemes)",
-            default="from the options below",
+            "One name for a layout, format, granularity and method, which their options replace (see --list-schemes)",
+            default="none",
             choices=SCHEMES,
             spellings=_SCHEME_SPELLINGS,
             short=("-s",),
         ),  # affects the output only through the options that it sets
     ] = None
+    method: Annotated[
+        str | None, _what("Method for rewriting the weights", default="unit", choices=METHODS, short=("-m",))
+    ] = None
     format: Annotated[
         str | None,
         _what(
             "Number format on disk; fp8 is e4m3fn, and fp4 is e2m1",
-            default="fp16; bf16 for collage, int4 for multipoint",
+            default="fp16, but e4m3fn by row for a 16-bit checkpoint without other options; bf16 for collage, int4 for "
+            "multipoint",
             choices=_METHOD_FORMATS,
             spellings=SPELLINGS,
             short=("-f", "--element"),
             panel=None,
         ),
     ] = None
-    method: Annotated[str, _what("Method for rewriting the weights", choices=METHODS, short=("-m",))] = "unit"
     residual: Annotated[
         str | None,
         _what(
@@ -109,7 +112,9 @@ class ConvertOptions:
             spellings=SPELLINGS,
         ),
     ] = None
-    layout: Annotated[str, _what("On-disk layout; all but lpconv open without lpconv", choices=LAYOUTS)] = LPCONV
+    layout: Annotated[
+        str | None, _what("On-disk layout; all but lpconv open without lpconv", default=LPCONV, choices=LAYOUTS)
+    ] = None
     scale: Annotated[
         str | None,
         _what(
@@ -120,14 +125,15 @@ class ConvertOptions:
         ),
     ] = None
     granularity: Annotated[
-        str,
+        str | None,
         _what(
             f"Scale granularity, for unit and scalify: {TENSOR}, {', '.join(GRAINS)} or group:N",
             parse=_granularity,
+            default="tensor; mx for e2m1; for integers the largest of group:128, :64 and :32 that divides all rows",
             example="group:128",
             panel=None,
         ),
-    ] = TENSOR
+    ] = None
     rounding: Annotated[
         str,
         _what(
@@ -246,6 +252,21 @@ class ConvertOptions:
     def measures_cache(self) -> bool:
         """Whether calibration finds the scales of keys and values."""
         return self.calibrate is not None and self.kv_cache is not None
+
+
+if TYPE_CHECKING:
+
+    class FilledOptions(ConvertOptions):
+        """What `fill_options` returns: the same record, in which these are never None."""
+
+        method: str
+        format: str
+        layout: str
+        granularity: str
+        scale: str
+
+else:
+    FilledOptions = ConvertOptions
 
 
 def check_pattern(pattern: str) -> None:

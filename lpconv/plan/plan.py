@@ -19,7 +19,7 @@ from lpconv.forms.facts import ConvertedFacts
 from lpconv.layouts.compressed_tensors import cache_scale_name
 from lpconv.layouts.defects import fused_groups
 from lpconv.layouts.linears import LinearModules
-from lpconv.plan.options import FEEDBACK_BITS, ConvertOptions, check_matches
+from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches
 from lpconv.plan.policy import decide, form_type
 from lpconv.plan.settings import shaping_options
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER
@@ -154,7 +154,7 @@ class Plan:
     `linears` are the model's `Linear` modules, if the layout needs them. A subclass plans files of another format.
     """
 
-    options: ConvertOptions
+    options: FilledOptions
     tensors: tuple[PlannedTensor, ...]
     shards: tuple[PlannedShard, ...]
     linears: LinearModules | None = None
@@ -256,7 +256,7 @@ class Plan:
 
 def make_plan(
     entries: Mapping[str, tuple[TensorInfo, str]],
-    options: ConvertOptions,
+    options: FilledOptions,
     *,
     ties: Mapping[str, str],
     linears: LinearModules | None = None,
@@ -294,7 +294,7 @@ def _check_free_names(taken: Sequence[str]) -> None:
 
 
 def _plan_tensor(
-    info: TensorInfo, options: ConvertOptions, tied_to: str | None, linears: LinearModules | None
+    info: TensorInfo, options: FilledOptions, tied_to: str | None, linears: LinearModules | None
 ) -> PlannedTensor:
     if tied_to is not None:
         return PlannedTensor.tied(info, tied_to)
@@ -302,7 +302,7 @@ def _plan_tensor(
     return PlannedTensor(info=info, form=form, reason=reason)
 
 
-def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: ConvertOptions) -> None:
+def _check_readable(planned: Mapping[str, PlannedTensor], linears: LinearModules, options: FilledOptions) -> None:
     """Raise UnsupportedError unless some weight is converted, and all experts of a layer have the same format."""
     if all(t.format is None for t in planned.values()):
         reasons = Counter(t.reason for t in planned.values() if len(t.info.shape) > 1).most_common(2)
@@ -377,7 +377,7 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
-def _plan_shard(name: str, tensors: Sequence[PlannedTensor], options: ConvertOptions) -> PlannedShard:
+def _plan_shard(name: str, tensors: Sequence[PlannedTensor], options: FilledOptions) -> PlannedShard:
     metadata = {"lpconv": __version__, "method": options.method}
     stored = [(c, t) for t in tensors for c in t.root]
     stored.sort(key=lambda it: (*_sort_key(*it), it[0].name))

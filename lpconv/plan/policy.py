@@ -16,7 +16,7 @@ from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms import Form, FormSettings, Kept
 from lpconv.layouts.linears import LinearModules
 from lpconv.methods import METHODS
-from lpconv.plan.options import ConvertOptions, matches
+from lpconv.plan.options import FilledOptions, matches
 from lpconv.storage.header import DTYPE_BITS, TensorInfo
 
 # Weights left in 16 bits, by parts of their names in known architectures; other names follow the rule for matrices. The
@@ -39,12 +39,12 @@ _NARROW = 16
 _Decision = tuple[Format | None, str]
 
 
-def form_type(options: ConvertOptions) -> type[Form]:
+def form_type(options: FilledOptions) -> type[Form]:
     """The form of converted tensors, or the form that selects another one."""
     return METHODS[options.method].form(options.layout)
 
 
-def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules | None = None) -> tuple[Form, str]:
+def decide(info: TensorInfo, options: FilledOptions, *, linears: LinearModules | None = None) -> tuple[Form, str]:
     """The form of one tensor in the output, and the reason. `options` have their defaults filled in.
 
     `linears` are the only modules whose weights the layout converts; None if it converts all. Raises UnsupportedError
@@ -68,7 +68,7 @@ def decide(info: TensorInfo, options: ConvertOptions, *, linears: LinearModules 
     return kind.of(info.name, info.shape, fmt, settings), reason
 
 
-def settings_for(options: ConvertOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:
+def settings_for(options: FilledOptions, linears: LinearModules | None = None, name: str = "") -> FormSettings:
     """The options that the form of a tensor needs; None for those that the method's form does not use."""
     named = {"residual": options.residual, "budget_bits": options.budget_bits, "points_max": options.points_max}
     settings: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
@@ -82,7 +82,7 @@ def settings_for(options: ConvertOptions, linears: LinearModules | None = None, 
     )
 
 
-def _decide(info: TensorInfo, options: ConvertOptions) -> _Decision:
+def _decide(info: TensorInfo, options: FilledOptions) -> _Decision:
     if info.dtype not in _FLOATS:
         return None, "not floating point" if info.dtype[0] != "F" else f"already {info.dtype}"
     if info.num_elements == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from lpconv.formats.grains import TENSOR
+from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
@@ -18,6 +18,7 @@ from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job
 from lpconv.plan.options import FEEDBACK_BITS, NEAREST
 from lpconv.plan.plan import Plan, PlannedTensor
+from lpconv.plan.suited import largest_group
 from lpconv.report.numbers import code_list, plural, size_text
 from lpconv.report.printable import printable
 from lpconv.report.tensors import nothing_converted, overflow_text
@@ -100,12 +101,27 @@ def plan_warnings(job: Job, *, verb: str) -> tuple[str, ...]:
     is_integer = any(t.format is not None and t.format.twos_complement for t in plan.tensors)
     if plan.options.granularity != TENSOR and plan.options.scale == "pow2" and is_integer:
         warnings.append("power-of-two scales cost integers up to 6 dB; use --scale exact to avoid that")
-    warnings += joined_warnings(plan)
+    warnings += [*joined_warnings(plan), *_group_warnings(plan)]
     warnings += _nearest_warnings(plan)
     warnings += plan.warnings
     if plan.options.residual is not None and not any(s.residual for s in plan.shards):
         warnings.append(f"the source is already {plan.options.format}, so nothing is lost and no residual is stored")
     return tuple(warnings)
+
+
+def _group_warnings(plan: Plan) -> Iterator[str]:
+    """A warning if groups divide the rows of less than half of all matrices, with the granularity that divides all."""
+    grain = get_grain(plan.options.granularity)
+    group = grain.tile[1] if grain is not None and grain.tile[0] == 1 else 0
+    kept = [t for t in plan.tensors if t.format is None and group and t.reason.endswith(f"not a multiple of {group}")]
+    if 2 * len(kept) > len(kept) + sum(t.format is not None for t in plan.tensors):
+        columns = [t.info.shape[-1] for t in plan.tensors if t in kept or t.format is not None]
+        mend = (
+            f"; --granularity group:{largest_group(columns)} converts them"
+            if grain and grain.name.startswith("group")
+            else ""
+        )
+        yield f"{len(kept)} of {len(columns)} matrices stay unconverted: {kept[0].reason}{mend}"
 
 
 def _nearest_warnings(plan: Plan) -> Iterator[str]:

@@ -4,11 +4,11 @@ import dataclasses
 import math
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lpconv.errors import UsageError
-from lpconv.formats.grains import GRAINS, TENSOR, Grain, get_grain
-from lpconv.formats.spec import FORMATS, Format
+from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
+from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.layouts import LAYOUTS, SCHEMES
 from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, preset_of
 from lpconv.lookup import find
@@ -21,6 +21,7 @@ from lpconv.plan.options import (
     NEAREST,
     POINTS_MAX,
     ConvertOptions,
+    FilledOptions,
     FormatRule,
     check_pattern,
 )
@@ -31,24 +32,18 @@ _WHY_NO_FEEDBACK = {
     "multipoint": "its second points correct the rows that lose most, and its codes must follow from the scales",
 }
 _OF_FEEDBACK = ("rounding", "calibration_tokens", "calibration_seed", "input_scales")
+_USUAL_METHOD = "unit"
 _SPARE_BITS = 0.5  # default budget above the bits of an element: scales, and second points for some rows
 
 
 def with_scheme(options: ConvertOptions) -> ConvertOptions:
-    """The options with the values of their scheme filled in, and `scheme` None.
+    """The options with the values of their scheme filled in, except those that are given, and `scheme` None.
 
-    Raises UsageError for an unknown scheme, for an option that contradicts it, or if it needs a calibration text.
+    Raises UsageError for an unknown scheme, or if it needs a calibration text.
     """
     if options.scheme is None:
         return options
     scheme = find("scheme", options.scheme, SCHEMES)
-    for field in dataclasses.fields(options):
-        given, meant = getattr(options, field.name), scheme.options.get(field.name)
-        if meant is not None and given not in (field.default, meant):
-            raise UsageError(
-                f"--scheme {options.scheme} means --{field.name} {meant}, not {given}",
-                hint=f"leave --{field.name} out, or pass single options instead of --scheme",
-            )
     if scheme.calibrated and options.calibrate is None:
         raise UsageError(
             f"--scheme {options.scheme} needs a text to measure input scales on",
@@ -57,16 +52,22 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
         )
     if scheme.calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
-    return dataclasses.replace(options, scheme=None, **scheme.options)  # type: ignore[arg-type]  # all are strings
+    open_fields: dict[str, Any] = {n: v for n, v in scheme.options.items() if getattr(options, n) is None}
+    return dataclasses.replace(options, scheme=None, **open_fields)
 
 
-def fill_options(options: ConvertOptions) -> ConvertOptions:
+def fill_options(options: ConvertOptions) -> FilledOptions:
     """The options with the values of their scheme and the method's defaults filled in.
 
     Filled options are returned as they are. Raises UsageError for options that do not fit together.
     """
-    options = with_scheme(options)
-    method = find("method", options.method, METHODS)
+    asked = with_scheme(options)
+    method = find("method", asked.method or _USUAL_METHOD, METHODS)
+    granularity = asked.granularity or _usual_granularity(method, asked.format)
+    options = cast(
+        FilledOptions,
+        dataclasses.replace(asked, method=method.name, layout=asked.layout or LPCONV, granularity=granularity),
+    )
     grain = _grain(options, method)
     fmt = method.format(options.format, grain)
     _check_search(options, fmt, grain)
@@ -115,10 +116,15 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
     return shaping if text is None else shaping | {"calibrate": Path(text).name}
 
 
-def command_line(model: str, options: ConvertOptions) -> str:
+def command_line(model: str, options: FilledOptions) -> str:
     """The command that makes the same output, without folders and without run options such as --resume."""
-    usual = _usual_scale(FORMATS[options.format], get_grain(options.granularity)) if options.format else None
-    unsaid = {"method": None, "scale": usual}  # a value equal to this, else to the default, is left out
+    usual = _usual_scale(FORMATS[options.format], get_grain(options.granularity))
+    unsaid = {
+        "method": None,
+        "scale": usual,
+        "layout": LPCONV,
+        "granularity": TENSOR,
+    }  # a value equal to this, else to the default, is left out
     values = {}
     for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
@@ -127,7 +133,7 @@ def command_line(model: str, options: ConvertOptions) -> str:
     return shlex.join(["lpconv", "convert", model, *command_words(ConvertOptions, values)])
 
 
-def _with_rounding(options: ConvertOptions, method: Method, fmt: Format) -> ConvertOptions:
+def _with_rounding(options: FilledOptions, method: Method, fmt: Format) -> FilledOptions:
     """The options with the defaults of error feedback filled in. Raises UsageError if others contradict it."""
     if options.rounding == NEAREST:
         only = _OF_FEEDBACK[1:] if options.kv_cache is None else _OF_FEEDBACK[1:-1]
@@ -180,7 +186,7 @@ def _usual_scale(fmt: Format, grain: Grain | None) -> str:
     return "exact" if grain is not None and fmt.twos_complement else "pow2"
 
 
-def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> None:
+def _check_search(options: FilledOptions, fmt: Format, grain: Grain | None) -> None:
     """Raise UsageError if a scale search has no effect, or if the method trains with the tensor's single scale."""
     if options.scale == "search" and (grain is None or not grain.is_searched(fmt)):
         raise UsageError(
@@ -189,7 +195,13 @@ def _check_search(options: ConvertOptions, fmt: Format, grain: Grain | None) -> 
         )
 
 
-def _grain(options: ConvertOptions, method: Method) -> Grain | None:
+def _usual_granularity(method: Method, format: str | None) -> str:
+    """The granularity if none is given: one scale per tensor, or finer for formats that the method writes only so."""
+    fmt = get_format(format) if format is not None and method.has_granularity else None
+    return TENSOR if fmt is None or fmt.name in method.formats else default_grain(fmt.name) or TENSOR
+
+
+def _grain(options: FilledOptions, method: Method) -> Grain | None:
     """The granularity of scales, validated against method and scale; None for one scale per tensor."""
     grain = get_grain(options.granularity)
     if grain is not None and not method.has_granularity:
@@ -207,7 +219,7 @@ def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
         method.format(rule.format)
 
 
-def _check_layout(options: ConvertOptions, method: Method, format_name: str, grain: Grain | None) -> None:
+def _check_layout(options: FilledOptions, method: Method, format_name: str, grain: Grain | None) -> None:
     if not _supports(method, options.layout, FORMATS[format_name], grain):
         words = "" if grain is None else f" with {grain.words}"
         hint = _layout_hint(options.layout, method, FORMATS[format_name], grain)

@@ -8,7 +8,7 @@ from lpconv.layouts import LAYOUTS
 from lpconv.layouts.reader import open_readable, stored_shapes
 from lpconv.lookup import find
 from lpconv.methods import METHODS
-from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions
+from lpconv.plan.options import FEEDBACK_BITS, NEAREST, ConvertOptions, FilledOptions
 from lpconv.plan.settings import fill_options
 from lpconv.results import from_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ def check_recoverable(output: Checkpoint, source: str | None) -> Recoverable:
     provenance = recorded.provenance
     if is_trained(output.directory):
         raise UnsupportedError(f"`{name}` was trained after conversion, so it has no source to recover", hint=_HINT)
-    options = from_json(ConvertOptions, provenance["options"])
+    options = from_json(FilledOptions, provenance["options"])
     find("method", options.method, METHODS, error=InputError)
     find("layout", options.layout, LAYOUTS, error=InputError)
     for record in recorded.tensors:

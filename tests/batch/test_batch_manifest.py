@@ -83,7 +83,14 @@ class TestLanguages:
         assert (bert.id, bert.model) == ("bert-fp8", "google-bert/bert-large-uncased")
         assert bert.output == tmp_path / "out/bert"
         assert bert.options == ConvertOptions(
-            method="unit", format="e4m3fn", scale="pow2", max_memory=4 * 10**9, gates=("sqnr>=25",), revision="main"
+            method="unit",
+            format="e4m3fn",
+            layout="lpconv",
+            granularity="tensor",
+            scale="pow2",
+            max_memory=4 * 10**9,
+            gates=("sqnr>=25",),
+            revision="main",
         )
         assert llama.model == str(tmp_path / "llama-7b")
         assert llama.output == tmp_path / "out/llama"
@@ -348,7 +355,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "format": ["bf16"], "method": "mx", "mode": "train", "optimizer": "collage-plus", "layers": 2, "batch": 3,
         "seq": [1, 2], "baseline": "fp32", "compile": "off", "device": "cpu", "threads": 1, "min_iters": 1,
         "min_time": 0, "rounds": 1, "launches": 1, "processes": 2, "parallel": "fsdp2", "seed": 1,
-        "compare": "old.json", "gates": "speedup>=1", "force": True, "allow_missing": True,
+        "compare": "old.json", "gates": "speedup>=1", "force": True, "allow_missing": True, "revision": "v1",
     },
     "probe": {
         "data": "x.txt", "steps": 1, "batch_size": 1, "seq_len": 8, "every": 2, "calibrate": True, "noise": True,
@@ -388,8 +395,8 @@ class TestFields:
         """But for those of a run, and those that say what a manifest says in another way."""
         command: Any = typer.main.get_command(app)
         options = {p.name for p in command.commands[kind].params if p.name is not None}
-        options -= {"model", "output", "json", "quiet", "resume", "dry_run", "help", "list_recipes", "list_schemes"}
-        options -= {"shard", "finish"}  # a manifest has `split`
+        options -= {"model", "output", "json", "quiet", "verbose", "resume", "dry_run", "help"}
+        options -= {"list_recipes", "list_schemes", "shard", "finish"}  # a manifest has `split`
         options -= {"rivals", "save", "html"} if kind == "bench" else set()
         options -= {"parallel"} if kind == "finetune" else set()  # jobs are not begun by torchrun
         names = {{"gate": "gates", "rule": "rules"}.get(name, name) for name in options}

@@ -23,7 +23,7 @@ class TestRequest:
         ("options", "hint"),
         [
             ({"method": "unti"}, "`unit`"),
-            ({"format": "e4m3"}, "`e4m3fn`"),
+            ({"format": "e4m3f"}, "`e4m3fn`"),
             ({"method": "collage", "format": "e5m2"}, "writes bf16, fp16"),
             ({"method": "collage", "residual": "exact61"}, "`exact16`"),
             ({"residual": "bf16"}, "collage"),

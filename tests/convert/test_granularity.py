@@ -218,8 +218,8 @@ def test_odd_rows(value: float, fmt: str, tmp_path: Path) -> None:
         ({"granularity": "mx", "format": "fp16"}, " 32 "),
         ({"granularity": "128x128", "format": "e2m1"}, "format `e2m1`"),
         ({"granularity": "group:7"}, "of 8"),
-        ({"format": "int4"}, "int4 with --granularity group:128"),
-        ({"format": "e2m1"}, "e2m1 with --granularity mx"),
+        ({"format": "int4", "granularity": "tensor"}, "int4 with --granularity group:128"),
+        ({"format": "e2m1", "granularity": "tensor"}, "e2m1 with --granularity mx"),
         ({"granularity": "mx", "scale": "exact"}, "power-of-two scales"),
         ({"granularity": "mx", "format": "e5m2", "layout": "compressed-tensors"}, " e5m2 "),
         ({"method": "collage", "granularity": "row"}, "`collage`"),
@@ -244,9 +244,10 @@ def test_a_new_layout_is_refused_with_what_it_holds(monkeypatch: pytest.MonkeyPa
 
 def test_options_that_shape_the_bytes_are_recorded_and_in_the_command() -> None:
     """What decides bytes stands in `shaping_options`, and each option that is not its default in the command line."""
-    asked = ConvertOptions(exclude=("a", "b"), rules=(FormatRule(pattern="*x", format="keep"),), max_shard_size=9)
+    rules = (FormatRule(pattern="*x", format="keep"),)
+    asked = fill_options(ConvertOptions(exclude=("a", "b"), rules=rules, max_shard_size=9))
     assert command_line("demo", asked) == (
-        "lpconv convert demo --method unit --exclude a --exclude b --rule '*x=keep' --max-shard-size 9"
+        "lpconv convert demo --method unit --format fp16 --exclude a --exclude b --rule '*x=keep' --max-shard-size 9"
     )
     assert shaping_options(asked)["rules"] == [{"pattern": "*x", "format": "keep"}]
     for name in ("workers", "max_memory", "resume", "force", "cache"):

@@ -45,9 +45,8 @@ def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ConvertOptions(scheme="FP8_DYNAMIC", granularity="mx"),
+        ConvertOptions(scheme="FP8_DYNAMIC", layout="mlx"),
         ConvertOptions(scheme="FP8_DYNAMIC", method="collage"),
-        ConvertOptions(scheme="COLLAGE", residual="int8"),
         ConvertOptions(scheme="NVFP4"),
         ConvertOptions(scheme="NVFP5"),
     ],
@@ -55,6 +54,23 @@ def test_names_of_compressed_tensors_are_its_presets(name: str) -> None:
 def test_contradictions_are_refused(options: ConvertOptions) -> None:
     with pytest.raises(UsageError):
         fill_options(options)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "given"),
+    [
+        ("FP8_DYNAMIC", {"granularity": "mx"}),
+        ("FP8_DYNAMIC", {"layout": "lpconv"}),
+        ("FP8_DYNAMIC", {"method": "scalify"}),
+        ("W4A16", {"granularity": "group:64"}),
+        ("W4A16", {"format": "int8"}),
+        ("COLLAGE", {"residual": "int8"}),
+    ],
+)
+def test_an_option_replaces_what_the_scheme_would_set(scheme: str, given: dict[str, str]) -> None:
+    filled = fill_options(ConvertOptions(scheme=scheme, **given))  # type: ignore[arg-type]  # all are strings
+    expected = {"method": "unit"} | SCHEMES[scheme].options | given
+    assert {name: getattr(filled, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("MXFP4", "MXFP4A16"), ("w4a61", "W4A16"), ("FP8_DYN", "FP8_DYNAMIC")])
