@@ -73,9 +73,8 @@ def verdict_sentences(base: BenchRow, rows: Sequence[BenchRow], *, emulates_fp8:
     """Conclusions from measured rows that share the baseline `base`, and reasons to doubt them."""
     if emulates_fp8 and any(r.format == "fp8" for r in rows):
         yield (
-            "This device emulates fp8: it has no fp8 arithmetic, so codes are decoded to bf16 and multiplied "
-            "in bf16. The rows show numerics, memory and the cost of casts, but not the speed on a GPU "
-            "with fp8 tensor cores (compute capability 8.9 or higher)."
+            "This device emulates fp8: codes are decoded to bf16 and multiplied there. Rows show numerics, memory and "
+            "the cost of casts, but not the speed of a GPU with fp8 tensor cores (compute capability 8.9 or higher)."
         )
     yield from (_row_sentence(r, base) for r in rows if not r.is_baseline)
     yield from _few_rounds(rows)
@@ -359,7 +358,7 @@ def compare_benches(benches: Sequence[BenchResult], names: Sequence[str]) -> Doc
         names,
         [_figures(b) for b in benches],
         [_verdict_in_full(b) for b in benches],
-        verdict=_verdict(named, [g for b in benches for g in b.gates]),
+        choice=_verdict(named, ()).text,
         charts=(_speed_chart(named), _memory_chart(named)),
     )
 

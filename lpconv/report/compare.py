@@ -20,15 +20,14 @@ def compare_document(
     figures: Sequence[Mapping[str, str]],
     verdicts: Sequence[Verdict],
     *,
-    verdict: Verdict | None = None,
     choice: str = "",
     charts: Sequence[Chart | None] = (),
     table: Section | None = None,
 ) -> Document:
     """A comparison of runs: the first charts, their figures, the other charts, a table, and the verdict on each run.
 
-    `verdict` is the overall one; by default it gives the `choice` among the runs, and those that did not pass. Rows of
-    figures are in the order of the first run; rows without any value are left out.
+    The verdict gives the `choice` among the runs, and those that did not pass. Rows of figures are in the order of the
+    first run; rows without any value are left out.
     """
     drawn = [chart for chart in charts if chart is not None]
     top = 1 if drawn and drawn[0].is_wide else 2
@@ -42,7 +41,7 @@ def compare_document(
         kind="comparison",
         title=f"{plural(len(names), 'run')} compared",
         subtitle=", ".join(names),
-        verdict=verdict or _verdict(named, choice),
+        verdict=_verdict(named, choice),
         sections=sections_of(
             section("", *drawn[:top]),
             section("Figures", compared),

@@ -388,19 +388,20 @@ def _choice(sound: Sequence[tuple[str, ConvertResult]]) -> str:
     """Which of the verified conversions of a model to choose, and why; empty for different models."""
     if len({r.source.name for _, r in sound}) != 1:
         return ""
-    measured = [(r.verify.logits.mean_kl, r, name) for name, r in sound if r.verify.logits and r.verify.logits.is_text]
-    compared = [(kl, r, name) for kl, r, name in measured if kl is not None]
-    if len(compared) < len(sound):
-        name, least = min(sound, key=lambda named: named[1].bytes.written)
+    kls = {name: r.verify.logits.mean_kl for name, r in sound if r.verify.logits and r.verify.logits.is_text}
+    sizes = {name: r.bytes.written for name, r in sorted(sound, key=lambda named: named[1].bytes.written)}
+    smallest = next(iter(sizes))
+    if len(known := {name: kl for name, kl in kls.items() if kl is not None}) < len(sizes):
         how = "`lpconv verify OUT --against MODEL --data FILE` compares it"
-        return f"smallest is {name} ({size_text(least.bytes.written)}), but its quality on text is unknown: {how}"
-    kept = [run for run in compared if run[0] <= KEPT_KL]
+        return (
+            f"{smallest} is the smallest ({size_text(sizes[smallest])}), but quality on text is not known of all: {how}"
+        )
+    kept = [name for name in sizes if known[name] <= KEPT_KL]
     if not kept:
-        kl, _, name = min(compared, key=lambda run: run[0])
-        return f"none keeps its outputs on text; nearest is {name} with KL {kl_text(kl)}"
-    kl, least, name = min(kept, key=lambda run: run[1].bytes.written)
-    size = size_text(least.bytes.written)
-    return f"choose {name}, the smallest ({size}) of {len(kept)} that keep their outputs on text: KL {kl_text(kl)}"
+        best = min(known, key=known.__getitem__)
+        return f"None keeps its outputs on text; nearest is {best}: KL {kl_text(known[best])}"
+    size, many = size_text(sizes[kept[0]]), f" of {len(kept)}" * (len(kept) > 1)
+    return f"Choose {kept[0]}, the smallest ({size}{many}) that keeps its outputs on text: KL {kl_text(known[kept[0]])}"
 
 
 def figures(result: ConvertResult) -> dict[str, str]:
@@ -442,11 +443,10 @@ def _top1(check: LogitsCheck) -> str:
 
 _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "source": lambda r: r.source.name,
-    "method": lambda r: r.method,
+    "form": form_name,
     "format": lambda r: r.format,
     "granularity": lambda r: MISSING if r.residual else str(r.options.get("granularity", MISSING)),
     "layout": lambda r: str(r.options.get("layout", MISSING)),
-    "residual": lambda r: r.residual or MISSING,
     "size before": lambda r: size_text(r.bytes.read),
     "size after": lambda r: size_text(r.bytes.written),
     "change": lambda r: change_text(r.bytes.read, r.bytes.written),
@@ -459,11 +459,9 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "outputs compared on": lambda r: _logits(r, lambda c: c.inputs or MISSING),
     "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
-    "outputs max diff.": lambda r: _logits(r, lambda c: error_text(c.max_abs_diff)),
     "same top prediction": lambda r: _logits(r, _top1),
     "KL": lambda r: _logits(r, lambda c: MISSING if c.mean_kl is None else kl_text(c.mean_kl)),
     "verification": lambda r: outcome_of(r.verify),
-    "level": lambda r: r.verify.level,
     "time": lambda r: duration_text(r.seconds),
     "speed": lambda r: rate_text(r.bytes.read + r.bytes.written, r.weights_seconds),
     "peak memory": lambda r: size_text(r.peak_rss_bytes),

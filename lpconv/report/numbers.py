@@ -35,7 +35,7 @@ _USUAL_DB = {
 # keeps 98 % of its top predictions at 0.001, 95 % at 0.008, 91 % at 0.03, 69 % at 0.33 and 57 % at 0.67.
 KEPT_KL = 0.01
 _KL_WORDS = (
-    (0.0, "none"), (0.002, "not visible"), (KEPT_KL, "hardly visible"), (0.05, "slight"), (0.2, "visible"),
+    (0.0, "none"), (0.002, "not visible"), (KEPT_KL, "hardly visible"), (0.05, "slightly visible"), (0.2, "visible"),
     (1.0, "large"), (math.inf, "another model"),
 )  # fmt: skip
 # Most names in a list before "and N more".

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 from lpconv.report.document import Cell, Row, Section, Table, section
@@ -200,11 +199,7 @@ def worst_table(tensors: Sequence[TensorRecord], count: int) -> Table:
 
 
 def worst_section(tensors: Sequence[TensorRecord]) -> Section | None:
-    table = worst_table(tensors, _WORST)
-    if any(row[-1] != "nothing" for row in table.rows):
-        return section("Lowest signal-to-noise", table, only="terminal")
-    brief = replace(table, columns=table.columns[:-1], rows=tuple(row[:-1] for row in table.rows))
-    return section("Lowest signal-to-noise (from rounding alone)", brief, only="terminal")
+    return section("Lowest signal-to-noise", worst_table(tensors, _WORST), only="terminal")
 
 
 def _number(text: str, value: float | None) -> Cell:
@@ -281,7 +276,7 @@ def _tensor_columns(result: ConvertResult, tensors: Sequence[TensorRecord]) -> _
         "Largest": lambda t: _number(number_text(t.absmax), t.absmax),
         "Largest input": lambda t: _number(number_text(inputs.get(t.name)), inputs.get(t.name)),
         "SQNR, dB": lambda t: _number(sqnr_text(t.sqnr_db), t.sqnr_db),
-        "Max rel.": lambda t: _number(error_text(t.max_rel_error), t.max_rel_error),
+        "Max rel. error": lambda t: _number(error_text(t.max_rel_error), t.max_rel_error),
         _FEEDBACK: lambda t: _feedback_cell([t]),
         "Saturated": lambda t: _number(count_text(t.num_saturated), t.num_saturated),
         "To zero": lambda t: _number(count_text(t.num_flushed), t.num_flushed),

@@ -39,7 +39,7 @@ _ASCII = str.maketrans({"→": "->", "…": "~", "–": "-", "─": "-", "━": 
 
 _MAX_WORD = 30  # longest unbroken word in a wrapping table cell
 _GAP, _UNBOUNDED = 2, 10_000  # spaces between columns; a width that fits any cell
-_READABLE = 30  # width below which a column of sentences moves to lines of its own
+_READABLE = 30  # most characters of a text that never moves to a line of its own
 
 
 _STYLES = {"passed": "bold green", "failed": "bold red", "not run": "bold yellow"}
@@ -166,7 +166,7 @@ class _Fitting(_RichTable):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         spans = [_column_widths(column, console, options) for column in self.columns]
         room = options.max_width - _GAP * (len(spans) - 1)
-        if moved := self._squeezed(spans, options.max_width):
+        if moved := self._long_texts(spans, options.max_width):
             yield from self._in_lines(moved, spans, options.max_width)
             return
         if sum(least for least, _ in spans) <= room:
@@ -189,17 +189,12 @@ class _Fitting(_RichTable):
     def _of(self, columns: Sequence[int]) -> "_Fitting":
         return _Fitting([self._headings[i] for i in columns], [tuple(row[i] for i in columns) for row in self._cells])
 
-    def _squeezed(self, spans: Sequence[tuple[int, int]], width: int) -> list[int]:
-        """The columns of text that would be too narrow to read next to the others; none if that does not help."""
-        kept, moved = list(range(len(spans))), list[int]()
-        texts = (i for i, heading in enumerate(self._headings) if i and heading.startswith("<") and self._may_move)
-        for i in sorted((i for i in texts if spans[i][1] > _READABLE), key=lambda i: -spans[i][1]):
-            left = width - sum(spans[j][self._is_text(j)] + _GAP for j in kept if j != i)
-            if left >= (spans[i][1] if moved else _READABLE):
-                return sorted(moved)
-            kept.remove(i)
-            moved.append(i)
-        return sorted(moved) if sum(spans[i][self._is_text(i)] + _GAP for i in kept) - _GAP <= width else []
+    def _long_texts(self, spans: Sequence[tuple[int, int]], width: int) -> list[int]:
+        """The columns of sentences, if the table is too wide with them, but not without them."""
+        texts = [i for i, h in enumerate(self._headings) if i and h.startswith("<") and spans[i][1] > _READABLE]
+        needed = [spans[i][self._is_text(i)] + _GAP for i in range(len(spans))]
+        without = sum(needed) - sum(needed[i] for i in texts)
+        return texts if self._may_move and without - _GAP <= width < sum(needed) - _GAP else []
 
     def _is_text(self, column: int) -> bool:
         """Whether a column has no names, which can be abbreviated."""

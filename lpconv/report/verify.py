@@ -138,7 +138,7 @@ def _outputs_section(logits: LogitsCheck) -> Section | None:
     rows = (
         ("KL divergence", MISSING if kl is None else f"{kl:.2g}", f"nats per position: {kl_words(kl or 0)}"),
         ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
-        ("Same top prediction", top1, "positions at which the largest output has the same index"),
+        ("Same top prediction", top1, "of positions"),
         ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
         ("Perplexity, other", _perplexity(logits.source_perplexity), "of the next token, the model compared with"),
         ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),

@@ -110,9 +110,9 @@ def test_figures_and_worst_tensors_are_those_of_the_record() -> None:
     document = card()
     figures, done, worst = blocks_of(document, Table)
     rows = dict(texts_of(figures))  # type: ignore[arg-type]  # rows of two
-    assert (rows["size before"], rows["outputs max diff."], rows["same top prediction"]) == (
+    assert (rows["size before"], rows["outputs rel. error"], rows["same top prediction"]) == (
         "90.9 MB",
-        "2.6e-04",
+        "1.9e-04",
         "100 %",
     )
     assert done.rows[0][:3] == ("convert", "40", "F32 → fp16")
