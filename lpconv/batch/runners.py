@@ -64,11 +64,11 @@ def plan_outcome(plan: PlanResult) -> JobOutcome:
     return JobOutcome(source=plan.source, bytes=plan.bytes, estimate=estimate, warnings=plan.warnings)
 
 
-def _convert(job: BatchJob, progress: Progress, *, finishes: bool = False) -> JobOutcome:
+def _convert(job: BatchJob, progress: Progress, *, from_parts: bool = False) -> JobOutcome:
     from lpconv.convert import run
 
     assert isinstance(job.options, ConvertOptions)
-    convert = run.finish if finishes else run.convert
+    convert = run.finish if from_parts else run.convert
     return conversion_outcome(convert(job.model, job.output, job.options, progress=progress))
 
 
@@ -152,7 +152,7 @@ RUNNERS: dict[str, JobRunner] = {
 
 
 # Runners that combine the parts of conversions that workers have written.
-FINISHING = RUNNERS | {"convert": JobRunner(run=partial(_convert, finishes=True), plan=_plan_conversion)}
+FINISHING = RUNNERS | {"convert": JobRunner(run=partial(_convert, from_parts=True), plan=_plan_conversion)}
 
 
 def _source(job: BatchJob) -> SourceRecord:

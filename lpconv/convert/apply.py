@@ -34,22 +34,20 @@ from lpconv.plan.provenance import planned_record, tensor_record
 from lpconv.progress import Progress
 from lpconv.results import FileRecord, TensorRecord, WrittenShard, from_json, to_json
 from lpconv.storage.header import DTYPE_BITS
-from lpconv.storage.partfile import PartFile
 from lpconv.storage.place import any_pointer
-from lpconv.storage.source import Source, read_range, read_tensor
+from lpconv.storage.source import read_range, read_tensor
 from lpconv.storage.staging import Staging
 from lpconv.workers import SingleThreadedTorch, TensorBlock, Workers, tensor_blocks
 
 T = TypeVar("T")
 _PLACES, _MIN_ROWS = 4, 64  # positions of a sample in a tensor, and least number of rows
-Create = Callable[[str, int, ThreadPoolExecutor], PartFile]  # `Staging.create`
 
 
 class _Output:
     """A file that is being written, and the position of each tensor in it."""
 
-    def __init__(self, create: Create, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
-        self.part = create(file.name, file.size_bytes, flusher)
+    def __init__(self, staging: Staging, file: OutputFile, flusher: ThreadPoolExecutor) -> None:
+        self.part = staging.create(file.name, file.size_bytes, flusher)
         self._places = {i.name: (len(file.header) + i.begin, DTYPE_BITS[i.dtype]) for i in file.tensors}
         self.gaps = {name: bytes(gap) for name, gap in file.gaps.items()}
 
@@ -60,13 +58,12 @@ class _Output:
 
 
 class Engine:
-    """Runs plans. `source` is read from `workers` threads; `progress` counts source bytes in both passes.
+    """Writes the shards of a job's plan into a working folder; `progress` counts source bytes in both passes."""
 
-    With `guesses`, scales are predicted from samples of many small pieces of a tensor.
-    """
-
-    def __init__(self, source: Source, *, workers: int, progress: Progress, guesses: bool) -> None:
-        self._workers, self._progress, self._guesses = Workers(source, workers), progress, guesses
+    def __init__(self, job: Job, staging: Staging, progress: Progress) -> None:
+        # Scales are predicted from many small pieces, and reading those of a remote file takes longer than all of it.
+        self._guesses = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
+        self._workers, self._staging, self._progress = Workers(job.source, job.memory.workers), staging, progress
         self._flusher = ThreadPoolExecutor(1, thread_name_prefix="lpconv-flush")
         self._magnitudes: dict[str, float] = {}
 
@@ -75,23 +72,23 @@ class Engine:
         self._workers.close()
         self._flusher.shutdown(wait=True, cancel_futures=True)
 
-    def write_shard(self, shard: PlannedShard, create: Create) -> tuple[list[FileRecord], list[TensorRecord]]:
-        """Write the files of one shard through `create`. Returns the finished files and the record of each tensor."""
+    def write_shard(self, shard: PlannedShard) -> tuple[list[FileRecord], list[TensorRecord]]:
+        """Write the files of one shard. Returns the finished files and the record of each tensor."""
         measured = {t.name: self._measure(t) for t in shard.tensors if t.form.needs_first_pass}
         while True:
-            written = self._try_shard(shard, create, measured)
+            written = self._try_shard(shard, measured)
             if written is not None:
                 return written
 
     def _try_shard(
-        self, shard: PlannedShard, create: Create, measured: dict[str, Measurement]
+        self, shard: PlannedShard, measured: dict[str, Measurement]
     ) -> tuple[list[FileRecord], list[TensorRecord]] | None:
         """Like `write_shard`, but None if a prediction was wrong. `measured` then holds the correct statistics."""
         assumed = dict(measured)
         files: list[_Output] = []
         try:
             for planned in shard.files:
-                files.append(_Output(create, planned, self._flusher))
+                files.append(_Output(self._staging, planned, self._flusher))
                 files[-1].part.append(planned.header)
             records = self._write_tensors(shard, files, measured)
             if all(_is_confirmed(a, measured[n]) for n, a in assumed.items()):
@@ -236,21 +233,15 @@ def write_shards(
     """Write those of `shards` that are not in the journal yet. Returns the records of all `shards`, in order."""
     written = {line["shard"]: from_json(WrittenShard, line) for line in staging.done if "tensors" in line}
     progress.start("converting", sum(s.bytes_read for s in shards))
-    with SingleThreadedTorch():
-        # Reading many small pieces of a remote file takes longer than reading all of it.
-        is_here = not any_pointer(job.checkpoint.directory, job.checkpoint.weight_files)
-        engine = Engine(job.source, workers=job.memory.workers, progress=progress, guesses=is_here)
-        try:
-            for shard in shards:
-                name = shard.root.name
-                if name in written:
-                    progress.advance(shard.bytes_read)
-                    continue
-                files, tensors = engine.write_shard(shard, staging.create)
-                written[name] = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
-                staging.append(to_json(written[name]))
-        finally:
-            engine.close()
+    with SingleThreadedTorch(), closing(Engine(job, staging, progress)) as engine:
+        for shard in shards:
+            name = shard.root.name
+            if name in written:
+                progress.advance(shard.bytes_read)
+                continue
+            files, tensors = engine.write_shard(shard)
+            written[name] = WrittenShard(shard=name, files=tuple(files), tensors=tuple(tensors))
+            staging.append(to_json(written[name]))
     return tuple(written[s.root.name] for s in shards)
 
 

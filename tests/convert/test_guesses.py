@@ -30,9 +30,9 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     begun: list[list[str]] = []
     write = Engine._try_shard
 
-    def counted(self: Engine, shard: Any, create: Any, measured: dict[str, Measurement]) -> Any:
+    def counted(self: Engine, shard: Any, measured: dict[str, Measurement]) -> Any:
         begun.append([n for n, m in measured.items() if m.is_guess])
-        return write(self, shard, create, measured)
+        return write(self, shard, measured)
 
     monkeypatch.setattr(Engine, "_try_shard", counted)
     return begun

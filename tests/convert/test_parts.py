@@ -103,11 +103,11 @@ def test_the_rest_of_a_part_is_written_by_the_next_worker(
     written: list[str] = []
     write = Engine.write_shard
 
-    def until_the_third(self: Engine, shard: PlannedShard, directory: Path) -> object:
+    def until_the_third(self: Engine, shard: PlannedShard) -> object:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(shard.root.name)
-        return write(self, shard, directory)
+        return write(self, shard)
 
     part = Part(number=1, count=2)
     convert_part(str(source), output, UNIT, Part(number=2, count=2))
