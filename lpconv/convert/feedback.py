@@ -6,7 +6,7 @@ rounded weights. All experts are next at once, each with the tokens routed to it
 
 Every rounded layer is saved as a file in the working folder with its final codes and scales. A resumed run reads it
 instead of rounding again. The output is then written and verified as usual, from forms that read their codes there
-(`forms/rounded.py`), and the files are deleted before the output is published.
+(`forms/coded.py`), and the files are deleted before the output is published.
 
 A weight that no input reaches, or that is not a matrix of a linear layer, is rounded to nearest.
 """
@@ -34,9 +34,9 @@ from lpconv.convert.gptq import (
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
 from lpconv.forms.blocks import Workspace, block_stats
+from lpconv.forms.coded import bytes_on_grid, digest_of
 from lpconv.forms.facts import Measurement
 from lpconv.forms.form import Side
-from lpconv.forms.rounded import Rounded, bytes_on_grid, digest_of
 from lpconv.layouts.reader import StoredTensors
 from lpconv.models.coded import Codes
 from lpconv.models.layer_walk import LayerWalk, Matrix, Moment, collected, matrices_of, sampled_rows
@@ -91,7 +91,7 @@ def _chosen_form(chosen: Source, records: dict[str, RoundingRecord], t: PlannedT
     if t.name not in records:
         return t.form
     held = {c.name: read_tensor(chosen, c.name) for c in t.form.side}
-    return Rounded.around(t.form, lambda c, start, stop: read_range(chosen, c.name, start, stop), held, records[t.name])
+    return t.form.with_codes(lambda c, start, stop: read_range(chosen, c.name, start, stop), held, records[t.name])
 
 
 def _finished_layers(staging: Staging) -> list[_Layer]:
@@ -349,4 +349,4 @@ def _given(source: Source, t: PlannedTensor, parts: Side) -> Form:
     weight, got = read_tensor(source, t.name).float().view(-1), torch.empty(form.num_elements)
     distance = codes.decode_to(got).sub_(weight).abs_().div_(form.scale_of_each(held, 0, form.num_elements))
     record = RoundingRecord(max_steps=float(distance.amax()), sha256=digest_of(parts))
-    return Rounded.around(form, codes.fetch, held, record)
+    return form.with_codes(codes.fetch, held, record)

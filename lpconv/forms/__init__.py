@@ -3,6 +3,7 @@
 `FORMS` are those of lpconv's own layout. `lpconv.layouts` has the files of other tools, most of them with `Tiles`.
 """
 
+from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import Component, FormSettings, Headers
 from lpconv.forms.form import Form, Kept, Stored
 from lpconv.forms.grid import Grid
@@ -16,7 +17,7 @@ __all__ = ["FORMS", "Component", "Form", "FormSettings", "Headers", "Kept", "Sto
 
 def grid_of(form: Stored) -> Grid | None:
     """The codes and scales of a weight as a `Grid`; None for any other form."""
-    return form.grid if isinstance(form, ScaledCodes) else form if isinstance(form, Grid) else None
+    return form.grid if isinstance(form, CodedForm) else form if isinstance(form, Grid) else None
 
 
 # In the order in which they are tried on a file; a tensor that no other form recognises is `Kept`.

@@ -246,6 +246,11 @@ class Form(Stored):
         return None
 
     @property
+    def block_type(self) -> str | None:
+        """Name of the type of its blocks in a container with typed blocks (GGUF), None elsewhere."""
+        return None
+
+    @property
     def needs_first_pass(self) -> bool:
         """Whether `measure` must read the tensor before a block can be encoded."""
         return bool(self.side)
@@ -288,6 +293,10 @@ class Form(Stored):
     def cache_scale(self) -> str | None:
         """Name of the scale of keys or values that is stored next to the weight, or None."""
         return None
+
+    def with_codes(self, fetch: Fetch, side: Side, record: RoundingRecord) -> Form:
+        """The form with codes that were chosen and stored, and their side tensors. Only if it `takes_codes`."""
+        raise NotImplementedError(self.words)
 
     @property
     def nearest(self) -> Form:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.errors import InputError
 from lpconv.formats.spec import OF_DTYPE, Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.coded import CodedForm
+from lpconv.forms.facts import BlockFacts, BlockStats, Component, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand
-from lpconv.forms.grid import Grid
 from lpconv.forms.names import PlaneNames
 
 if TYPE_CHECKING:
@@ -32,15 +32,12 @@ _SURE = 5.0  # standard errors between the mean square of a sample and the next 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledCodes(Form):
-    """Codes with one scale. `has_pow2_scale` makes `measure` choose a power of two, see `scale_for`."""
+class ScaledCodes(CodedForm):
+    """Codes with one scale, a power of two if it `has_pow2_scale`, see `scale_for`."""
 
     kind: ClassVar[str] = "scaled"
     suffixes: ClassVar[tuple[str, ...]] = (SCALE_SUFFIX,)
     names: ClassVar[PlaneNames] = PlaneNames(axis=(1,))
-
-    format: Format
-    has_pow2_scale: bool = True
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
@@ -58,15 +55,6 @@ class ScaledCodes(Form):
     def words(self) -> str:
         return f"{self.format.name} codes with one scale"
 
-    @property
-    def takes_codes(self) -> bool:
-        return True
-
-    @property
-    def grid(self) -> Grid | None:
-        """The codes and scales as a `Grid`; None if they are no matrix."""
-        return None
-
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
         dtype = self.format.safetensors
@@ -76,23 +64,14 @@ class ScaledCodes(Form):
             Component(name=self.name, dtype=dtype, shape=(*self.names.axis, *self.shape)),
         )
 
-    def scale(self, side: Side) -> float | None:
+    def scale(self, side: Side) -> float:
         return float(side[self.name + SCALE_SUFFIX])
 
-    def code_scale(self, side: Side, start: int, stop: int) -> float | Tensor:
-        return float(side[self.name + SCALE_SUFFIX])
-
-    @property
-    def packed(self) -> str:
-        """The format of packed codes, or ""."""
-        return ""
-
-    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
-        """The codes in stored data, in the dtype of the format."""
-        return data[0]
+    def code_scale(self, side: Side, start: int, stop: int) -> float:
+        return self.scale(side)
 
     def is_valid_side(self, side: Side) -> bool:
-        return 0 < float(side[self.name + SCALE_SUFFIX]) < math.inf
+        return 0 < self.scale(side) < math.inf
 
     def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
         from lpconv.forms.blocks import block_stats
@@ -100,7 +79,7 @@ class ScaledCodes(Form):
 
         return BlockFacts(stats=block_stats(x, work), more=first_look(x, self._on_grid()) if start == 0 else None)
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
         import torch
 
         stats = sum((each.stats for each in looked), BlockStats())
@@ -123,7 +102,7 @@ class ScaledCodes(Form):
         """The power of two below the RMS, if the sample's RMS is well between two of them."""
         import torch
 
-        if not self.has_pow2_scale:
+        if not self.has_pow2_scale or self.chosen is not None:
             return None
         squares = sample().double().square().mean(1)
         mean, slack = float(squares.mean()), _SURE * float(squares.std()) / math.sqrt(len(squares))
@@ -140,47 +119,8 @@ class ScaledCodes(Form):
 
         return OnGrid(format=self.format, has_pow2_scale=self.has_pow2_scale)
 
-    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
-        from lpconv.forms.codes import encode
-
-        scale = self.code_scale(measured.side, start, start + x.numel())
-        codes, error = encode(x, scale, self.format, work, measured.stats)
-        return EncodedBlock(data=(codes,), error=error)
-
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        from lpconv.forms.codes import decode
-
-        return decode(self.codes_in(data), self.code_scale(side, start, stop), self.packed)
-
-    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        from lpconv.forms.codes import decode_to
-
-        return decode_to(out, self.codes_in(data), self.code_scale(side, start, stop), self.packed)
-
-    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        from lpconv.forms.blocks import same_numbers
-        from lpconv.forms.codes import reference_values
-
-        return same_numbers(
-            got, reference_values(value, self.code_scale(side, start, start + value.numel()), self.format)
-        )
-
-    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
-        from lpconv.forms.codes import are_reference_codes
-
-        scale = self.code_scale(side, start, start + x.numel())
-        if are_reference_codes(x, self.codes_in(data), scale, self.format, work):
-            return True
-        return super().confirms(x, data, start, side, work)
-
-    def rows_of_scales(self, side: Side) -> Tensor | None:
-        import torch
-
-        scales = self.code_scale(side, 0, self.num_elements)
-        return torch.tensor([[scales]], dtype=torch.float32) if isinstance(scales, float) else scales
-
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
-        return ((data[0], float(side[self.name + SCALE_SUFFIX])),)
+        return ((data[0], self.scale(side)),)
 
 
 def pack_scaled(name: str, codes: Tensor, scale: float | Tensor) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ _SCALES = (2.0**-126, 2.0**127)
 
 @dataclass(frozen=True, kw_only=True)
 class TileScales:
-    """The rule for the scales of a matrix of (rows, columns) whose codes are numbers of `format`.
+    """The rule for the scales of a matrix of (rows, columns), or of some of its rows, with codes in `format`.
 
     `has_factor` allows the scale that divides all others, if the grain has one, to differ from 1.
     """
@@ -216,8 +216,11 @@ class TileScales:
 
 @functools.lru_cache(maxsize=8)
 def _counts(matrix: tuple[int, int], tile: tuple[int, int]) -> Array:
-    """Number of elements of each tile of a matrix, in fp32: [tiles along rows, tiles along columns]."""
-    sizes = zip(matrix, tile, strict=True)
+    """Number of elements of each tile of a matrix, in fp32: [tiles along rows, tiles along columns].
+
+    Tiles of one row have the same number in every row, so there is a single one: [1, tiles along columns].
+    """
+    sizes = ((1 if tile[0] == 1 else matrix[0], tile[0]), (matrix[1], tile[1]))
     rows, cols = (np.minimum(whole - np.arange(0, whole, n), n).astype(np.float32) for whole, n in sizes)
     return np.multiply.outer(rows, cols)
 

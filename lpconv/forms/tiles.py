@@ -12,12 +12,13 @@ from __future__ import annotations  # tensors are named below and not imported
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
+from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
@@ -51,7 +52,7 @@ class _TileFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiles(ScaledCodes):
+class Tiles(CodedForm):
     """Codes with a scale per tile.
 
     With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
@@ -64,7 +65,7 @@ class Tiles(ScaledCodes):
     suffixes: ClassVar[tuple[str, ...]] = names.suffixes
 
     grain: Grain
-    scale_dtype: str = ""  # if it is not that of the granularity
+    scale_dtype: str = ""  # if it is not the one that is written
     searches: bool = False
     importance: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -73,20 +74,18 @@ class Tiles(ScaledCodes):
         grain = settings.grain
         if grain is None or not _holds(grain, format):
             return cls.whole.of(name, shape, format, settings)
-        is_searched = settings.scale == "search" and grain.is_searched(format)
-        is_pow2 = settings.scale == "pow2" or (settings.scale == "search" and not format.twos_complement)
+        is_search = settings.scale == "search"
         return cls(
             name=name,
             shape=shape,
             format=format,
-            has_pow2_scale=is_pow2,
+            has_pow2_scale=settings.scale == "pow2" or (is_search and not format.twos_complement),
             grain=grain,
-            scale_dtype=cls.names.integer_scale if format.twos_complement else "",
-            searches=is_searched,
+            searches=is_search and grain.is_searched(format),
         )
 
     # The form for one scale per tensor: if the granularity is the tensor, or does not support the format.
-    whole: ClassVar[type[ScaledCodes]] = ScaledCodes
+    whole: ClassVar[type[Form]] = ScaledCodes
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -155,9 +154,12 @@ class Tiles(ScaledCodes):
     @functools.cached_property
     def scales(self) -> Component:
         """The component with a scale per tile."""
-        shape = self.grain.grid(*self.matrix)
-        dtype = self.scale_dtype or self.grain.scale_dtype
-        return Component(name=self.names.part(self.name, self.names.scale), dtype=dtype, shape=shape)
+        written = self.names.integer_scale if self.format.twos_complement else self.grain.scale_dtype
+        return Component(
+            name=self.names.part(self.name, self.names.scale),
+            dtype=self.scale_dtype or written,
+            shape=self.grain.grid(*self.matrix),
+        )
 
     @property
     def whole_scale(self) -> Component | None:
@@ -206,20 +208,15 @@ class Tiles(ScaledCodes):
             shape=self.matrix,
             format=self.format,
             codes=Plane(component=flat, kind=kind, plus=plus) if kind else one_by_one(flat),
-            scales=one_by_one(
-                replace(self.scales, shape=self.grain.grid(*self.matrix)), self.grain.sizes(*self.matrix)
-            ),
+            scales=one_by_one(self.scales, self.grain.sizes(*self.matrix)),
             factor=self.whole_scale,
             divides=self.grain.has_factor,
             size=self.size,
         )
 
     def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        return self._place_in(self.data[0], start), self._place_in(self.data[0], stop)
-
-    def _place_in(self, component: Component, start: int) -> int:
-        """The element of a component at which the codes of the numbers from `start` on begin."""
-        return start * self.format.storage_bits // DTYPE_BITS[component.dtype]
+        bits, word = self.format.storage_bits, DTYPE_BITS[self.data[0].dtype]
+        return start * bits // word, stop * bits // word
 
     @functools.cached_property
     def late_side(self) -> tuple[Component, ...]:
@@ -228,28 +225,24 @@ class Tiles(ScaledCodes):
         Blocks are whole rows, so each block determines its own scales.
         """
         is_aligned = self.codes.num_bytes * 8 % DTYPE_BITS[self.scales.dtype] == 0
-        if self.grain.tile[0] != 1 or not is_aligned:
-            return ()
-        return (self.scales,) if self.bias is None else (self.scales, self.bias)
+        is_late = self.grain.tile[0] == 1 and is_aligned
+        return tuple(c for c in self.side if c in (self.scales, self.bias)) if is_late else ()
 
     @property
     def shares_scale(self) -> bool:
-        return self.grain.has_factor
+        return self.grain.has_factor and self.chosen is None
 
     @property
     def searches_scales(self) -> bool:
-        return self.searches
+        return self.searches and self.chosen is None
 
     def with_importance(self, importance: Tensor) -> Self:
         return replace(self, importance=importance)
 
-    def scale(self, side: Side) -> None:
-        return None
-
     @property
     def fine_scales(self) -> Component | None:
         is_fine = self.whole_scale is None and self.scales.dtype in ("F32", "F16", "BF16")
-        return self.scales if is_fine else None
+        return self.scales if is_fine and self.scales in self.side else None
 
     def with_scales(self, side: Side, scales: Tensor) -> Side:
         if self.bias is None:
@@ -258,7 +251,9 @@ class Tiles(ScaledCodes):
         return {**side, self.scales.name: scales, self.bias.name: scales * least}
 
     def is_valid_side(self, side: Side) -> bool:
-        if not self.grid.is_valid_side(side) or not is_positive(self._tile_scales(side)):
+        if self.scales not in self.side:
+            return True
+        if not self.grid.is_valid_side(side) or not is_positive(self.tile_scales(side)):
             return False
         wanted = self.with_scales(side, side[self.scales.name])
         return self.bias is None or wanted[self.bias.name].equal(side[self.bias.name])
@@ -269,12 +264,12 @@ class Tiles(ScaledCodes):
         height, width = self.grain.sizes(*self.matrix)
         top, bottom = (start // cols, stop // cols) if cols else (0, 0)
         first, last = top // height, -(-bottom // height)
-        factors = self._tile_scales(side, slice(first, last))
+        factors = self.tile_scales(side, slice(first, last))
         if height > 1:
             factors = factors.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
         return factors.repeat_interleave(width, 1)[:, :cols] if width and cols % width else factors.unsqueeze(2)
 
-    def _tile_scales(self, side: Side, rows: slice = slice(None)) -> Tensor:
+    def tile_scales(self, side: Side, rows: slice = slice(None)) -> Tensor:
         """The factors of tiles, with all that belongs to the tensor, fp32."""
         return self.grid.with_factor(stored_numbers(side[self.scales.name][rows], self.grid.scales.kind, 1), side)
 
@@ -283,24 +278,22 @@ class Tiles(ScaledCodes):
             return Stored.summands(self, data, side)
         return ((self.codes_in(data), self.code_scale(side, 0, self.num_elements).view(-1)),)
 
-    def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
-        encoded = super().encode(x, start, measured, work)
-        (codes,) = encoded.data
+    def as_stored(self, codes: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
         if not self.packed and not self.names.word:
-            return encoded
+            return codes
         from lpconv.formats.codes import pack_nibbles
         from lpconv.storage.dtypes import TORCH_DTYPES
 
         codes = pack_nibbles(codes, work.residual) if self.format.storage_bits == 4 else codes
-        return replace(encoded, data=(codes.view(TORCH_DTYPES[self.data[0].dtype]),))
+        return codes.view(TORCH_DTYPES[self.data[0].dtype])
 
     def codes_in(self, data: Sequence[Tensor]) -> Tensor:
         from lpconv.storage.dtypes import TORCH_DTYPES
 
         return data[0].view(TORCH_DTYPES[self.codes.dtype]) if self.names.word else data[0]
 
-    def begin(self, largest: float) -> Measurement:
-        return Measurement(side=self._tensor_side(self._rule().factor(largest)), is_guess=True)
+    def _begin(self, largest: float) -> Measurement:
+        return Measurement(side=self._tensor_side(self._rule.factor(largest)), is_guess=True)
 
     def _tensor_side(self, factor: Tensor | None) -> dict[str, Tensor]:
         """The side tensors that belong to the whole tensor, by name."""
@@ -314,32 +307,36 @@ class Tiles(ScaledCodes):
         from lpconv.forms.blocks import as_float32, block_stats
         from lpconv.forms.on_grid import first_look
 
+        if self.chosen is not None:
+            return super().look(x, start, work)
         value = as_float32(x, work)
-        parts, largest = self._rule().parts(value.view(-1, self.cols), work.scratch.coded)
-        first = first_look(x, self._on_grid() if self.grain.scale_dtype == "F32" else None) if start == 0 else None
+        parts, largest = self._rule.parts(value.view(-1, self.cols), work.scratch.coded)
         stats = block_stats(value, work, largest)
         if not (stats.is_finite or self.format.has_nan):
             raise not_finite_error(self.name, self.format)
+        first = first_look(x, self._on_grid) if start == 0 else None
         return BlockFacts(stats=stats, more=_TileFacts(parts=parts, first=first))
 
     def look_and_encode(
         self, x: Tensor, start: int, measured: Measurement, work: Workspace
     ) -> tuple[BlockFacts, EncodedBlock]:
+        if self.chosen is not None:
+            return super().look_and_encode(x, start, measured, work)
         block = self.look(x, start, work)
         factor = measured.side.get(self.name + FACTOR_SUFFIX)
-        scales = self._stored(self._rule(x.numel() // self.cols), block.more.parts, factor)
+        scales = self._usual_scales(block.more.parts, factor)
         scales = self._search(measured.side).in_rows(x, scales, work) if self.searches else scales
         more = _TileFacts(first=block.more.first, scales=scales, factor=factor)  # parts need more memory than scales
         mine = Measurement(stats=block.stats, side={**measured.side, self.scales.name: scales})
         return BlockFacts(stats=block.stats, more=more), self.encode(x, 0, mine, work)
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
         """Combine all blocks. Reads fused weights only if blocks have not been encoded yet."""
         import torch
 
         from lpconv.forms.blocks import finite_absmax
 
-        rule, seen = self._rule(), [each.more for each in looked]
+        rule, seen = self._rule, [each.more for each in looked]
         stats = sum((each.stats for each in looked), BlockStats())
         is_encoded = bool(seen) and seen[0].scales is not None
         if is_encoded:
@@ -347,35 +344,31 @@ class Tiles(ScaledCodes):
         else:
             others = (absmax for each in fused for absmax in each(lambda x, _, work: finite_absmax(x, work)))
             factor = rule.factor(max([stats.absmax, *others]))
-            scales = self._stored(rule, rule.join([s.parts for s in seen]), factor)
+            scales = self._usual_scales(rule.join([s.parts for s in seen]), factor)
         looks_so, grid = seen[0].first if seen and stats.is_finite else (False, None)
         grid_scales, common = None, self._tensor_side(factor)
-        if looks_so:
+        if looks_so and self._on_grid is not None:
             every = [each.more for each in over(self.look)] if is_encoded else seen
             parts = rule.join([s.parts for s in every])
-            grid_scales = self._on_grid().scales(over, parts["absmax"], self._stored(rule, parts, factor))
+            grid_scales = self._on_grid.scales(over, parts["absmax"], self._usual_scales(parts, factor))
         if grid_scales is None and self.searches and not is_encoded:
             scales = self._search(common).over_blocks(over, scales)
         side = self.with_scales(common, scales if grid_scales is None else grid_scales)
         is_other = is_encoded and grid_scales is not None and not torch.equal(grid_scales, scales)
         return Measurement(stats=stats, side=side, on_grid=grid_scales is not None, grid=grid, is_other=is_other)
 
-    def guess(self, sample: Callable[[], Tensor]) -> Measurement | None:
-        return None
-
-    def _rule(self, num_rows: int | None = None) -> TileScales:
-        """The rule for the scales of all rows, or of `num_rows`."""
+    @functools.cached_property
+    def _rule(self) -> TileScales:
+        """The rule for the usual scales."""
         from lpconv.forms.tile_scales import TileScales
 
-        rows, cols = self.matrix
-        matrix = (rows if num_rows is None else num_rows, cols)
-        return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
+        return TileScales(grain=self.grain, format=self.format, matrix=self.matrix, has_pow2_scale=self.has_pow2_scale)
 
-    def _stored(self, rule: TileScales, parts: Parts, factor: Tensor | None) -> Tensor:
+    def _usual_scales(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The usual scales in the dtype of the file."""
         from lpconv.storage.dtypes import TORCH_DTYPES
 
-        return rule.stored_scales(parts, factor).to(TORCH_DTYPES[self.scales.dtype])
+        return self._rule.stored_scales(parts, factor).to(TORCH_DTYPES[self.scales.dtype])
 
     def _search(self, common: Side) -> ScaleSearch:
         """The search for the scales of tiles; `common` are the other side tensors."""
@@ -390,13 +383,21 @@ class Tiles(ScaledCodes):
             importance=self.importance,
         )
 
-    def _on_grid(self) -> OnGrid:
-        """The grid search for tiles. MX needs none: the smallest scale without clipping keeps all that others keep."""
-        return replace(
-            super()._on_grid(),
+    @functools.cached_property
+    def _on_grid(self) -> OnGrid | None:
+        """The grid search for tiles, if scales may be any numbers.
+
+        MX needs none: the smallest scale without clipping keeps all that others keep.
+        """
+        from lpconv.forms.on_grid import OnGrid
+
+        if self.scales.dtype not in ("F32", "BF16"):
+            return None
+        return OnGrid(
+            format=self.format,
+            has_pow2_scale=self.has_pow2_scale and not self.searches,
             tile=self.grain.tile,
             cols=self.cols,
-            has_pow2_scale=self.has_pow2_scale and not self.searches,
             has_short_scales=self.names.integer_scale == "BF16" and self.grain.is_fitted,
         )
 

@@ -16,24 +16,25 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lpconv.errors import InputError, typed_line
 from lpconv.formats.grains import Grain
 from lpconv.formats.spec import FORMATS, Format
-from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over, Side, Stored, not_finite_error
+from lpconv.forms.facts import Component, EncodedBlock, FormSettings, Headers, Measurement
+from lpconv.forms.form import Form, Side, Stored
+from lpconv.forms.names import PlaneNames
+from lpconv.forms.tiles import Tiles
 from lpconv.gguf import BLOCKS, GGUF
 from lpconv.gguf.view import is_entry
-from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lpconv.forms.blocks import Workspace
-    from lpconv.forms.tile_scales import Parts, ScaleSearch, TileScales
+    from lpconv.forms.tile_scales import Parts
 
 # The format of the numbers of a type; of all others, 8-bit integers come nearest.
 _FORMATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q4_0": "int4", "Q4_1": "int4", "Q4_K": "int4",
@@ -139,45 +140,39 @@ def _processor(architecture: str, settings: str) -> Any:
     return TENSOR_PROCESSORS[architecture](config=json.loads(settings))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GgufForm(Form):
-    """A tensor of the GGUF type `type`, as bytes."""
-
-    quantised_by: ClassVar[str | None] = GGUF
-
-    format: Format
-
-    @property
-    def type(self) -> str:
-        """The name of the type in GGUF."""
-        raise NotImplementedError
-
-    @functools.cached_property
-    def components(self) -> tuple[Component, ...]:
-        *lead, cols = self.shape
-        return (Component(name=self.name, dtype="U8", shape=(*lead, _place(self.type, 0, cols)[1])),)
-
-    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
-        return _place(self.type, start, stop)
+def _rows_of(name: str, shape: tuple[int, ...], type: str) -> Component:
+    """A tensor as bytes of a type."""
+    *lead, cols = shape
+    return Component(name=name, dtype="U8", shape=(*lead, _place(type, 0, cols)[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufNumbers(GgufForm):
+class GgufNumbers(Form):
     """Plain numbers as bytes."""
 
     kind: ClassVar[str] = "gguf numbers"
+    quantised_by: ClassVar[str | None] = GGUF
+
+    format: Format
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
         return cls(name=name, shape=shape, format=format)
 
     @property
-    def type(self) -> str:
+    def block_type(self) -> str:
         return _PLAIN[self.format.name]
 
     @property
     def words(self) -> str:
-        return f"{self.type} numbers"
+        return f"{self.block_type} numbers"
+
+    @functools.cached_property
+    def components(self) -> tuple[Component, ...]:
+        return (_rows_of(self.name, self.shape, self.block_type),)
+
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        return _place(self.block_type, start, stop)
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         import torch
@@ -186,14 +181,14 @@ class GgufNumbers(GgufForm):
         from lpconv.storage.dtypes import TORCH_DTYPES
 
         value = as_float32(x, work)
-        numbers = value.to(TORCH_DTYPES[self.type])
+        numbers = value.to(TORCH_DTYPES[self.block_type])
         error = block_error(value, numbers.to(torch.float32, copy=True))
         return EncodedBlock(data=(numbers.view(torch.uint8),), stats=block_stats(x, work), error=error)
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
         from lpconv.storage.dtypes import TORCH_DTYPES
 
-        return data[0].view(TORCH_DTYPES[self.type]).float()
+        return data[0].view(TORCH_DTYPES[self.block_type]).float()
 
     def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
         from lpconv.forms.blocks import same_numbers
@@ -203,35 +198,17 @@ class GgufNumbers(GgufForm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufBlocks(GgufForm):
-    """Blocks of 32 numbers of a row, with a scale each. In memory, `NAME_scale` holds the scales: [rows, blocks].
+class GgufBlocks(Tiles):
+    """Tiles of 32 numbers of a row, stored as blocks with their scale, so that there are no side tensors.
 
-    With `searches`, each scale is the one of several with the least squared error, in which columns are weighted by
-    `importance` (None: equally); see `forms/tile_scales.py`.
+    In memory, `NAME_scale` holds the scales: [rows, blocks].
     """
 
     kind: ClassVar[str] = "gguf"
-    encoded_per_second: ClassVar[float] = 8e7
-
-    grain: Grain
-    has_pow2_scale: bool
-    searches: bool
-    importance: Tensor | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], format: Format, settings: FormSettings) -> Form:
-        if format.name in _PLAIN:
-            return GgufNumbers.of(name, shape, format, settings)
-        grain, is_search = settings.grain, settings.scale == "search"
-        assert grain is not None, format.name
-        return cls(
-            name=name,
-            shape=shape,
-            format=format,
-            grain=grain,
-            has_pow2_scale=settings.scale == "pow2" or (is_search and not format.twos_complement),
-            searches=is_search and grain.is_searched(format),
-        )
+    names: ClassVar[PlaneNames] = PlaneNames(integer_scale="F16")
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    quantised_by: ClassVar[str | None] = GGUF
+    whole: ClassVar[type[Form]] = GgufNumbers
 
     @classmethod
     def holds(cls, format: Format, grain: Grain | None) -> bool:
@@ -239,139 +216,81 @@ class GgufBlocks(GgufForm):
             return grain is None or grain.name in {g for _, g in _TYPES}
         return grain is not None and (format.name, grain.name) in _TYPES
 
-    @classmethod
-    def refusal(cls, shape: tuple[int, ...], format: Format, settings: FormSettings) -> str | None:
-        grain, cols = settings.grain, shape[-1] if shape else 1
-        if format.name in _PLAIN or grain is None:
-            return None
-        if cols > MAX_COLS:
-            return f"rows of {cols} elements are too long for {grain.words}"
-        if cols % grain.tile[1]:
-            return f"rows of {cols} elements are not a multiple of {grain.tile[1]}"
-        return None
-
     @property
-    def type(self) -> str:
+    def block_type(self) -> str:
         return _TYPES[self.format.name, self.grain.name]
 
     @property
     def words(self) -> str:
-        return f"{self.type} of GGUF"
+        return f"{self.block_type} of GGUF"
+
+    @functools.cached_property
+    def data(self) -> tuple[Component, ...]:
+        return (_rows_of(self.name, self.shape, self.block_type),)
 
     @property
-    def takes_codes(self) -> bool:
-        return True
+    def side(self) -> tuple[Component, ...]:
+        return ()
 
-    @property
-    def cols(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def searches_scales(self) -> bool:
-        return self.searches
-
-    @property
-    def _scales(self) -> str:
-        """The name of the scales in memory."""
-        return f"{self.name}_scale"
-
-    def with_importance(self, importance: Tensor) -> Self:
-        return replace(self, importance=importance)
-
-    def look(self, x: Tensor, start: int, work: Workspace) -> BlockFacts:
-        """Statistics of each block of numbers. Raises InputError for NaN and Inf."""
-        from lpconv.forms.blocks import as_float32, block_stats
-
-        value = as_float32(x, work)
-        parts, largest = self._rule.parts(value.view(-1, self.cols), work.scratch.coded)
-        stats = block_stats(value, work, largest)
-        if not stats.is_finite:
-            raise not_finite_error(self.name, self.format)
-        return BlockFacts(stats=stats, more=parts)
-
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
-        scales = self._usual(self._rule.join([each.more for each in looked]))
-        scales = self._search.over_blocks(over, scales) if self.searches else scales
-        return Measurement(stats=sum((each.stats for each in looked), BlockStats()), side={self._scales: scales})
+    def place(self, start: int, stop: int, side: Side) -> tuple[int, int]:
+        return _place(self.block_type, start, stop)
 
     def encode(self, x: Tensor, start: int, measured: Measurement, work: Workspace) -> EncodedBlock:
         """Encode a block with the scales in `measured`, or with its own."""
-        from lpconv.forms.codes import encode
+        if self.chosen is not None or self.scales.name in measured.side:
+            return super().encode(x, start, measured, work)
+        block, encoded = self.look_and_encode(x, start, measured, work)
+        return replace(encoded, stats=block.stats)
 
-        own = None
-        if self._scales in measured.side:
-            rows = slice(start // self.cols, (start + x.numel()) // self.cols)
-            stats, scales = measured.stats, measured.side[self._scales][rows]
-        else:
-            block = self.look(x, start, work)
-            stats = own = block.stats
-            scales = self._usual(block.more)
-            scales = self._search.in_rows(x, scales, work) if self.searches else scales
-        codes, error = encode(x, self._factors(scales), self.format, work, stats)
-        return EncodedBlock(data=(self._as_blocks(codes, scales),), stats=own, error=error)
-
-    def _as_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Codes of `encode_narrow_`, one per byte, and the scales of their blocks as GGUF stores them."""
+    def as_stored(self, codes: Tensor, start: int, side: Side, work: Workspace) -> Tensor:
         import torch
 
-        size, num_bytes = BLOCKS[self.type]
+        size, num_bytes = BLOCKS[self.block_type]
         blocks = torch.empty(codes.numel() // size, num_bytes, dtype=torch.uint8)
-        codes, begin = codes.view(-1, size), scales.itemsize
-        blocks[:, :begin] = scales.contiguous().view(-1).view(torch.uint8).view(-1, begin)
+        codes, rows = codes.view(-1, size), slice(start // self.cols, (start + codes.numel()) // self.cols)
+        scales = side[self.scales.name][rows].contiguous().view(-1, 1).view(torch.uint8)
+        blocks[:, : scales.shape[1]] = scales
         if self.format.storage_bits == 8:
-            torch.bitwise_xor(codes, 0x80, out=blocks[:, begin:])  # two's complement
+            torch.bitwise_xor(codes, 0x80, out=blocks[:, scales.shape[1] :])  # two's complement
         else:
-            torch.bitwise_or(codes[:, : size // 2], codes[:, size // 2 :] << 4, out=blocks[:, begin:])
+            torch.bitwise_or(codes[:, : size // 2], codes[:, size // 2 :] << 4, out=blocks[:, scales.shape[1] :])
         return blocks.view(-1)
 
-    def side_in(self, data: Sequence[Tensor]) -> Side:
+    def codes_in(self, data: Sequence[Tensor]) -> Tensor:
         import torch
 
-        begin = 2 if self.format.twos_complement else 1
-        raw = data[0].view(-1, BLOCKS[self.type][1])[:, :begin].contiguous()
-        scales = raw.view(torch.float16) if begin == 2 else raw
-        return {self._scales: scales.view(-1, self.cols // self.grain.tile[1])}
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
-    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        import torch
-
-        from lpconv.forms.planes import stored_numbers
-
-        size, num_bytes = BLOCKS[self.type]
-        factors = self._factors(self.side_in(data)[self._scales]).reshape(-1, 1)
+        size, num_bytes = BLOCKS[self.block_type]
         raw = data[0].view(-1, num_bytes)[:, num_bytes - size * self.format.storage_bits // 8 :]
         if self.format.storage_bits == 8:
-            return raw.contiguous().view(torch.int8).float().mul_(factors).view(-1)
-        halves = torch.cat((raw & 15, raw >> 4), 1)
-        if self.format.twos_complement:
-            return (halves.float() - 8).mul_(factors).view(-1)
-        pairs = halves.view(-1, size // 2, 2)
-        return stored_numbers(pairs[..., 0] | pairs[..., 1] << 4, "e2m1", 1).mul_(factors).view(-1)
+            codes = raw ^ 0x80
+        else:
+            pairs = torch.cat((raw & 15, raw >> 4), 1).view(-1, 2)
+            codes = pairs[:, 0] | pairs[:, 1] << 4
+        return codes.view(-1).view(TORCH_DTYPES[self.codes.dtype])
 
-    def is_right(self, value: Tensor, got: Tensor, start: int, side: Side) -> bool:
-        from lpconv.forms.blocks import same_numbers
-        from lpconv.forms.codes import reference_values
+    def side_in(self, data: Sequence[Tensor]) -> Side:
+        from lpconv.storage.dtypes import TORCH_DTYPES
 
-        scales = self.code_scale(side, start, start + value.numel())
-        return same_numbers(got, reference_values(value, scales, self.format))
+        dtype = TORCH_DTYPES[self.scales.dtype]
+        raw = data[0].view(-1, BLOCKS[self.block_type][1])[:, : dtype.itemsize].contiguous()
+        return {self.scales.name: raw.view(dtype).view(-1, self.scales.shape[1])}
 
-    def code_scale(self, side: Side, start: int, stop: int) -> Tensor:
-        return self._factors(side[self._scales][start // self.cols : stop // self.cols])
+    def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return super().decode(data, 0, stop - start, self.side_in(data))
 
-    def _factors(self, scales: Tensor) -> Tensor:
-        """Stored scales in fp32, [rows, blocks, 1]."""
-        from lpconv.forms.planes import stored_numbers
+    def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
+        return super().decode_to(out, data, 0, stop - start, self.side_in(data))
 
-        return stored_numbers(scales, "wide" if self.format.twos_complement else "e8m0", 1).unsqueeze(2)
-
-    def _usual(self, parts: Parts) -> Tensor:
+    def _usual_scales(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The usual scales as stored: fp16 of integers, otherwise exponents.
 
         The number of largest magnitude becomes 127 or -127, or -8 of four bits. So scales of 4-bit codes are negative
         if that number is positive.
         """
         if not self.format.twos_complement:
-            return self._rule.stored_scales(parts, None)
+            return super()._usual_scales(parts, factor)
         import torch
 
         from lpconv.formats.scale import normal_pow2_ceil
@@ -385,24 +304,3 @@ class GgufBlocks(GgufForm):
         size = size.clamp(half.min_subnormal, half.max)
         signed = torch.where((positive >= negative) & is_short, -size, size)
         return torch.where(parts["absmax"] == 0, 1.0, signed).float().half()
-
-    @property
-    def _rule(self) -> TileScales:
-        """Statistics of the parts of rows that have a scale, and the usual scales of floats."""
-        from lpconv.forms.tile_scales import TileScales
-
-        matrix = self.num_elements // max(self.cols, 1), self.cols
-        return TileScales(grain=self.grain, format=self.format, matrix=matrix, has_pow2_scale=self.has_pow2_scale)
-
-    @property
-    def _search(self) -> ScaleSearch:
-        from lpconv.forms.tile_scales import ScaleSearch
-
-        return ScaleSearch(
-            format=self.format,
-            tile=self.grain.tile,
-            num_rows=self.num_elements // max(self.cols, 1),
-            cols=self.cols,
-            factor_of=lambda scales, start, stop: self._factors(scales),
-            importance=self.importance,
-        )

@@ -11,7 +11,7 @@ from lpconv.forms import FormSettings
 from lpconv.forms.facts import ConvertedFacts
 from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.gguf.arranged import TRANSPOSED, ArrangedSource, arranged
-from lpconv.gguf.blocks import GgufForm, GgufNumbers
+from lpconv.gguf.blocks import GgufNumbers
 from lpconv.gguf.model import GgufModel, gguf_model
 from lpconv.models.ties import find_ties
 from lpconv.plan.options import FilledOptions, check_matches
@@ -41,10 +41,10 @@ class GgufPlan(Plan):
         """The plan with all tensors in one file, in source order. Raises InputError for a tensor without a type."""
         stored, types = tuple(t for t in tensors if t.action != "tie"), {}
         for t in stored:
-            if not isinstance(t.form, GgufForm):
+            if t.form.block_type is None:
                 what = f"tensor `{t.name}` of the GGUF file has no format in {MARKER}"
                 raise InputError(what, hint="download it again")
-            types[t.name] = t.form.type
+            types[t.name] = t.form.block_type
         infos = lay_out(((c.name, c.dtype, c.shape) for t in stored for c in t.form.data), alignment=_ALIGNMENT)
         described = [(info.name, types[info.name], info.shape) for info in infos]
         header = model.header(described, str(options.format))

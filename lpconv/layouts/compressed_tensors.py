@@ -13,6 +13,7 @@ have a scale for the cache, `ATTENTION.k_scale` and `ATTENTION.v_scale`: from ca
 
 from __future__ import annotations  # tensors are named below and not imported
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from lpconv.errors import UnsupportedError
 from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
+from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Stored
 from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
@@ -212,7 +214,7 @@ def preset_in(group: Mapping[str, Any]) -> CompressedPreset | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layout(ScaledCodes):
+class _Layout(CodedForm):
     """Common parts of both layouts.
 
     `input_absmax` is the largest calibrated input, or None without calibration; then `input_scale`, if there is one,
@@ -304,11 +306,11 @@ class _Layout(ScaledCodes):
     def with_cache(self, absmax: float) -> Self:
         return replace(self, cache_absmax=absmax)
 
-    def begin(self, largest: float) -> Measurement:
-        return self._with_activations(super().begin(largest))
+    def _begin(self, largest: float) -> Measurement:
+        return self._with_activations(super()._begin(largest))
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
-        return self._with_activations(super().combine(looked, over, fused))
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
+        return self._with_activations(super()._combine(looked, over, fused))
 
     def _scale_of_inputs(self, absmax: float) -> Tensor:
         """The scale of inputs of up to `absmax`, fp32 [1]; 1 if all are zero."""
@@ -335,7 +337,7 @@ class _Layout(ScaledCodes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed(_Layout):
+class Compressed(_Layout, ScaledCodes):
     """Codes with one scale. lpconv writes `scale_dtype` F32; the package saves it in the dtype of the model."""
 
     kind: ClassVar[str] = "compressed"
@@ -371,14 +373,14 @@ class Compressed(_Layout):
 
         Readers that multiply in fp8 use one scale for fused weights, and would round those with another scale again.
         """
-        return self.has_input_scale
+        return self.has_input_scale and self.chosen is None
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
         import torch
 
         from lpconv.forms.blocks import block_stats
 
-        measured = super().combine(looked, over, fused)
+        measured = super()._combine(looked, over, fused)
         if not fused:
             return measured
         others = [sum(each(lambda x, _, work: block_stats(x, work)), BlockStats()) for each in fused]
@@ -415,19 +417,20 @@ class CompressedTiles(_Layout, Tiles):
         packed=_PACKED_SUFFIX, factor=FACTOR_SUFFIX, size="_shape", integer_scale="BF16"
     )
     suffixes: ClassVar[tuple[str, ...]] = names.suffixes
-    whole: ClassVar[type[ScaledCodes]] = Compressed
+    whole: ClassVar[type[Form]] = Compressed
     input_name: ClassVar[str] = INPUT_GLOBAL_SCALE
 
-    def _rule(self, num_rows: int | None = None) -> TileScales:
-        return replace(super()._rule(num_rows), has_factor=not (self.is_expert and self.has_pow2_scale))
+    @functools.cached_property
+    def _rule(self) -> TileScales:
+        return replace(super()._rule, has_factor=not (self.is_expert and self.has_pow2_scale))
 
-    def combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over] = ()) -> Measurement:
+    def _combine(self, looked: Sequence[BlockFacts], over: Over, fused: Sequence[Over]) -> Measurement:
         """Combine all blocks. Raises UnsupportedError for experts that need a tensor scale.
 
         Plain transformers ignores the tensor scale of experts.
         """
-        measured = super().combine(looked, over, fused)
-        if self.grain.has_factor and not self._rule().has_factor and 0 < measured.stats.rms < _LEAST_RMS:
+        measured = super()._combine(looked, over, fused)
+        if self.grain.has_factor and not self._rule.has_factor and 0 < measured.stats.rms < _LEAST_RMS:
             raise UnsupportedError(
                 f"`{self.name}`: numbers of {measured.stats.rms:.1g} are too small for e4m3fn scales alone, and plain "
                 "transformers leaves the second scale of experts out",

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from lpconv.errors import InputError, UnsupportedError
 from lpconv.forms import Form
-from lpconv.forms.rounded import Rounded, digest_of
+from lpconv.forms.coded import digest_of
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts.reader import FETCH_AGAIN, StoredTensors, open_readable
 from lpconv.plan.options import NEAREST
@@ -138,7 +138,7 @@ class OutputReader(StoredTensors):
             return form
         is_explained = self.is_trained or (self.rounding != NEAREST and record.output_error is not None)
         is_near = record.max_steps <= _MOST_STEPS * form.format.max
-        return Rounded.around(form, self._fetch, self.read_side(form), record) if is_explained and is_near else form
+        return form.with_codes(self._fetch, self.read_side(form), record) if is_explained and is_near else form
 
     def changed(self, forms: Iterable[Form]) -> Iterator[str]:
         """Names of tensors with codes from error feedback whose hash differs from the recorded one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
-from lpconv.forms.rounded import digest_of
+from lpconv.forms.coded import digest_of
 from lpconv.plan.options import ConvertOptions
 from tests.faults.damage import Damage, Pair
 from tests.helpers.checkpoints import bits_of, keep_one_layer
