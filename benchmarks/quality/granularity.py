@@ -31,7 +31,7 @@ from benchmarks.quality.held_out import compare, outputs_of, windows_of
 from lpconv.convert.run import convert
 from lpconv.data import demo_text
 from lpconv.formats.grains import get_grain
-from lpconv.layouts.compressed_tensors import preset_of
+from lpconv.layouts.compressed_config import preset_of
 from lpconv.layouts.reader import StoredTensors
 from lpconv.plan.options import ConvertOptions
 

@@ -14,13 +14,12 @@ have a scale for the cache, `ATTENTION.k_scale` and `ATTENTION.v_scale`: from ca
 from __future__ import annotations  # tensors are named below and not imported
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
+from lpconv.formats.grains import Grain, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
@@ -30,6 +29,20 @@ from lpconv.forms.names import PlaneNames
 from lpconv.forms.planes import INTEGERS, Plane, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
+from lpconv.layouts.compressed_config import (
+    COMPRESSED_TENSORS,
+    INPUT_GLOBAL_SCALE,
+    INPUT_SCALE,
+    NUMBERS_OF,
+    cache_scale_name,
+    groups_for,
+    input_scale_name,
+    preset_in,
+    preset_of,
+    quantization_config,
+    settings_for,
+    weight_settings,
+)
 from lpconv.layouts.layout import Layout, Scheme, odd_integers
 
 if TYPE_CHECKING:
@@ -38,179 +51,11 @@ if TYPE_CHECKING:
     from lpconv.forms.tile_scales import TileScales
 
 
-COMPRESSED_TENSORS = "compressed-tensors"
-# Names of a module's input scale: the only one, or the global scale of dynamic group scales.
-INPUT_SCALE, INPUT_GLOBAL_SCALE = INPUT_SCALES = ("input_scale", "input_global_scale")
-# The `kv_cache_scheme` of a config: keys and values of each layer in e4m3fn, with one scale each.
-KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-_CACHED = re.compile(r"(.+\.)([kv])_proj\.weight")
-_BROAD = re.compile("re:|[A-Z]")  # targets that are patterns or classes, not names of modules
-# Settings of weights, besides the type, that decide what codes mean.
-_MEANING = ("num_bits", "strategy", "group_size", "block_structure")
-MIXED = "mixed-precision"  # the `format` of a config whose groups have different ones
 _E4M3FN = FORMATS["e4m3fn"]
 # Scales of groups of 16 normal numbers are a third of the RMS, and the smallest is 2^-9: NVFP4 keeps 17 of 20 dB.
 _LEAST_RMS = 0.005
 _WEIGHT, _PACKED_SUFFIX = ".weight", "_packed"
 _ONLY_READ = ("_zero_point", "_g_idx")  # parts of weights that lpconv reads as a `Grid`
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompressedPreset:
-    """A layout by its name in the package: codes of format `number`, a scale per tile of `grain` (None: one scale).
-
-    `format` is the package's name for the layout of the files. `weights` are the settings of weights in the config;
-    `inputs` are the settings of inputs, None if inputs are not quantised. If it `is_calibrated`, the file has an input
-    scale for each module, which calibration on a text determines.
-    """
-
-    name: str
-    format: str
-    number: str
-    grain: Grain | None
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None = None
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether the input scale is known in advance, either alone or as the global scale of group scales."""
-        return input_scale_name(self.inputs) is not None
-
-    @property
-    def title(self) -> str:
-        """The scheme's name, its file format, and its granularity."""
-        return f"{self.name} ({self.format}, {self.grain.words if self.grain else 'one scale per tensor'})"
-
-
-def _args(bits: int, kind: str, strategy: str, **more: object) -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
-
-
-_FP8 = (8, "float")
-_MX: dict[str, Any] = {"group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-_E4M3 = "torch.float8_e4m3fn"
-_NVFP4 = _args(4, "float", "tensor_group", group_size=16, scale_dtype=_E4M3, zp_dtype=_E4M3)
-# vLLM multiplies in low precision only if the config quantises inputs; otherwise it decodes the weights. Most presets
-# have dynamic input scales, which are not in the file; the others are calibrated.
-_PRESETS = tuple(
-    CompressedPreset(name=name, format=layout, number=number, grain=GRAINS.get(grain), weights=weights, inputs=inputs)
-    for name, layout, number, grain, weights, inputs in (
-        ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"), None),
-        ("FP8", "float-quantized", "e4m3fn", "", _args(*_FP8, "tensor"),
-         {**_args(*_FP8, "tensor"), "observer": "static_minmax"}),
-        ("FP8_DYNAMIC", "float-quantized", "e4m3fn", "row", _args(*_FP8, "channel"),
-         {**_args(*_FP8, "token"), "dynamic": True}),
-        ("FP8_BLOCK", "float-quantized", "e4m3fn", "128x128", _args(*_FP8, "block", block_structure=[128, 128]),
-         {**_args(*_FP8, "group", group_size=128), "dynamic": True}),
-        ("MXFP8", "mxfp8-quantized", "e4m3fn", "mx", _args(*_FP8, "group", **_MX),
-         {**_args(*_FP8, "group", **_MX), "dynamic": True}),
-        ("MXFP4A16", "mxfp4-pack-quantized", "e2m1", "mx", _args(4, "float", "group", **_MX), None),
-        ("NVFP4A16", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4, None),
-        ("NVFP4", "nvfp4-pack-quantized", "e2m1", "nvfp4", _NVFP4,
-         {**_NVFP4, "dynamic": "local", "observer": "static_minmax"}),
-    )
-)  # fmt: skip
-
-
-def input_scale_name(inputs: object) -> str | None:
-    """Name of the input-scale tensor that this activation config requires, or None."""
-    if not isinstance(inputs, Mapping) or inputs.get("dynamic") is True:
-        return None
-    return INPUT_GLOBAL_SCALE if inputs.get("dynamic") == "local" else INPUT_SCALE
-
-
-def cache_scale_name(weight: str) -> str | None:
-    """Name of the scale of the keys or values that a projection writes into the cache; None for other weights."""
-    match = _CACHED.fullmatch(weight)
-    return None if match is None else f"{match[1]}{match[2]}_scale"
-
-
-_INTEGERS = {"int4": 4, "int8": 8}
-
-
-def preset_of(number: str, grain: Grain | None, *, calibrated: bool = False) -> CompressedPreset | None:
-    """The preset for a format and granularity, or None; with `calibrated` the one with input scales.
-
-    A granularity that does not support the format counts as one scale per tensor.
-    """
-    grain = grain if grain is None or not grain.formats or number in grain.formats else None
-    if grain is not None and number in _INTEGERS and number in grain.formats:
-        return None if calibrated else _integers(number, grain)
-    key = (number, grain, calibrated)
-    return next((p for p in _PRESETS if (p.number, p.grain, p.is_calibrated) == key), None)
-
-
-def _integers(number: str, grain: Grain) -> CompressedPreset:
-    """The preset of packed integers with a scale per group."""
-    bits = _INTEGERS[number]
-    return CompressedPreset(
-        name=f"W{bits}A16",
-        format="pack-quantized",
-        number=number,
-        grain=grain,
-        weights=_args(bits, "int", "group", group_size=grain.tile[1]),
-    )
-
-
-def quantization_config(
-    ignored: Iterable[str],
-    preset: CompressedPreset,
-    others: Mapping[str, CompressedPreset] | None = None,
-    *,
-    kv_cache: bool = False,
-) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
-
-    `ignored` are the names of unquantised `Linear` modules, `others` the presets of modules that do not have the usual
-    one. With `kv_cache` the file has scales of keys and values.
-    """
-    members: dict[str, tuple[CompressedPreset, list[str]]] = {}
-    for module, other in (others or {}).items():
-        members.setdefault(other.title, (other, []))[1].append(module)
-    parts = ((preset, ["Linear"]), *members.values())  # readers match names before classes
-    groups = (_group(other, targets, is_mixed=bool(members)) for other, targets in parts)
-    return {
-        "quant_method": COMPRESSED_TENSORS,
-        "format": MIXED if members else preset.format,
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-        "ignore": list(ignored),
-        **({"kv_cache_scheme": KV_CACHE_SCHEME} if kv_cache else {}),
-    }
-
-
-def _group(preset: CompressedPreset, targets: list[str], *, is_mixed: bool) -> dict[str, Any]:
-    inputs = None if preset.inputs is None else dict(preset.inputs)
-    group = {"targets": targets, "weights": dict(preset.weights), "input_activations": inputs}
-    return {**group, "output_activations": None, **({"format": preset.format} if is_mixed else {})}
-
-
-def _groups(config: object) -> list[dict[str, Any]]:
-    """The config's groups with settings of weights."""
-    groups = config.get("config_groups") if isinstance(config, Mapping) else None
-    values = groups.values() if isinstance(groups, dict) else ()
-    return [g for g in values if isinstance(g, dict) and isinstance(g.get("weights"), dict)]
-
-
-def weight_settings(config: object) -> list[dict[str, Any]]:
-    """The settings of weights in the config's groups."""
-    return [group["weights"] for group in _groups(config)]
-
-
-def groups_for(config: Mapping[str, Any], module: str) -> tuple[Mapping[str, Any], ...]:
-    """The config's groups that a module may belong to: the one that names it, or all that name classes or patterns."""
-    targets = [(g, g["targets"] if isinstance(g.get("targets"), list) else []) for g in _groups(config)]
-    named = [g for g, names in targets if module in names]
-    return tuple(named[:1] or (g for g, names in targets if any(_BROAD.match(str(n)) for n in names)))
-
-
-def preset_in(group: Mapping[str, Any]) -> CompressedPreset | None:
-    """The preset whose codes a group of a config means, whatever its inputs; None if lpconv writes no such codes."""
-    weights = group["weights"]
-    grain = find_grain(f"group:{weights.get('group_size')}")
-    known = (*_PRESETS, *(_integers(n, grain) for n in _INTEGERS if grain is not None))
-    meant = [weights.get("type", "int"), *map(weights.get, _MEANING)]
-    return next((p for p in known if meant == [p.weights["type"], *map(p.weights.get, _MEANING)]), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -492,18 +337,15 @@ def _as_grid(name: str, headers: Headers) -> Grid | None:
 def _one_each(codes: Component, scale: Component, headers: Headers) -> Grid | None:
     if codes.dtype not in ("F8_E4M3", "I8"):
         return None
-    hints, size = map(_tile_in, _weights_for(codes.name, headers)), one_by_one(scale).size
+    hints, size = (
+        map(_tile_in, settings_for(headers.quantization, codes.name.removesuffix(_WEIGHT))),
+        one_by_one(scale).size,
+    )
     fitting = (h for h in hints if h and tuple(-(-n // b) for n, b in zip(codes.shape[-2:], h, strict=True)) == size)
     hint, fmt = next(fitting, FP8_BLOCK), OF_DTYPE.get(codes.dtype, FORMATS["int8"])
     grid = grid_of_blocks(codes.name, codes.shape, fmt, one_by_one(codes), scale, hint)
     zeros = headers.component(codes.name + "_zero_point")
     return grid and replace(grid, zeros=None if zeros is None else one_by_one(zeros, grid.scales.block))
-
-
-def _weights_for(weight: str, headers: Headers) -> list[Mapping[str, Any]]:
-    """The settings that a weight may have: of its module's groups, or of all groups if none of them is for it."""
-    groups = groups_for(headers.quantization, weight.removesuffix(_WEIGHT)) or _groups(headers.quantization)
-    return [group["weights"] for group in groups]
 
 
 def _tile_in(weights: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -518,7 +360,7 @@ def _packed_integers(name: str, codes: Component, scale: Component, headers: Hea
     Zero points may be packed too, along the rows of the weight, with the same offset as codes.
     """
     rows, words = codes.shape[-2:]
-    for weights in _weights_for(name, headers):
+    for weights in settings_for(headers.quantization, name.removesuffix(_WEIGHT)):
         bits, size = weights.get("num_bits"), weights.get("group_size")
         if weights.get("type", "int") != "int" or not isinstance(bits, int) or bits not in INTEGERS:
             continue
@@ -552,6 +394,8 @@ LAYOUT = Layout(
     methods=(COMPRESSED_TENSORS,),
     read=_read,
     why_unreadable=lambda settings: odd_integers(weight_settings(settings), COMPRESSED_TENSORS),
+    numbers_of=NUMBERS_OF,
+    excludes_by_name=True,
     has_cache_scales=True,
     form=CompressedTiles,
     schemes=(

@@ -4,35 +4,25 @@
 some readers refuse, or load with worse results than expected. `scale_defects.py` also reads the scales.
 """
 
-import fnmatch
-import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lpconv.forms import Headers, Stored
 from lpconv.forms.grid import Grid
 from lpconv.layouts import READ
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, groups_for, input_scale_name, weight_settings
+from lpconv.layouts.compressed_config import missing_input_scales, weight_settings
 from lpconv.layouts.headers import ACTIVATIONS, is_part, judged_grids
+from lpconv.layouts.layout import Layout
+from lpconv.layouts.linears import MATCHING_S, expression
 from lpconv.report.numbers import code_list
 from lpconv.summed import Summed
 
 # Modules that readers (vLLM, SGLang, TensorRT-LLM) fuse into one matrix, by the last parts of their names.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
-# Number formats that each format name in a config allows for the codes.
-_FORMATS = {
-    "float-quantized": {"e4m3fn"}, "mxfp8-quantized": {"e4m3fn"}, "int-quantized": {"int8"},
-    "nvfp4-pack-quantized": {"e2m1"}, "mxfp4-pack-quantized": {"e2m1"}, "pack-quantized": {"int4", "int8"},
-}  # fmt: skip
-_ALGORITHMS = {
-    "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
-}  # fmt: skip
-_GLOB, _COUNTS = re.compile(r"[*?\[]"), re.compile(r"[{,](\d{1,9})")
-_MAX_EXPRESSION = 1000  # characters, and repeats of an expression in a config
-_MATCHING_S = 5.0  # for all expressions and names
+_GLOB = re.compile(r"[*?\[]")
 _SURELY_CODES = (".weight_packed", ".qweight")
 
 
@@ -54,7 +44,7 @@ def from_headers(headers: Headers, forms: Mapping[str, Stored]) -> Findings:
         return Findings()
     grids = judged_grids(forms, headers.quantization)
     mixed = () if READ[method].mixes_types else _mixed_fused_weights(forms)
-    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, forms, grids))
+    problems = (*_incomplete_weights(headers, forms), *_config_mismatches(headers, READ[method], forms, grids))
     return Findings(problems=problems, warnings=(*_block_warnings(grids), *mixed))
 
 
@@ -81,25 +71,29 @@ def _incomplete_weights(headers: Headers, forms: Mapping[str, Stored]) -> Iterat
         yield f"config.json says `{method}`, but no weight is quantised: if all are plain, remove quantization_config"
 
 
-def _config_mismatches(headers: Headers, forms: Mapping[str, Stored], grids: Mapping[str, Grid]) -> Iterator[str]:
+def _config_mismatches(
+    headers: Headers, layout: Layout, forms: Mapping[str, Stored], grids: Mapping[str, Grid]
+) -> Iterator[str]:
     """Formats, group sizes and module lists of the config that do not match the files."""
     config, coded = headers.quantization, {n: f for n, f in forms.items() if f.format is not None}
-    top = config.get("format"), config.get("quant_algo")
-    for setting, wanted in ((top[0], _FORMATS.get(str(top[0]))), (top[1], _ALGORITHMS.get(str(top[1])))):
-        other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
-        if other:
-            yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
-    yield from _mismatched_sizes(config, grids)
-    yield from _missing_input_scales(headers, coded)
+    setting = config.get(layout.numbers_key)
+    wanted = layout.numbers_of.get(str(setting))
+    other = [n for n, f in coded.items() if wanted and f.format is not None and f.format.name not in wanted]
+    if other:
+        yield f"config.json says `{setting}`, but {code_list(other)} has {coded[other[0]].words}"
+    yield from _mismatched_sizes(weight_settings(config), grids)
+    missing = [*missing_input_scales(config, (n.removesuffix(".weight") for n in coded), headers.root)]
+    if missing:
+        yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
     try:
         ignored = _ignored_modules(config, [n.removesuffix(".weight") for n in forms])
     except TimeoutError:
-        yield f"config.json: the expressions for unquantised modules are too long, or match for over {_MATCHING_S:g} s"
+        yield f"config.json: the expressions for unquantised modules are too long, or match for over {MATCHING_S:g} s"
         return
     named = [n for n in coded if n.removesuffix(".weight") in ignored]
     if named:
         yield f"{code_list(named)}: quantised, but config.json says that it is not"
-    if headers.quantised_by == COMPRESSED_TENSORS:
+    if layout.excludes_by_name:
         leaves = {n.removesuffix(".weight").rpartition(".")[2] for n in coded}
         plain = [n for n, form in forms.items() if form.format is None and len(form.shape) == 2]
         plain = [n for n in plain if n.removesuffix(".weight").rpartition(".")[2] in leaves]
@@ -108,10 +102,8 @@ def _config_mismatches(headers: Headers, forms: Mapping[str, Stored], grids: Map
             yield f"{code_list(unnamed)}: not quantised, but config.json does not exclude it"
 
 
-def _mismatched_sizes(config: Mapping[str, Any], grids: Mapping[str, Grid]) -> Iterator[str]:
+def _mismatched_sizes(schemes: Sequence[Mapping[str, Any]], grids: Mapping[str, Grid]) -> Iterator[str]:
     """Group sizes and zero points that do not match the config's only scheme."""
-    groups = config.get("config_groups")
-    schemes = weight_settings(config) if isinstance(groups, dict) else [config]
     if len(schemes) != 1:
         return
     (scheme,) = schemes
@@ -135,18 +127,6 @@ def _mismatched_sizes(config: Mapping[str, Any], grids: Mapping[str, Grid]) -> I
         yield f"config.json says symmetric: false, but {code_list(without)} has no zero points"
 
 
-def _missing_input_scales(headers: Headers, coded: Iterable[str]) -> Iterator[str]:
-    """Input scales that are missing although the scheme of the config requires them."""
-    missing = []
-    for module in (n.removesuffix(".weight") for n in coded):
-        groups = groups_for(headers.quantization, module)
-        leaf = input_scale_name(groups[0].get("input_activations")) if len(groups) == 1 else None
-        if leaf is not None and f"{module}.{leaf}" not in headers.root:
-            missing.append(f"{module}.{leaf}")
-    if missing:
-        yield f"config.json asks for static input scales, but {code_list(missing)} is missing"
-
-
 def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
     """The modules in the config's ignore lists: names or ``re:`` expressions (compressed-tensors), or globs (others).
 
@@ -154,24 +134,10 @@ def _ignored_modules(config: Mapping[str, Any], modules: Iterable[str]) -> set[s
     """
     lists = [config.get(k) for k in ("ignore", "modules_to_not_convert", "exclude_modules")]
     entries = {n for names in lists if isinstance(names, list) for n in names if isinstance(n, str)}
-    expressions = [e for n in entries if n.startswith("re:") or _GLOB.search(n) if (e := _expression(n)) is not None]
-    end = time.monotonic() + _MATCHING_S
+    expressions = [e for n in entries if n.startswith("re:") or _GLOB.search(n) if (e := expression(n)) is not None]
+    end = time.monotonic() + MATCHING_S
     matched = {m for m in modules for e in expressions if e.match(m, timeout=max(end - time.monotonic(), 1e-9))}
     return matched | entries
-
-
-def _expression(entry: str) -> Any:
-    """A compiled expression or glob whose matches can have a time limit, or None if it is invalid."""
-    import regex  # imported late: few configs have expressions
-
-    if len(entry) > _MAX_EXPRESSION or math.prod(max(int(n), 1) for n in _COUNTS.findall(entry)) > _MAX_EXPRESSION:
-        raise TimeoutError  # the package writes counted repeats out
-    try:
-        expression = entry[3:] if entry.startswith("re:") else fnmatch.translate(entry)
-        re.compile(expression)  # its syntax is what other readers know; the package has more
-        return regex.compile(expression)
-    except (re.error, regex.error, OverflowError, RecursionError):
-        return None
 
 
 def _block_warnings(grids: Mapping[str, Grid]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from lpconv.forms import Stored, grid_of
 from lpconv.forms.facts import Headers
 from lpconv.forms.grid import Grid
 from lpconv.layouts import LAYOUTS, READ
-from lpconv.layouts.compressed_tensors import INPUT_SCALES
+from lpconv.layouts.compressed_config import INPUT_SCALES
 from lpconv.layouts.lpconv import read_own
 
 # Prefixes that wrappers add to the names of a model's tensors.

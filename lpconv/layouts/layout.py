@@ -1,7 +1,7 @@
 """`Layout`: what lpconv knows of the checkpoints of one tool, to read and to write them. No torch here."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lpconv.forms.facts import Headers
@@ -41,9 +41,13 @@ class Layout:
     `methods` are the values of `quant_method` in config.json that name the layout. `read` finds the weight whose codes
     have a name, or None if this layout has no such codes; the caller checks `Stored.agrees`. `why_unreadable` names the
     settings of a config that lpconv does not read, and `unread_part` a tensor that only this tool writes, in files that
-    lpconv does not read. `is_judged` means that `inspect` judges the scales. In a layout that `mixes_types`, weights
-    that belong together may have different ones, and all may be plain numbers. The `dequantizer` is the config class of
-    transformers that decodes it on a CPU, where it cannot multiply it.
+    lpconv does not read. The `dequantizer` is the config class of transformers that decodes it on a CPU, where it
+    cannot multiply it.
+
+    For finding defects: `is_judged` means that `inspect` judges the scales. In a layout that `mixes_types`, weights
+    that belong together may have different ones, and all may be plain numbers. `numbers_of` has the number formats that
+    each value of the config's setting `numbers_key` allows. With `excludes_by_name`, the config must name every module
+    that is not quantised although others of its kind are.
 
     The rest is for layouts that lpconv writes: the `form` of converted tensors (None for lpconv's own, where methods
     have different ones), the `schemes`, and for model cards how to open a checkpoint: `opening`, with `{codes}`, and
@@ -57,9 +61,12 @@ class Layout:
     read: Callable[[str, Headers], Stored | None]
     why_unreadable: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
     unread_part: Callable[[Headers], str | None] = lambda headers: None
-    is_judged: bool = True
     dequantizer: str = ""
+    is_judged: bool = True
     mixes_types: bool = False
+    numbers_key: str = "format"
+    numbers_of: Mapping[str, Container[str]] = field(default_factory=dict)
+    excludes_by_name: bool = False
     form: type[Form] | None = None
     schemes: tuple[Scheme, ...] = ()
     opening: str = ""

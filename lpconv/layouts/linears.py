@@ -1,7 +1,14 @@
-"""The modules of a model that readers of third-party layouts may treat as quantised."""
+"""The modules of a model that readers of third-party layouts may treat as quantised, and expressions that name them."""
 
+import fnmatch
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+MATCHING_S = 5.0  # time limit for expressions in a config
+_COUNTS, _MAX_EXPRESSION = re.compile(r"[{,](\d{1,9})"), 1000  # characters, and repeats of an expression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +42,20 @@ class LinearModules:
         return tuple(
             dict.fromkeys(n for name in (*unquantised, *self.others) for n in (name, self.in_model.get(name, name)))
         )
+
+
+def expression(entry: str) -> Any:
+    """A ``re:`` expression or glob of a config, compiled so that matches can have a time limit; None if it is invalid.
+
+    Raises TimeoutError if it is too large.
+    """
+    import regex  # imported late: few configs have expressions
+
+    if len(entry) > _MAX_EXPRESSION or math.prod(max(int(n), 1) for n in _COUNTS.findall(entry)) > _MAX_EXPRESSION:
+        raise TimeoutError  # the package writes counted repeats out
+    try:
+        pattern = entry[3:] if entry.startswith("re:") else fnmatch.translate(entry)
+        re.compile(pattern)  # its syntax is what other readers know; the package has more
+        return regex.compile(pattern)
+    except (re.error, regex.error, OverflowError, RecursionError):
+        return None

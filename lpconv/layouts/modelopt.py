@@ -77,4 +77,13 @@ def _why_unreadable(settings: Mapping[str, Any]) -> str | None:
     return f"the checkpoint is quantised by {tool}, which lpconv does not read"
 
 
-MODELOPT = Layout(name="modelopt", methods=("modelopt",), read=_read, why_unreadable=_why_unreadable)
+MODELOPT = Layout(
+    name="modelopt",
+    methods=("modelopt",),
+    read=_read,
+    why_unreadable=_why_unreadable,
+    numbers_key="quant_algo",
+    numbers_of={
+        "FP8": {"e4m3fn"}, "NVFP4": {"e2m1"}, "NVFP4_AWQ": {"e2m1"}, "W4A16_AWQ": {"int4"}, "W4A8_AWQ": {"int4"},
+    },
+)  # fmt: skip

@@ -18,7 +18,7 @@ from lpconv.forms.form import Side, Summand
 from lpconv.forms.scaled import SCALE_SUFFIX
 from lpconv.layouts import READ
 from lpconv.layouts.defects import Findings, from_headers
-from lpconv.layouts.headers import ACTIVATIONS, check_readable, is_part, judged_grids, recognise
+from lpconv.layouts.headers import check_readable, judged_grids, recognise
 from lpconv.storage.checkpoint import RESIDUAL_INDEX, Checkpoint, Openable, Residuals, read_residual
 from lpconv.storage.header import check_not_pointer, lay_out, quantization_method
 from lpconv.storage.source import SafetensorsSource, Source, TensorEntry, open_source, read_range, read_tensor
@@ -112,15 +112,13 @@ class StoredTensors:
         return stored
 
     def _stray(self) -> str | None:
-        """A tensor that belongs to no form, or that has unexpected components, or None."""
+        """A tensor that belongs to no form of lpconv's own layout, or None; `from_headers` finds third-party ones."""
         headers = self._headers
         lone = [n for n in headers.low if n not in self.forms or not self.forms[n].data[1:]]
-        if headers.quantised_by is not None:
+        if headers.quantised_by is not None and headers.quantised_by not in READ:
             known = {c.name for form in self.forms.values() for c in form.components}
-            lone += [n for n in headers.root if n not in known and n.rpartition(".")[2] not in ACTIVATIONS]
+            lone += [n for n in headers.root if n not in known]
             lone += [n for n in self.forms if n.endswith(SCALE_SUFFIX) and n.removesuffix(SCALE_SUFFIX) in self.forms]
-        if headers.quantised_by in READ:
-            lone += [n for n, f in self.forms.items() if f.is_kept and is_part(n, f.data[0].dtype, self.forms)]
         return next(iter(lone), None)
 
     @property

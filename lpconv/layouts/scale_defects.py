@@ -19,7 +19,7 @@ from lpconv.forms import Component, Stored
 from lpconv.forms.form import Fetch, Side
 from lpconv.forms.grid import Grid, is_positive
 from lpconv.forms.planes import Span
-from lpconv.layouts.compressed_tensors import INPUT_SCALES
+from lpconv.layouts.compressed_config import INPUT_SCALES
 from lpconv.layouts.defects import Findings, fused_groups
 from lpconv.layouts.headers import judged_grids
 from lpconv.report.numbers import code_list

@@ -23,7 +23,7 @@ from torch.nn.modules import module as module_hooks
 from lpconv.errors import UnsupportedError, VerificationError
 from lpconv.gguf import GGUF, WEIGHTS
 from lpconv.layouts import READ
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.reader import StoredTensors
 from lpconv.machine import out_of_memory
 from lpconv.models.coded import CodedTensor

@@ -16,7 +16,7 @@ from lpconv.errors import UnsupportedError
 from lpconv.formats.spec import Format
 from lpconv.forms import Component, Form, Kept
 from lpconv.forms.facts import ConvertedFacts
-from lpconv.layouts.compressed_tensors import cache_scale_name
+from lpconv.layouts.compressed_config import cache_scale_name
 from lpconv.layouts.defects import fused_groups
 from lpconv.layouts.linears import LinearModules
 from lpconv.plan.options import FEEDBACK_BITS, FilledOptions, check_matches

@@ -12,7 +12,7 @@ import yaml
 from lpconv.formats.grains import TENSOR, get_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE
 from lpconv.forms.facts import BlockError, BlockStats, Measurement
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.reader import DecodedSource
 from lpconv.models.ties import tie_warnings
 from lpconv.plan.job import Job

@@ -10,7 +10,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, TENSOR, Grain, default_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format, get_format
 from lpconv.layouts import LAYOUTS, SCHEMES
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS, preset_of
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS, preset_of
 from lpconv.lookup import find
 from lpconv.mcf.point_layout import MAX_POINTS
 from lpconv.methods import LPCONV, METHODS, Method

@@ -11,7 +11,7 @@ from lpconv.formats.spec import FORMATS
 from lpconv.forms import Kept
 from lpconv.gates import Gate, needs_logits, with_gates
 from lpconv.layouts import LAYOUTS
-from lpconv.layouts.compressed_tensors import COMPRESSED_TENSORS
+from lpconv.layouts.compressed_config import COMPRESSED_TENSORS
 from lpconv.layouts.reader import open_readable
 from lpconv.lookup import find
 from lpconv.machine import out_of_memory

@@ -85,18 +85,32 @@ _SECOND: dict[str, tuple[str, dict[str, Any], Tensor, Tensor]] = {
         "pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"},
         torch.ones(4, 64), torch.arange(1.0, 5).view(4, 1),
     ),
+    "one word": (
+        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4},
+        torch.ones(4, 4) / 30, torch.arange(1.0, 5).view(4, 1),
+    ),
 }  # fmt: skip
+_FIRST: dict[str, dict[str, Any]] = {
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "pack-quantized": {"num_bits": 4, "type": "int", "strategy": "channel"},
+}
 
 
 @pytest.mark.parametrize("kind", _SECOND)
-def test_a_second_group_of_the_config_has_its_own_tiles(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("Linear", "layer.q_proj"), ("Linear", "re:.*q_proj"), ("re:.*q_proj", "layer.q_proj"), ("re:q_proj", "Linear"),
+     ("re:layer", "re:.*_proj")],
+)  # fmt: skip
+def test_a_second_group_of_the_config_has_its_own_tiles(kind: str, first: str, second: str, tmp_path: Path) -> None:
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.utils import match_targets
 
+    assert match_targets("layer.q_proj", torch.nn.Linear(1, 1), [first, second])[0] == second
     layout, weights, w, scales = _SECOND[kind]
-    first: dict[str, Any] = {"num_bits": 4 if kind == "rows" else 8, "type": "int" if kind == "rows" else "float"}
-    first |= {"strategy": "channel"} if kind == "rows" else {"strategy": "block", "block_structure": [128, 128]}
-    groups = [{"targets": t, "weights": {**x, **_MORE}} for t, x in ((["Linear"], first), (["layer.q_proj"], weights))]
+    other = _FIRST.get(layout, _FIRST["float-quantized"]) | ({"num_bits": 8} if kind == "one word" else {})
+    groups = [{"targets": [t], "weights": {**x, **_MORE}} for t, x in ((first, other), (second, weights))]
     compressor = BaseCompressor.get_value_from_registry(layout)
     scheme = QuantizationScheme(targets=["Linear"], weights=groups[1]["weights"])
     state = compressor.compress({"weight": w * 30, "weight_scale": scales}, scheme)

@@ -10,7 +10,7 @@ from lpconv.cli.main import app
 from lpconv.errors import UsageError
 from lpconv.formats.grains import get_grain
 from lpconv.layouts import SCHEMES
-from lpconv.layouts.compressed_tensors import preset_of
+from lpconv.layouts.compressed_config import preset_of
 from lpconv.plan import ConvertOptions, fill_options
 from lpconv.plan.plan import make_plan
 from lpconv.plan.settings import with_scheme
