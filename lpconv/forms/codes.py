@@ -12,7 +12,7 @@ e4m3fn numbers over one power of two, and their tables are concatenated.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _BY_BITS = {0: (8, 32), FORMATS["e4m3fn"].mantissa_bits: (32, 64)}
 # Concatenated tables and, if there are several, the first entry of each tile's table, which broadcasts like scales.
 _Tables = tuple[Tensor, Tensor | None]
+# A function of dtype, scale and format to a table that is indexed by the bit patterns of all numbers of the dtype.
+_TableOf = Callable[[torch.dtype, float, Format], Tensor | None]
 # The scales that have tables: (bits of the lowest one, shifted right; number of scales; the shift).
 _Span = tuple[int, int, int]
 
@@ -55,7 +57,8 @@ def encode(
     """
     codes = buffer_view(work.root, x.numel(), _dtype(fmt))
     is_short = x.itemsize == 2 and codes.itemsize == 1 and x.numel() >= _LEAST_ELEMENTS
-    tables = _tables(x.dtype, scale, fmt, stats) if is_short and stats.is_finite else None
+    is_within = isinstance(scale, Tensor) or stats.absmax <= fmt.max * scale
+    tables = _tables(_table, x.dtype, scale, fmt) if is_short and is_within and stats.is_finite else None
     if tables is not None:
         zeros = num_zeros(x)  # counted while x is in the cache
         entries = _look_up(x, tables, codes, work)
@@ -114,14 +117,14 @@ def reference_values(value: Tensor, scale: float | Tensor, fmt: Format) -> Tenso
     """
     if int(np.bitwise_or.reduce(value.numpy().view(np.int32))) & 0xFFFF:
         return _reference(value, scale, fmt)
-    patterns = value.view(torch.int32) >> 16
-    if isinstance(scale, float):
-        return _of_all_bf16(fmt, scale).index_select(0, patterns.add_(2**15))
-    span = _span_of_scales(scale)
-    if span is None:
+    tables = _tables(_rounded, torch.bfloat16, scale, fmt)
+    if tables is None:
         return _reference(value, scale, fmt)
-    _rows_of(patterns, scale).add_(_beginnings(scale, span).add_(2**15))
-    return _of_span(fmt, span).index_select(0, patterns)
+    table, begin = tables
+    patterns = (value.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    if begin is not None:
+        _rows_of(patterns, scale).add_(begin)
+    return table.index_select(0, patterns)
 
 
 def all_match_reference(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format) -> bool:
@@ -133,18 +136,6 @@ def all_match_reference(tensors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: F
     return same_numbers(got, _reference(value, scales, fmt))
 
 
-@functools.lru_cache(maxsize=8)
-def _of_all_bf16(fmt: Format, scale: float) -> Tensor:
-    """Rounded values of every bf16 number, indexed by its bits as a signed integer."""
-    return _reference((torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16).view(torch.float32), scale, fmt)
-
-
-@functools.lru_cache(maxsize=2)
-def _of_span(fmt: Format, span: _Span) -> Tensor:
-    """The concatenated tables of `_of_all_bf16` for the scales of a span."""
-    return torch.cat([_of_all_bf16(fmt, scale) for scale in _scales_of(span)])
-
-
 def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Format, work: Workspace) -> bool:
     """Whether 8-bit codes of a block of 16-bit numbers are those of the slow reference, by table lookup.
 
@@ -152,13 +143,10 @@ def are_reference_codes(x: Tensor, codes: Tensor, scale: float | Tensor, fmt: Fo
     """
     if x.itemsize != 2 or x.numel() < _LEAST_ELEMENTS or codes.itemsize != 1 or codes.dtype == torch.uint8:
         return False
-    span = None if isinstance(scale, float) else _span_of_scales(scale)
-    if isinstance(scale, float):
-        table, begin = _reference_codes(x.dtype, scale, fmt), None
-    elif span is not None:
-        table, begin = _reference_codes_of_span(x.dtype, fmt, span), _beginnings(scale, span)
-    else:
+    tables = _tables(_reference_codes, x.dtype, scale, fmt)
+    if tables is None:
         return False
+    table, begin = tables
     right = torch.index_select(
         table, 0, _table_indices(x, begin, work), out=buffer_view(work.residual, x.numel(), torch.uint8)
     )
@@ -172,15 +160,15 @@ def _reference_codes(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(_dtype(fmt))
     codes = codes[codes.float().isfinite()]
     decoded, order = decode(codes, scale).view(torch.int32).sort()
-    bits = _reference(_all_numbers(dtype), scale, fmt).view(torch.int32)
+    bits = _rounded(dtype, scale, fmt).view(torch.int32)
     at = torch.searchsorted(decoded, bits).clamp_(max=len(decoded) - 1)
     return torch.where(decoded[at] == bits, codes.view(torch.uint8)[order][at], fmt.nan_code)
 
 
-@functools.lru_cache(maxsize=4)
-def _reference_codes_of_span(dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor:
-    """The concatenated tables of `_reference_codes` for the scales of a span."""
-    return torch.cat([_reference_codes(dtype, scale, fmt) for scale in _scales_of(span)])
+@functools.lru_cache(maxsize=8)
+def _rounded(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor:
+    """The slow reference's values of all numbers of a 16-bit dtype."""
+    return _reference(_all_numbers(dtype), scale, fmt)
 
 
 def _reference(value: Tensor, scale: float | Tensor, fmt: Format) -> Tensor:
@@ -222,20 +210,20 @@ def _round_to_codes(
     return decode(codes, scale, out=work.scratch.error[:count])
 
 
-def _tables(dtype: torch.dtype, scale: float | Tensor, fmt: Format, stats: BlockStats) -> _Tables | None:
+def _tables(table_of: _TableOf, dtype: torch.dtype, scale: float | Tensor, fmt: Format) -> _Tables | None:
     """The lookup tables for 16-bit numbers, or None if there are none for these scales."""
     if isinstance(scale, float):
-        entries = _table(dtype, scale, fmt) if stats.absmax <= fmt.max * scale else None
+        entries = table_of(dtype, scale, fmt)
         return None if entries is None else (entries, None)
     span = _span_of_scales(scale)
-    entries = None if span is None else _join_tables(dtype, fmt, span)
+    entries = None if span is None else _joined(table_of, dtype, fmt, span)
     return None if span is None or entries is None else (entries, _beginnings(scale, span))
 
 
-@functools.lru_cache(maxsize=2)
-def _join_tables(dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor | None:
+@functools.lru_cache(maxsize=6)
+def _joined(table_of: _TableOf, dtype: torch.dtype, fmt: Format, span: _Span) -> Tensor | None:
     """The concatenated tables for the scales of a span."""
-    candidates = [_table(dtype, scale, fmt) for scale in _scales_of(span)]
+    candidates = [table_of(dtype, scale, fmt) for scale in _scales_of(span)]
     tables = [t for t in candidates if t is not None]
     return torch.cat(tables) if len(tables) == len(candidates) else None
 

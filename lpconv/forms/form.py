@@ -308,12 +308,11 @@ class Form(Stored):
         """The record of error feedback that chose the codes, None for codes that follow from the source alone."""
         return None
 
-    def with_inputs(self, absmax: float) -> Form:
-        """The form of a weight with inputs of up to `absmax`, which determine the input scale."""
-        return self
+    def with_activations(self, absmax: Mapping[str, float]) -> Form:
+        """The form of a weight with the largest inputs, keys or values, which determine their scales.
 
-    def with_cache(self, absmax: float) -> Form:
-        """The form of a projection whose keys or values reach up to `absmax`, which determine their scale."""
+        They are named after the module and `cache_scale`; others are ignored.
+        """
         return self
 
     @property
@@ -382,14 +381,7 @@ class Form(Stored):
         """Whether stored data decode to values that are right (`is_right`) for the source's `x`."""
         from lpconv.forms.blocks import as_float32
 
-        got, between = self.decode(data, start, start + x.numel(), side), self.side_in(data)
-        if between is not None:
-            start, side = 0, between
-        return self.is_right(as_float32(x, work), got, start, side)
-
-    def side_in(self, data: Sequence[Tensor]) -> Side | None:
-        """The side tensors of a block that are stored between its codes; None if they are stored on their own."""
-        return None
+        return self.is_right(as_float32(x, work), self.decode(data, start, start + x.numel(), side), start, side)
 
     def rows_of_scales(self, side: Side) -> Tensor | None:
         """The scales of all numbers as rows, if scale and `format` alone decide whether a number is right, else None.

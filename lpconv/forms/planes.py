@@ -2,7 +2,8 @@
 
 Each number of a `Plane` belongs to a block of a weight's elements, so that a scale of 128 x 128 elements, a zero point
 of a group and a code of one element are read by the same few lines. Everything is in the order of the file, in which a
-weight may be transposed. Letters: a weight has P x Q numbers, a plane H x W elements in the file.
+weight may be transposed; `PlaneNames` has the names there. Letters: a weight has P x Q numbers, a plane H x W elements
+in the file.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
@@ -36,6 +37,37 @@ _DTYPES = {
     "fp8": {"F8_E4M3", "F8_E5M2"}, "wide": {"F16", "BF16", "F32", "I8"}, "e8m0": {"U8", "F8_E8M0"}, "e2m1": {"U8"},
     "int4": {"U8"}, "uint2": {"I32"}, "uint4": {"I32"}, "uint8": {"I32"}, "awq": {"I32"},
 }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaneNames:
+    """How a layout names the stored parts of a weight, and the dtypes that it chooses.
+
+    Names are suffixes to the weight's name, or with `of_module` to that of its module; "" for parts that it lacks:
+    `packed` codes, a `scale` per tile, a `factor` that divides the scales, the `size` of integers and the `bias`, the
+    value of their code 0. `axis` are leading axes of the codes, `word` the dtype in which all codes are stored,
+    `integer_scale` the dtype of the scales of integers, and `scale_dtypes` those that scales in a checkpoint may have.
+    """
+
+    axis: tuple[int, ...] = ()
+    packed: str = ""
+    word: str = ""
+    scale: str = "_scale"
+    integer_scale: str = "F32"
+    scale_dtypes: tuple[str, ...] = ("F32", "F16", "BF16")
+    factor: str = ""
+    size: str = ""
+    bias: str = ""
+    of_module: bool = False
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The suffixes of all parts."""
+        return tuple(filter(None, (self.packed, self.scale, self.factor, self.size, self.bias)))
+
+    def part(self, weight: str, suffix: str) -> str:
+        """The name of a part of a weight."""
+        return (weight.removesuffix(".weight") if self.of_module else weight) + suffix
 
 
 def one_by_one(component: Component, block: tuple[int, int] = (1, 1)) -> Plane:

@@ -17,7 +17,7 @@ from lpconv.formats.spec import OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Summand
-from lpconv.forms.names import PlaneNames
+from lpconv.forms.planes import PlaneNames
 
 if TYPE_CHECKING:
     from torch import Tensor

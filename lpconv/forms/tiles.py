@@ -22,8 +22,7 @@ from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Side, Stored, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
-from lpconv.forms.names import PlaneNames
-from lpconv.forms.planes import PACKED, Plane, one_by_one, stored_numbers
+from lpconv.forms.planes import PACKED, Plane, PlaneNames, one_by_one, stored_numbers
 from lpconv.forms.scaled import ScaledCodes
 from lpconv.mcf.point_layout import MAX_COLS
 from lpconv.storage.header import DTYPE_BITS

@@ -24,7 +24,7 @@ from lpconv.formats.grains import Grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import Component, EncodedBlock, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Side, Stored
-from lpconv.forms.names import PlaneNames
+from lpconv.forms.planes import PlaneNames
 from lpconv.forms.tiles import Tiles
 from lpconv.gguf import BLOCKS, GGUF
 from lpconv.gguf.view import is_entry
@@ -270,7 +270,8 @@ class GgufBlocks(Tiles):
             codes = pairs[:, 0] | pairs[:, 1] << 4
         return codes.view(-1).view(TORCH_DTYPES[self.codes.dtype])
 
-    def side_in(self, data: Sequence[Tensor]) -> Side:
+    def _side_in(self, data: Sequence[Tensor]) -> Side:
+        """The scales between the codes."""
         from lpconv.storage.dtypes import TORCH_DTYPES
 
         dtype = TORCH_DTYPES[self.scales.dtype]
@@ -278,10 +279,13 @@ class GgufBlocks(Tiles):
         return {self.scales.name: raw.view(dtype).view(-1, self.scales.shape[1])}
 
     def decode(self, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return super().decode(data, 0, stop - start, self.side_in(data))
+        return super().decode(data, 0, stop - start, self._side_in(data))
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        return super().decode_to(out, data, 0, stop - start, self.side_in(data))
+        return super().decode_to(out, data, 0, stop - start, self._side_in(data))
+
+    def confirms(self, x: Tensor, data: Sequence[Tensor], start: int, side: Side, work: Workspace) -> bool:
+        return super().confirms(x, data, 0, self._side_in(data), work)
 
     def _usual_scales(self, parts: Parts, factor: Tensor | None) -> Tensor:
         """The usual scales as stored: fp16 of integers, otherwise exponents.

@@ -31,26 +31,20 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True, kw_only=True)
 class GgufPlan(Plan):
-    """The plan of a GGUF file for `model`, whose tensors have these `types`."""
+    """The plan of a GGUF file for `model`."""
 
     model: GgufModel
-    types: Mapping[str, str]
 
     @classmethod
     def of(cls, options: FilledOptions, model: GgufModel, tensors: Sequence[PlannedTensor]) -> Self:
         """The plan with all tensors in one file, in source order. Raises InputError for a tensor without a type."""
-        stored, types = tuple(t for t in tensors if t.action != "tie"), {}
-        for t in stored:
-            if t.form.block_type is None:
-                what = f"tensor `{t.name}` of the GGUF file has no format in {MARKER}"
-                raise InputError(what, hint="download it again")
-            types[t.name] = t.form.block_type
+        stored = tuple(t for t in tensors if t.action != "tie")
         infos = lay_out(((c.name, c.dtype, c.shape) for t in stored for c in t.form.data), alignment=_ALIGNMENT)
-        described = [(info.name, types[info.name], info.shape) for info in infos]
+        described = [(t.name, _type_of(t), info.shape) for t, info in zip(stored, infos, strict=True)]
         header = model.header(described, str(options.format))
         root = OutputFile(name=WEIGHTS, header=header, tensors=infos, alignment=_ALIGNMENT)
         shard = PlannedShard(root=root, residual=None, tensors=stored)
-        return cls(options=options, tensors=tuple(tensors), shards=(shard,), model=model, types=types)
+        return cls(options=options, tensors=tuple(tensors), shards=(shard,), model=model)
 
     @property
     def reordered(self) -> Collection[str]:
@@ -73,7 +67,7 @@ class GgufPlan(Plan):
         for t, info in zip(shard.tensors, shard.root.tensors, strict=True):
             begin = len(shard.root.header)
             table[t.name] = {
-                "name": self.model.names[t.name], "type": self.types[t.name], "stored": list(t.form.shape),
+                "name": self.model.names[t.name], "type": _type_of(t), "stored": list(t.form.shape),
                 "shape": list(t.info.shape), "processed": False, "order": self.model.orders.get(t.name, ""),
                 "begin": begin + info.begin, "end": begin + info.end,
             }  # fmt: skip
@@ -84,6 +78,13 @@ class GgufPlan(Plan):
         with (directory / root.name).open("rb") as stored:
             is_same = stored.read(len(root.header)) == root.header
         return [] if is_same else [f"the header of `{root.name}` does not match the source and the conversion"]
+
+
+def _type_of(t: PlannedTensor) -> str:
+    if t.form.block_type is None:
+        what = f"tensor `{t.name}` of the GGUF file has no format in {MARKER}"
+        raise InputError(what, hint="download it again")
+    return t.form.block_type
 
 
 def plan_gguf(checkpoint: Checkpoint, source: Source, options: FilledOptions) -> tuple[Source, GgufPlan]:

@@ -25,8 +25,7 @@ from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
 from lpconv.forms.form import Form, Over, Stored
 from lpconv.forms.grid import FP8_BLOCK, Grid, block_hint, grid_of_blocks
-from lpconv.forms.names import PlaneNames
-from lpconv.forms.planes import INTEGERS, Plane, one_by_one
+from lpconv.forms.planes import INTEGERS, Plane, PlaneNames, one_by_one
 from lpconv.forms.scaled import SCALE_SUFFIX, ScaledCodes, scale_for
 from lpconv.forms.tiles import FACTOR_SUFFIX, Tiles
 from lpconv.layouts.compressed_config import (
@@ -145,11 +144,9 @@ class _Layout(CodedForm):
         cached = Component(name=cache_scale_name(self.name) or "", dtype="F32", shape=(1,))
         return replace(self, has_input_scale=has_input_scale, has_cache_scale=headers.holds(cached))
 
-    def with_inputs(self, absmax: float) -> Self:
-        return replace(self, input_absmax=absmax)
-
-    def with_cache(self, absmax: float) -> Self:
-        return replace(self, cache_absmax=absmax)
+    def with_activations(self, absmax: Mapping[str, float]) -> Self:
+        inputs = absmax.get(self.name.removesuffix(_WEIGHT), self.input_absmax)
+        return replace(self, input_absmax=inputs, cache_absmax=absmax.get(str(self.cache_scale), self.cache_absmax))
 
     def _begin(self, largest: float) -> Measurement:
         return self._with_activations(super()._begin(largest))

@@ -2,7 +2,9 @@
 
 MXFP4 and MXFP8 have the bytes of `Tiles`. Integers have mlx's affine form, q · scale + bias, where q is unsigned and
 the bias is -8 or -128 scales. Both numbers are fp32, since mlx computes in the dtype of the scales: bf16 would round
-q · scale to 8 bits, an error of up to 0.8 steps of int8 (measured with mlx 0.32), whereas in fp32 all values are exact.
+q · scale to 8 bits, an error of up to 0.8 steps of int8 (measured with mlx 0.32). In fp32, values are exact for scales
+of up to 16 bits, such as all that lpconv chooses. Only a scale that restores a weight that is already on a grid may
+have 24 bits; mlx then rounds q · scale too, and its values may differ from lpconv's in the last bits of fp32.
 Sources: ml-explore, mlx 0.32, `mx.dequantize`; mlx-lm 0.32, `utils.load_model`.
 """
 
@@ -14,7 +16,7 @@ from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
 from lpconv.formats.spec import FORMATS, Format
 from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
 from lpconv.forms.form import Stored
-from lpconv.forms.names import PlaneNames
+from lpconv.forms.planes import PlaneNames
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
 from lpconv.storage.header import DTYPE_BITS

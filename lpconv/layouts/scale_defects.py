@@ -8,6 +8,7 @@ necessary.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lpconv.formats.spec import FORMATS
 from lpconv.forms import Component, Stored
-from lpconv.forms.form import Fetch, Side
+from lpconv.forms.form import Side
 from lpconv.forms.grid import Grid, is_positive
 from lpconv.forms.planes import Span
 from lpconv.layouts.compressed_config import INPUT_SCALES
@@ -117,18 +118,12 @@ def _unequal_scales(what: str, scales: Mapping[str, Tensor], why: str) -> Iterat
         yield f"{groups} have unequal {what} {words}"
 
 
-def _fetch_from(source: Source) -> Fetch:
-
-    def fetch(component: Component, start: int, stop: int) -> Tensor:
-        return read_range(source, component.name, start, stop)
-
-    return fetch
+def _fetch(source: Source, component: Component, start: int, stop: int) -> Tensor:
+    return read_range(source, component.name, start, stop)
 
 
-def _matrix_spans(grid: Grid) -> Iterator[Span]:
-    rows, cols = grid.matrix[::-1] if grid.is_transposed else grid.matrix
-    for index in range(math.prod(grid.shape[:-2])):
-        yield Span(index=index, top=0, bottom=rows, left=0, right=cols)
+def _matrices(grid: Grid) -> Iterator[Span]:
+    return grid.spans(0, grid.num_elements)
 
 
 def _side_of(grid: Grid, source: Source) -> Side:
@@ -137,10 +132,10 @@ def _side_of(grid: Grid, source: Source) -> Side:
 
 
 def _scale_statistics(grid: Grid, source: Source) -> Scales:
-    side, fetch = _side_of(grid, source), _fetch_from(source)
+    side, fetch = _side_of(grid, source), partial(_fetch, source)
     one = None if grid.factor is None else float(side[grid.factor.name])
     total = Scales(one=one)
-    for span in _matrix_spans(grid):
+    for span in _matrices(grid):
         raw = grid.scales.fetch(fetch, span)
         scales = grid.scales_of(raw, span, side)
         total = total + _count_scales(scales, scales * _min_column_factors(grid, side), grid.format.max)
@@ -198,8 +193,8 @@ def _zero_scales(weights: Mapping[str, Scales], grids: Mapping[str, Grid], sourc
 
 def _num_codes(grid: Grid, source: Source, chosen: Callable[[Tensor], Tensor]) -> int:
     """Number of nonzero codes of a weight whose stored scale is selected by `chosen`."""
-    fetch, num = _fetch_from(source), 0
-    for span in _matrix_spans(grid):
+    fetch, num = partial(_fetch, source), 0
+    for span in _matrices(grid):
         codes = grid.codes.numbers(grid.codes.fetch(fetch, span), span)
         scales = grid.scales.numbers(grid.scales.fetch(fetch, span), span)
         num += int(((codes != 0) & grid.scales.spread(chosen(scales), span)).sum())
@@ -258,8 +253,8 @@ def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping
         if wrong:
             yield f"`{name}`: `{wrong[0]}` is zero, negative or not finite"
         if grid.zeros is not None and config.get("sym") is True:
-            span = next(_matrix_spans(grid))
-            zeros = grid.zeros.numbers(grid.zeros.fetch(_fetch_from(source), span), span)
+            span = next(_matrices(grid))
+            zeros = grid.zeros.numbers(grid.zeros.fetch(partial(_fetch, source), span), span)
             middle = (grid.format.max + 1) if grid.format.name == "int4" else 128.0
             if bool((zeros != middle).any()):
                 yield (

@@ -20,8 +20,7 @@ from lpconv.formats.spec import OF_DTYPE, Format
 from lpconv.forms.facts import ConvertedFacts, FormSettings, Headers
 from lpconv.forms.form import Stored
 from lpconv.forms.grid import block_hint, grid_of_blocks
-from lpconv.forms.names import PlaneNames
-from lpconv.forms.planes import one_by_one
+from lpconv.forms.planes import PlaneNames, one_by_one
 from lpconv.forms.tiles import Tiles
 from lpconv.layouts.layout import Layout, Scheme
 

@@ -190,12 +190,7 @@ class Plan:
 
     def with_inputs(self, absmax: Mapping[str, float]) -> "Plan":
         """The plan with the largest calibrated inputs by module, and keys and values by the name of their scale."""
-
-        def form_of(t: PlannedTensor) -> Form:
-            form = t.form.with_inputs(absmax[t.module]) if t.form.has_input_scale else t.form
-            return form if form.cache_scale not in absmax else form.with_cache(absmax[str(form.cache_scale)])
-
-        return self.with_forms(form_of)
+        return self.with_forms(lambda t: t.form.with_activations(absmax))
 
     def with_forms(self, form_of: Callable[[PlannedTensor], Form]) -> "Plan":
         """The plan with other forms that store the same components."""

@@ -54,7 +54,7 @@ def test_a_table_gives_what_the_encoder_gives(
 
 def tiled(x: Tensor, fmt: str, grain: str, scale: str = "pow2") -> tuple[Tensor, object, bool]:
     """As `encoded`, with scales for tiles of rows of 256 numbers."""
-    module._join_tables.cache_clear()  # a joined table from an earlier test would hide the lookup
+    module._joined.cache_clear()  # a joined table from an earlier test would hide the lookup
     before, work, rows = module._table.cache_info(), Workspace(), x.view(-1, 256)
     settings = FormSettings(grain=find_grain(grain), scale=scale)
     form = CompressedTiles.of("w", tuple(rows.shape), FORMATS[fmt], settings)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpconv.convert.run import convert
 from lpconv.forms.facts import ConvertedFacts
-from lpconv.forms.names import PlaneNames
+from lpconv.forms.planes import PlaneNames
 from lpconv.inspect.headers import inspect
 from lpconv.layouts import LAYOUTS, READ, Layout
 from lpconv.layouts.reader import StoredTensors
