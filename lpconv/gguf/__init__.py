@@ -5,6 +5,8 @@
 - `model` and `vocabulary` describe a checkpoint as llama.cpp sees it, and `plan` plans the file to write.
 """
 
+from lpconv.errors import check_installed
+
 GGUF = "gguf"  # the kind of the weights, the layout and the `quant_method`
 SUFFIX = ".gguf"
 WEIGHTS = "model.gguf"  # in an output; in a view of another file, a link to it
@@ -14,3 +16,8 @@ BLOCKS = {
     "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
     "MXFP4": (32, 17),
 }  # fmt: skip
+
+
+def check_package(what: str) -> None:
+    """Raise the error of `check_installed` unless the package gguf is installed, which `what` needs."""
+    check_installed(what, GGUF, extra=GGUF)

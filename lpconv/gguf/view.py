@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lpconv.errors import InputError, check_installed
-from lpconv.gguf import BLOCKS, GGUF, SUFFIX, WEIGHTS
+from lpconv.errors import InputError
+from lpconv.gguf import BLOCKS, GGUF, SUFFIX, WEIGHTS, check_package
 from lpconv.storage.header import Header, TensorInfo, check_name
 from lpconv.storage.place import cache_folder
 from lpconv.version import __version__
@@ -33,7 +33,7 @@ def header_in(config: Mapping[str, Any], path: Path) -> Header:
 
     Raw blocks are U8, with the bytes of a row as columns; plain numbers that need no processing have their own dtype.
     """
-    check_installed("reading GGUF", "gguf", extra=GGUF)
+    check_package("reading GGUF")
     table, tensors, num_bytes = config["quantization_config"]["tensors"], {}, path.stat().st_size
     for name, t in table.items() if isinstance(table, dict) else [("tensors", table)]:
         check_name(name, path)
@@ -93,7 +93,7 @@ def _view(file: Path) -> Path:
     known = f"2\0{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}\0{__version__}\0{release}"
     view = cache_folder(GGUF) / hashlib.sha256(known.encode()).hexdigest()[:24]
     if not (view / "config.json").exists():
-        check_installed("reading GGUF", "gguf", extra=GGUF)
+        check_package("reading GGUF")
         from lpconv.gguf.read import make_view  # imports gguf
 
         make_view(file.absolute(), view)

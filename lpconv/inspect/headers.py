@@ -1,6 +1,6 @@
 """Inspect a checkpoint from headers and config, without torch or data: its contents, and defects of quantised ones.
 
-`forms/defects.py` judges quantised checkpoints; `values.py` also reads the scales.
+`layouts/defects.py` judges quantised checkpoints; `values.py` also reads the scales.
 """
 
 import dataclasses

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from lpconv.data import SELF, text_at
 from lpconv.data.texts import check_text
-from lpconv.errors import ResourceError, UnsupportedError, check_installed
+from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.forms import Headers
 from lpconv.gates import CONVERT_GATES, Gate
-from lpconv.gguf import GGUF
+from lpconv.gguf import GGUF, check_package
 from lpconv.layouts.headers import check_readable
 from lpconv.layouts.reader import is_coded, open_readable, open_values
 from lpconv.models.ties import find_ties
@@ -101,7 +101,7 @@ def prepare(checkpoint: Checkpoint, output: Path | str, options: FilledOptions, 
         check_readable(Headers.of(plain.config, infos))
         plan: Plan
         if options.layout == GGUF:
-            check_installed("--layout gguf", "gguf", extra="gguf")
+            check_package(f"--layout {GGUF}")
             from lpconv.gguf.plan import plan_gguf  # imports gguf
 
             source, plan = plan_gguf(plain, source, options)
