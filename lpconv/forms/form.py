@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from lpconv.forms.blocks import Workspace
 
 
-_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 T = TypeVar("T")
 Side = Mapping[str, "Tensor"]
 Summand = tuple["Tensor", "float | Tensor"]
@@ -206,7 +205,7 @@ class Over(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Form(Stored):
-    """How the tensor `name` of `shape` is stored. `format` is its number format, None if it keeps its own bits.
+    """How a conversion stores a tensor.
 
     `kind` is the key in `FORMS`, `suffixes` are the name suffixes of side tensors. `quantised_by` is the `quant_method`
     in the config of such checkpoints, None for ordinary ones. `holds_anything` means that the form loses so little that
@@ -276,13 +275,9 @@ class Form(Stored):
         return self.num_elements / self.checked_per_second + self._seconds_to_search
 
     @property
-    def searches_scales(self) -> bool:
-        """Whether several scales are tried for each tile."""
-        return False
-
-    @property
     def _seconds_to_search(self) -> float:
-        return self.num_elements / _SEARCHED_PER_SECOND if self.searches_scales else 0.0
+        """Estimated time to try several scales for each tile, on one core."""
+        return 0.0
 
     @property
     def has_input_scale(self) -> bool:

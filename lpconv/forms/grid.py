@@ -114,15 +114,20 @@ class Grid(Stored):
         )
 
     def is_valid_side(self, side: Side) -> bool:
-        """Whether all factors are positive, each group has a scale, and the stored shape is right."""
-        if any(not is_positive(side[c.name]) for c in (self.factor, self.columns, self.cancelling) if c is not None):
-            return False
-        if self.size is not None and tuple(side[self.size.name].tolist()) != self.shape:
-            return False
-        if self.order is None:
-            return True
-        groups, order = self.scales.size[0 if self.is_transposed else 1], side[self.order.name]
-        return bool(((order >= 0) & (order < groups)).all())
+        return next(self.side_problems(side), None) is None
+
+    def side_problems(self, side: Side) -> Iterator[str]:
+        """Contradictions of the side tensors, as text: a wrong shape, groups without a scale, impossible factors."""
+        if self.size is not None and (shape := tuple(side[self.size.name].tolist())) != self.shape:
+            yield f"`{self.size.name}` says {shape}, but the codes have shape {self.shape}"
+        if self.order is not None:
+            groups, order = self.scales.size[0 if self.is_transposed else 1], side[self.order.name]
+            if not bool(((order >= 0) & (order < groups)).all()):
+                yield f"`{self.order.name}` refers to groups without a scale"
+        factors = [c.name for c in (self.factor, self.columns, self.cancelling) if c is not None]
+        wrong = next((name for name in factors if not is_positive(side[name])), None)
+        if wrong is not None:
+            yield f"`{wrong}` is zero, negative or not finite"
 
     def read(self, fetch: Fetch, start: int, stop: int, side: Side) -> tuple[Tensor, ...]:
         return tuple(p.fetch(fetch, span) for span in self.spans(start, stop) for p in self.planes)

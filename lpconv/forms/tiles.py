@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 FACTOR_SUFFIX = "_global_scale"
+_SEARCHED_PER_SECOND = 1.2e7  # like `Form.encoded_per_second`
 # Dtypes of packed codes, whose numbers `PACKED` defines.
 _DTYPES = {"e2m1": "U8", "int4": "I32", "int8": "I32"}
 
@@ -232,8 +233,8 @@ class Tiles(CodedForm):
         return self.grain.has_factor and self.chosen is None
 
     @property
-    def searches_scales(self) -> bool:
-        return self.searches and self.chosen is None
+    def _seconds_to_search(self) -> float:
+        return self.num_elements / _SEARCHED_PER_SECOND if self.searches and self.chosen is None else 0.0
 
     def with_importance(self, importance: Tensor) -> Self:
         return replace(self, importance=importance)

@@ -239,19 +239,7 @@ def _inverted_scales(scales: Mapping[str, Scales], grids: Mapping[str, Grid]) ->
 def _mismatched_parts(grids: Mapping[str, Grid], source: Source, config: Mapping[str, object]) -> Iterator[str]:
     """Shapes, group orders, factors and zero points that contradict the rest of the file."""
     for name, grid in grids.items():
-        side = _side_of(grid, source)
-        if grid.size is not None and tuple(side[grid.size.name].tolist()) != grid.shape:
-            shape = tuple(side[grid.size.name].tolist())
-            yield f"`{name}`: `{grid.size.name}` says {shape}, but the codes have shape {grid.shape}"
-        elif grid.order is not None and not grid.is_valid_side(side):
-            yield f"`{name}`: `{grid.order.name}` refers to groups without a scale"
-        wrong = [
-            c.name
-            for c in (grid.factor, grid.columns, grid.cancelling)
-            if c is not None and not is_positive(side[c.name])
-        ]
-        if wrong:
-            yield f"`{name}`: `{wrong[0]}` is zero, negative or not finite"
+        yield from (f"`{name}`: {what}" for what in grid.side_problems(_side_of(grid, source)))
         if grid.zeros is not None and config.get("sym") is True:
             span = next(_matrices(grid))
             zeros = grid.zeros.numbers(grid.zeros.fetch(partial(_fetch, source), span), span)
