@@ -8,8 +8,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lpconv.errors import InputError
-from lpconv.formats.grains import GRAINS, Grain, find_grain
+from lpconv.errors import InputError, UnsupportedError
+from lpconv.formats.grains import GRAINS, Grain, find_grain, get_grain
+from lpconv.forms.facts import ConvertedFacts
 from lpconv.layouts.linears import MATCHING_S, expression
 
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -120,30 +121,34 @@ def _integers(number: str, grain: Grain) -> CompressedPreset:
     )
 
 
-def quantization_config(
-    ignored: Iterable[str],
-    preset: CompressedPreset,
-    others: Mapping[str, CompressedPreset] | None = None,
-    *,
-    kv_cache: bool = False,
-) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
+def quantization_config(converted: ConvertedFacts) -> dict[str, Any]:
+    """The `quantization_config` of config.json. Raises UnsupportedError for experts in several formats.
 
-    `ignored` are the names of unquantised `Linear` modules, `others` the presets of modules that do not have the usual
-    one. With `kv_cache` the file has scales of keys and values.
+    transformers reads all experts in the usual format.
     """
-    members: dict[str, tuple[CompressedPreset, list[str]]] = {}
-    for module, other in (others or {}).items():
-        members.setdefault(other.name, (other, []))[1].append(module)
-    parts = ((preset, ["Linear"]), *members.values())  # readers match names before classes
-    groups = (_group(other, targets, is_mixed=bool(members)) for other, targets in parts)
+    grain, usual = get_grain(converted.settings["granularity"]), converted.settings["format"]
+    of_experts = {converted.formats[n] for n in converted.experts if n in converted.formats} or {usual}
+    if len(of_experts) > 1:
+        raise UnsupportedError(
+            f"transformers reads all experts in one format, but these have {', '.join(sorted(of_experts))}",
+            hint="give all of them the same format with --rule",
+        )
+    preset = preset_of(of_experts.pop(), grain, calibrated=converted.calibrated)
+    assert preset is not None, "refused"
+    others: dict[str, tuple[CompressedPreset, list[str]]] = {}
+    for name, number in converted.formats.items():
+        other = preset_of(number, grain, calibrated=converted.calibrated)
+        if other is not None and other != preset:
+            others.setdefault(other.name, (other, []))[1].append(name.removesuffix(".weight"))
+    parts = ((preset, ["Linear"]), *others.values())  # readers match names before classes
+    groups = (_group(other, targets, is_mixed=bool(others)) for other, targets in parts)
     return {
         "quant_method": COMPRESSED_TENSORS,
-        "format": _MIXED if members else preset.format,
+        "format": _MIXED if others else preset.format,
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
-        "ignore": list(ignored),
-        **({"kv_cache_scheme": _KV_CACHE_SCHEME} if kv_cache else {}),
+        "ignore": list(converted.ignored),
+        **({"kv_cache_scheme": _KV_CACHE_SCHEME} if converted.kv_cache else {}),
     }
 
 

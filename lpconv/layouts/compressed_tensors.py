@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lpconv.errors import UnsupportedError
-from lpconv.formats.grains import Grain, get_grain
+from lpconv.formats.grains import Grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, ConvertedFacts, FormSettings, Headers, Measurement
@@ -40,9 +40,8 @@ from lpconv.layouts.compressed_config import (
     preset_of,
     quantization_config,
     settings_for,
-    weight_settings,
 )
-from lpconv.layouts.layout import Layout, Scheme, odd_integers
+from lpconv.layouts.layout import Layout, Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,25 +101,7 @@ class _Layout(CodedForm):
 
     @classmethod
     def config_entries(cls, converted: ConvertedFacts) -> dict[str, Any]:
-        """The `quantization_config`. Raises UnsupportedError for experts in several formats.
-
-        transformers reads all experts in the usual format.
-        """
-        grain = get_grain(converted.settings["granularity"])
-        of_experts = {converted.formats[n] for n in converted.experts if n in converted.formats} or {
-            converted.settings["format"]
-        }
-        if len(of_experts) > 1:
-            raise UnsupportedError(
-                f"transformers reads all experts in one format, but these have {', '.join(sorted(of_experts))}",
-                hint="give all of them the same format with --rule",
-            )
-        usual = preset_of(of_experts.pop(), grain, calibrated=converted.calibrated)
-        presets = {n: preset_of(f, grain, calibrated=converted.calibrated) for n, f in converted.formats.items()}
-        assert usual is not None, "refused"
-        others = {n.removesuffix(_WEIGHT): p for n, p in presets.items() if p is not None and p != usual}
-        config = quantization_config(converted.ignored, usual, others, kv_cache=converted.kv_cache)
-        return {"quantization_config": config}
+        return {"quantization_config": quantization_config(converted)}
 
     @property
     def input_scale(self) -> Component:
@@ -390,7 +371,6 @@ LAYOUT = Layout(
     name=COMPRESSED_TENSORS,
     methods=(COMPRESSED_TENSORS,),
     read=_read,
-    why_unreadable=lambda settings: odd_integers(weight_settings(settings), COMPRESSED_TENSORS),
     numbers_of=NUMBERS_OF,
     excludes_by_name=True,
     has_cache_scales=True,

@@ -1,14 +1,10 @@
 """GPTQ and AWQ: integers with zero points in groups, transposed, for reading."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 from lpconv.formats.spec import FORMATS
 from lpconv.forms.facts import Component, Headers
 from lpconv.forms.grid import Grid
 from lpconv.forms.planes import INTEGERS, Plane, one_by_one
-from lpconv.layouts.layout import Layout, odd_integers
+from lpconv.layouts.layout import Layout
 
 _QWEIGHT = ".qweight"
 
@@ -66,10 +62,6 @@ def _read_awq(name: str, headers: Headers) -> Grid | None:
     )
 
 
-def _why_unreadable(name: str, settings: Mapping[str, Any]) -> str | None:
-    return odd_integers([settings], name)
-
-
 def _transposed_words(name: str, headers: Headers) -> tuple[Component, Component, Component] | None:
     """Codes, scales and zero points of a weight under the names of GPTQ and AWQ, or None."""
     module = name.removesuffix(_QWEIGHT)
@@ -80,7 +72,4 @@ def _transposed_words(name: str, headers: Headers) -> tuple[Component, Component
     return (codes, scales, zeros) if is_matrix else None
 
 
-GPTQ, AWQ = (
-    Layout(name=name, methods=(name,), read=read, why_unreadable=partial(_why_unreadable, name))
-    for name, read in (("gptq", _read_gptq), ("awq", _read_awq))
-)
+GPTQ, AWQ = (Layout(name=name, methods=(name,), read=read) for name, read in (("gptq", _read_gptq), ("awq", _read_awq)))

@@ -12,7 +12,8 @@ from lpconv.forms import Stored, grid_of
 from lpconv.forms.facts import Headers
 from lpconv.forms.grid import Grid
 from lpconv.layouts import LAYOUTS, READ
-from lpconv.layouts.compressed_config import INPUT_SCALES
+from lpconv.layouts.compressed_config import INPUT_SCALES, weight_settings
+from lpconv.layouts.layout import Layout
 from lpconv.layouts.lpconv import read_own
 
 # Prefixes that wrappers add to the names of a model's tensors.
@@ -70,7 +71,7 @@ def why_unreadable(headers: Headers) -> str | None:
     """Why lpconv cannot read the layout, from tensor names and the config; None if it can or need not."""
     method = headers.quantised_by
     if method in READ:
-        return READ[method].why_unreadable(headers.quantization)
+        return READ[method].why_unreadable(headers.quantization) or _odd_integers(headers.quantization, READ[method])
     tool = None if method in (None, "lpconv") else f"`{method}`"
     for name, pattern in _UNREAD.items():
         match = next((n for n in headers.root if pattern.search(n)), None)
@@ -79,6 +80,15 @@ def why_unreadable(headers: Headers) -> str | None:
         match = layout.unread_part(headers)
         tool = tool if match is None else f"{layout.name} (`{match}`)"
     return None if tool is None else f"the checkpoint is quantised by {tool}, which lpconv does not read"
+
+
+def _odd_integers(config: Mapping[str, Any], layout: Layout) -> str | None:
+    """Why integers of an odd width are unreadable, from the settings of weights in a config; None if there are none."""
+    for settings in weight_settings(config):
+        bits = settings.get("num_bits", settings.get("bits", settings.get("w_bit")))
+        if bits in (1, 3, 5, 6, 7) and settings.get("type", "int") == "int":
+            return f"the weights are {bits}-bit integers, which lpconv does not read in layout `{layout.name}`"
+    return None
 
 
 def check_unwrapped(names: Collection[str]) -> None:

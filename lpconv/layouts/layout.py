@@ -1,6 +1,6 @@
 """`Layout`: what lpconv knows of the checkpoints of one tool, to read and to write them. No torch here."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,12 +76,3 @@ class Layout:
     served: tuple[tuple[str, str], ...] = ()
     has_cache_scales: bool = False
     file: str = ""
-
-
-def odd_integers(weights: Iterable[object], layout: str) -> str | None:
-    """Why integers of an odd width are unreadable, from settings of weights in a config; None if there are none."""
-    for group in weights:
-        bits = group.get("num_bits", group.get("bits", group.get("w_bit"))) if isinstance(group, dict) else None
-        if bits in (1, 3, 5, 6, 7) and isinstance(group, dict) and group.get("type", "int") == "int":
-            return f"the weights are {bits}-bit integers, which lpconv does not read in layout `{layout}`"
-    return None

@@ -10,7 +10,7 @@ Blocks must be whole: transformers divides the size of a weight by the number of
 last blocks as equal.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -78,17 +78,9 @@ class FineGrained(Tiles):
                     f"transformers would skip `{module}` along with `{clash}`, which is not quantised",
                     hint=f"pass --exclude '{module}.weight', or use another --layout",
                 )
-        return {"quantization_config": _quantization_config(grain, converted.ignored)}
-
-
-def _quantization_config(grain: Grain, ignored: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of e4m3fn codes with a granularity; `ignored` are the unquantised modules."""
-    return {
-        **_WRITTEN[grain.name],
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(grain.tile),
-        "modules_to_not_convert": list(ignored),
-    }
+        written = {"activation_scheme": "dynamic", "weight_block_size": list(grain.tile)}
+        modules = {"modules_to_not_convert": list(converted.ignored)}
+        return {"quantization_config": {**_WRITTEN[grain.name], **written, **modules}}
 
 
 def _read(name: str, headers: Headers) -> Stored | None:
