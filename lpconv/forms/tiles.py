@@ -20,7 +20,7 @@ from lpconv.formats.grains import Grain, find_grain
 from lpconv.formats.spec import FORMATS, OF_DTYPE, Format
 from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import BlockFacts, BlockStats, Component, EncodedBlock, FormSettings, Headers, Measurement
-from lpconv.forms.form import Form, Over, Side, Stored, Summand, not_finite_error
+from lpconv.forms.form import Form, Over, Side, Summand, not_finite_error
 from lpconv.forms.grid import Grid, is_positive
 from lpconv.forms.planes import PACKED, Plane, PlaneNames, one_by_one, stored_numbers
 from lpconv.forms.scaled import ScaledCodes
@@ -275,7 +275,7 @@ class Tiles(CodedForm):
 
     def summands(self, data: Sequence[Tensor], side: Side) -> tuple[Summand, ...]:
         if self.packed or len(self.shape) != 2 or self.grain.sizes(*self.matrix) != (1, self.cols):
-            return Stored.summands(self, data, side)
+            return super().summands(data, side)
         return ((self.codes_in(data), self.code_scale(side, 0, self.num_elements).view(-1)),)
 
     def as_stored(self, codes: Tensor, start: int, side: Side, work: Workspace) -> Tensor:

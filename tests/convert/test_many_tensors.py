@@ -9,8 +9,8 @@ from torch import Tensor
 from lpconv.convert.run import convert
 from lpconv.errors import VerificationError
 from lpconv.forms.blocks import Workspace
+from lpconv.forms.coded import CodedForm
 from lpconv.forms.facts import EncodedBlock, Measurement
-from lpconv.forms.scaled import ScaledCodes
 from lpconv.plan.options import ConvertOptions
 from lpconv.workers import ThreadPoolExecutor, Workers
 from tests.helpers.checkpoints import write_checkpoint
@@ -51,9 +51,9 @@ def test_the_reference_names_the_tensor_that_the_encoder_got_wrong(
     granularity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small tensors are compared with it together; the bytes of a wrong encoder are those that it gives again."""
-    encode = ScaledCodes.encode
+    encode = CodedForm.encode
 
-    def wrong(self: ScaledCodes, x: Tensor, start: int, found: Measurement, work: Workspace) -> EncodedBlock:
+    def wrong(self: CodedForm, x: Tensor, start: int, found: Measurement, work: Workspace) -> EncodedBlock:
         encoded = encode(self, x, start, found, work)
         if self.name == "layers.7.up_proj.weight":
             encoded.data[0].view(torch.uint8)[5] ^= 1
@@ -62,7 +62,7 @@ def test_the_reference_names_the_tensor_that_the_encoder_got_wrong(
     source = str(many(tmp_path / "in", 20))
     options = ConvertOptions(format="e4m3fn", granularity=granularity, verify="weights", workers=1)
     assert convert(source, tmp_path / "out", options).verify.passed
-    monkeypatch.setattr(ScaledCodes, "encode", wrong)
+    monkeypatch.setattr(CodedForm, "encode", wrong)
     with pytest.raises(VerificationError) as refused:
         convert(source, tmp_path / "wrong", options)
     assert refused.value.details["weights"]["mismatched"] == ["layers.7.up_proj.weight"]
