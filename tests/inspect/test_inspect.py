@@ -82,20 +82,23 @@ def test_scalars_under_the_names_of_mlx_are_no_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ignored", "says"),
-    [(["re:.*q_proj$"], "q_proj"), (["re:(a+)+$", r"re:(\w+\.?)+\d$", "lm_*"], ""),
-     ([r"re:(?:(.)|(..))+(?=[#%])x?"], "over 5 s"), (["re:((a{1000}){1000}){1000}"], "too")],
+    ("key", "expressions", "code", "says"),
+    [("ignore", ["re:.*q_proj$"], 5, "q_proj"), ("ignore", ["re:(a+)+$", r"re:(\w+\.?)+\d$", "lm_*"], 0, ""),
+     ("ignore", [r"re:(?:(.)|(..))+(?=[#%])x?"], 5, "over 5 s"),
+     ("ignore", ["re:((a{1000}){1000}){1000}"], 5, "too"),
+     ("targets", [r"re:(?:(.)|(..))+(?=[#%])x?"], 3, "over 5 s"), ("targets", ["re:.*", "re:("], 0, "")],
 )  # fmt: skip
-def test_expressions_of_strangers_end(tmp_path: Path, ignored: list[str], says: str) -> None:
+def test_expressions_of_strangers_end(tmp_path: Path, key: str, expressions: list[str], code: int, says: str) -> None:
     path = tmp_path / "model"
     make_foreign("ct W4A16", demo_checkpoint(), path)
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ignored
+    settings = config["quantization_config"]
+    (settings if key == "ignore" else settings["config_groups"]["group_0"])[key] = expressions
     (path / "config.json").write_text(json.dumps(config))
     done = subprocess.run(  # with `re`, only the end of the process would end the match
         [sys.executable, "-m", "lpconv", "inspect", path], capture_output=True, text=True, check=False, timeout=200
     )
-    assert (done.returncode, says in done.stderr) == (5 if says else 0, True), done.stderr
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
 
 
 def test_an_index_that_knows_nothing_is_a_few_lines(tmp_path: Path) -> None:
