@@ -9,13 +9,14 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lpconv.errors import InputError, first_line
 
 TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
+CHAT_COLUMNS = ("messages", "conversations")
 QUICK_BYTES = 64 * 2**20  # takes about a second to read
 _VISIBLE = re.compile(r"\S")
 _LOOKED_AT = 4_000_000  # characters of a text that a check reads
@@ -126,10 +127,11 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 def text_column(path: Path, columns: Sequence[str]) -> str:
     """The column with a usual name for texts. Raises InputError if there is none."""
-    column = next((c for c in TEXT_COLUMNS if c in columns), None)
+    usual = (*TEXT_COLUMNS, *CHAT_COLUMNS)
+    column = next((c for c in usual if c in columns), None)
     if column is None:
         raise InputError(
-            f"`{path}` has no text column called {' or '.join(TEXT_COLUMNS)}",
+            f"`{path}` has no text column called {' or '.join(usual)}",
             hint=f"its columns are {', '.join(columns)}",
         )
     return column
@@ -173,14 +175,18 @@ def read_file(path: Path) -> Any:
     return dataset
 
 
-def text_of(path: Path, limit: int) -> str:
-    """The first `limit` characters of a text file, or of the texts of a file of rows with an empty line between two."""
+def text_of(path: Path, limit: int, render: Callable[[Any], str]) -> str:
+    """The first `limit` characters of a text file, or of the texts of a file of rows with an empty line between two.
+
+    `render` makes texts of conversations.
+    """
     if file_kind(path) == "text":
         return read_text(path, limit)
     rows = read_file(path)
     column = text_column(path, rows.column_names)
     texts, left = list[str](), limit
-    for text in rows[column]:
+    for row in rows[column]:
+        text = render(row) if isinstance(row, list) and left > 0 else row
         if isinstance(text, str) and text.strip() and left > 0:
             texts.append(text)
             left -= len(text) + 2

@@ -1,7 +1,8 @@
 """The tokenizer of a checkpoint, and windows of a text's tokens."""
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _FILES = (
 # More text than any probe needs, but short enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 _MANY_UNKNOWN = 0.05
+_SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -56,6 +58,64 @@ def token_ids(tokenizer: Any, *, vocab_size: int | None = None, **arguments: Any
         largest = max((max(ids, default=0) for ids in ids_of_texts), default=0)
         check_largest_id(largest, vocab_size)
     return ids_of_texts
+
+
+def chat_text(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str, **options: Any) -> str:
+    """The text of a conversation through the tokenizer's chat template; raises InputError if that fails.
+
+    `name` is the file's, for errors, and `options` are those of `apply_chat_template`.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(
+            f"`{name}` has conversations, but the model's tokenizer has no chat template",
+            hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
+        )
+    try:
+        return str(tokenizer.apply_chat_template([*map(chat_message, turns)], tokenize=False, **options))
+    except Exception as e:  # templates raise errors of their own
+        raise InputError(
+            f"the chat template cannot render a conversation of `{name}`, {turns!r:.80}: {first_line(e)}",
+            hint="turns have `role` and `content`, or ShareGPT's `from` and `value`, with roles of the template",
+        ) from e
+
+
+def chat_message(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn as templates read it. Fields that only other turns have are None in Arrow, and left out."""
+    if "from" in turn:
+        return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+    return {k: v for k, v in turn.items() if v is not None} | {k: turn[k] for k in ("role", "content")}
+
+
+def answer_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str) -> list[tuple[list[int], list[bool]]]:
+    """Token ids of a conversation, and which of them an assistant wrote.
+
+    A template with ``{% generation %}`` marks says which. Otherwise an answer is what its turn adds to the text before
+    it. A template that shortens earlier answers (as Qwen3's does) gives one entry per answer, each up to that answer.
+    """
+    messages = [*map(chat_message, turns)]
+    whole = chat_text(tokenizer, messages, name)
+    if re.search(r"{%-?\s*generation\b", str(tokenizer.chat_template)):
+        marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return [(marked["input_ids"], [x == 1 for x in marked["assistant_masks"]])]
+    spans = []  # (text up to an answer and with it, start of the answer)
+    for i in (i for i, x in enumerate(messages) if x["role"] == "assistant"):
+        before = chat_text(tokenizer, messages[:i], name, add_generation_prompt=True) if i else ""
+        text = chat_text(tokenizer, messages[: i + 1], name)
+        if not text.startswith(before):
+            raise InputError(
+                f"the chat template does not show where an answer begins in a conversation of `{name}`, {turns!r:.80}",
+                hint="put {% generation %} and {% endgeneration %} around answers in chat_template.jinja",
+            )
+        spans.append((text, len(before)))
+    if all(whole.startswith(text) for text, _ in spans):
+        return [_marked(tokenizer, whole, [(start, len(text)) for text, start in spans])]
+    return [_marked(tokenizer, text, [(start, len(text))]) for text, start in spans]
+
+
+def _marked(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+    """Token ids of a text, and which of them begin in one of the spans of characters."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return encoded["input_ids"], [any(a <= at < b for a, b in spans) for at, _ in encoded["offset_mapping"]]
 
 
 def check_largest_id(largest: int, vocab_size: int) -> None:
@@ -130,7 +190,7 @@ def tokenize(path: Path, tokenizer: Any, *, seq_len: int, vocab_size: int) -> To
     Raises InputError for a file that is not text, is too short for one window, or has ids that the model does not
     embed.
     """
-    text = text_of(path, _MAX_CHARACTERS)
+    text = text_of(path, _MAX_CHARACTERS, lambda turns: chat_text(tokenizer, turns, path.name))
     ids = token_ids(tokenizer, text=text, add_special_tokens=False)
     prefix, suffix = special_tokens(tokenizer)
     room = room_for_text(seq_len, prefix, suffix)

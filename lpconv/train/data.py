@@ -5,13 +5,14 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lpconv.data import demo_text
 from lpconv.data.texts import (
+    CHAT_COLUMNS,
     FILE_KINDS,
     QUICK_BYTES,
     TEXT_COLUMNS,
@@ -23,14 +24,14 @@ from lpconv.data.texts import (
 )
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.lookup import nearest
+from lpconv.models.tokenizer import answer_tokens, chat_text
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
 
 _TARGETS = ("target", "output", "summary")  # may be classes or texts
 _LABELS = ("label", "labels", *_TARGETS)
-_CHATS = ("messages", "conversations")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
+_PAIR = {"prompt", "completion"}
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM")
 _OFFLINE_HINT = "offline, a data set must be in the cache; local files need a known suffix, such as .jsonl"
 
@@ -94,10 +95,11 @@ def _plain(name: str) -> str:
 def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[str, str | None]:
     """The columns of texts and labels, by their usual names unless given. Raises UsageError if one is missing."""
     name = str(options.data)
-    text = _column(columns, options.text_column, (*TEXT_COLUMNS, *_CHATS), name)
+    usual = (*TEXT_COLUMNS, *CHAT_COLUMNS)
+    text = _column((*columns, *CHAT_COLUMNS[: {*columns} >= _PAIR]), options.text_column, usual, name)
     if text is None:
         raise UsageError(
-            f"`{name}` has no text column called {' or '.join((*TEXT_COLUMNS, *_CHATS))}",
+            f"`{name}` has no text column called {' or '.join(usual)}, nor prompt and completion",
             hint=f"pass --text-column with one of: {', '.join(columns)}",
         )
     label = _column(columns, options.label_column, _LABELS, name)
@@ -106,30 +108,28 @@ def _choose_columns(columns: Sequence[str], options: FinetuneOptions) -> tuple[s
 
 
 def with_template(rows: "Rows", tokenizer: Any) -> "Rows":
-    """The rows, with conversations as texts by the tokenizer's chat template; raises InputError where that fails."""
-
-    def render(turns: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return str(tokenizer.apply_chat_template([*map(_message, turns)], tokenize=False))
-        except Exception as e:  # templates raise errors of their own
-            raise InputError(
-                f"the chat template cannot render a conversation of `{rows.words}`, {turns!r:.80}: {first_line(e)}",
-                hint="turns have `role` and `content`, or ShareGPT's `from` and `value`, with roles of the template",
-            ) from e
-
-    if rows.is_chat and not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            f"`{rows.words}` has conversations, but the model's tokenizer has no chat template",
-            hint="copy chat_template.jinja of its instruction-tuned version next to the weights, or pass texts",
-        )
-    return replace(rows, render=render) if rows.is_chat else rows
+    """The rows, with conversations as texts and tokens by the tokenizer's chat template, which must exist."""
+    if not rows.is_chat:
+        return rows
+    chat_text(tokenizer, rows.train[:1][rows.text][0], rows.words)
+    return replace(
+        rows,
+        render=lambda turns: chat_text(tokenizer, turns, rows.words),
+        answers=lambda turns: answer_tokens(tokenizer, turns, rows.words),
+    )
 
 
-def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as templates read it. Fields that only other turns have are None in Arrow, and left out."""
-    if "from" in turn:
-        return {"role": _SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
-    return {k: v for k, v in turn.items() if v is not None} | {k: turn[k] for k in ("role", "content")}
+def _with_turns(rows: Any) -> Any:
+    """The rows; if they have a prompt and a completion, also with these as the turns of a conversation."""
+    if not {*rows.column_names} >= _PAIR or CHAT_COLUMNS[0] in rows.column_names:
+        return rows
+
+    def turns(x: Any, role: str) -> Any:
+        return x if isinstance(x, list) else [{"role": role, "content": x}]
+
+    pairs = zip(rows["prompt"], rows["completion"], strict=True)
+    both = [turns(p, "user") + turns(c, "assistant") if p is not None and c is not None else None for p, c in pairs]
+    return rows.add_column(CHAT_COLUMNS[0], both)
 
 
 def check_guess(options: FinetuneOptions, architecture: str, label: str | None, labels: Sequence[Any] = ()) -> None:
@@ -167,7 +167,8 @@ HELD_OUT = 10  # by default, one row in ten is held out
 class Rows:
     """Rows of text, with labels if a column of them exists, and a description.
 
-    `held_out` is None if the rows are a single text, which is cut later. Conversations need `render` to become texts.
+    `held_out` is None if the rows are a single text, which is cut later. Conversations need `render` to become texts,
+    and `answers` for the tokens of an assistant (`lpconv.models.tokenizer.answer_tokens`).
     """
 
     train: Any
@@ -176,6 +177,7 @@ class Rows:
     label: str | None
     words: str
     render: Callable[[Any], str] = str
+    answers: Callable[[Any], list[tuple[list[int], list[bool]]]] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -219,13 +221,14 @@ def read_rows(options: FinetuneOptions) -> Rows:
 def _splits(name: str) -> tuple[Any, Any | None]:
     """(training part, held-out part or None) of a file or a data set on the hub."""
     if _is_file_name(name):
-        return read_file(Path(name)), None
+        return _with_turns(read_file(Path(name))), None
     try:
         dataset = datasets_library().load_dataset(name)
     except Exception as e:  # datasets raises many kinds, including connection errors
         raise InputError(f"cannot load the data set `{name}`: {first_line(e)}", hint=_OFFLINE_HINT) from e
     train = dataset.get("train") or next(iter(dataset.values()))
-    return train, next((dataset[s] for s in ("validation", "test") if s in dataset), None)
+    held_out = next((dataset[s] for s in ("validation", "test") if s in dataset), None)
+    return _with_turns(train), None if held_out is None else _with_turns(held_out)
 
 
 def _check(rows: Any, text: str, label: str | None, name: str) -> None:

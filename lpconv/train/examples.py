@@ -5,7 +5,7 @@ and position alone, so a twin, a resumed run and a run on more processes see the
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,30 +37,36 @@ class Examples:
 
 
 def pack_examples(
-    rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, prefix: list[int], suffix: list[int]
-) -> Examples:
+    rows: Rows, tokenizer: Any, *, seq_len: int, vocab_size: int, prefix: list[int], suffix: list[int],
+    answers_only: bool = False,
+) -> Examples:  # fmt: skip
     """Concatenate texts, separated by an end-of-text token, and cut them into windows of `seq_len`.
 
     There is no padding; an incomplete last window is dropped. `prefix` and `suffix` are the special tokens of every
-    window (`lpconv.models.tokenizer.special_tokens`). Raises InputError if a part does not fill one window, or has ids
-    that the model does not embed.
+    window (`lpconv.models.tokenizer.special_tokens`). With `answers_only`, labels of conversations are the tokens of
+    the assistant, and windows without any are left out. Raises InputError if a part does not fill one window, or has
+    ids that the model does not embed.
     """
+    answers = rows.answers if answers_only else None
+
+    def windows_of(part: Any) -> list[Example]:
+        return _windows(rows, part, tokenizer, prefix, suffix, seq_len, vocab_size, answers)
+
     if rows.held_out is None:
-        windows = _windows(rows, rows.train, tokenizer, prefix, suffix, seq_len, vocab_size)
+        windows = windows_of(rows.train)
         cut = max(1, len(windows) // HELD_OUT)
         if len(windows) < 2:
             raise _too_short(rows.words, seq_len)
         train, held_out = windows[:-cut], windows[-cut:]
     else:
-        train, held_out = (
-            _windows(rows, part, tokenizer, prefix, suffix, seq_len, vocab_size) for part in (rows.train, rows.held_out)
-        )
+        train, held_out = windows_of(rows.train), windows_of(rows.held_out)
     texts = [x for part in (rows.train, rows.held_out) for x in (part[rows.text] if part is not None else ())]
     empty = sum(not x for x in texts)
     return Examples(
-        train=[{"input_ids": w} for w in train],
-        held_out=[{"input_ids": w} for w in held_out],
-        words=f"{rows.words}: {len(train):,} windows of {seq_len} tokens, {len(held_out):,} held out",
+        train=train,
+        held_out=held_out,
+        words=f"{rows.words}: {len(train):,} windows of {seq_len} tokens, {len(held_out):,} held out"
+        f"{'; the loss is over the answers of the assistant' if answers else ''}",
         notes=(f"{empty} of {len(texts)} rows have no text in column `{rows.text}` and were left out",) * (empty > 0),
     )
 
@@ -154,8 +160,10 @@ class Stream(Dataset[Example]):
         example = self.examples[int(self.order[place])]
         if self.mask is not None:
             return self._masked(np.asarray(example["input_ids"]), place)
-        ids = example["input_ids"]
-        return {**example, "labels": np.append(ids[1:], IGNORED) if self.shifted else ids} if self.causal else example
+        if not self.causal:
+            return example
+        labels = example.get("labels", example["input_ids"])
+        return {**example, "labels": np.append(labels[1:], IGNORED) if self.shifted else labels}
 
     def _masked(self, ids: Any, place: int) -> Example:
         """Mask a window. All windows have the same number of masks, so a mean over windows is a mean over masks."""
@@ -211,21 +219,36 @@ def _ids(
 
 
 def _windows(
-    rows: Rows, part: Any, tokenizer: Any, prefix: list[int], suffix: list[int], seq_len: int, vocab_size: int
-) -> list[Any]:
+    rows: Rows, part: Any, tokenizer: Any, prefix: list[int], suffix: list[int], seq_len: int, vocab_size: int,
+    answers: Callable[[Any], list[tuple[list[int], list[bool]]]] | None,
+) -> list[Example]:  # fmt: skip
     room = room_for_text(seq_len, prefix, suffix, least=2)
     eos = special_id(tokenizer, "eos")
     end = [] if eos is None or rows.is_chat else [eos]  # a chat template ends its texts itself
-    texts, pieces = [t for t in rows.texts(part) if t], []
+    texts = [] if answers else [t for t in rows.texts(part) if t]
+    pieces = [] if answers is None else [np.asarray(x).T for turns in part[rows.text] if turns for x in answers(turns)]
     for start in range(0, len(texts), _CHUNK):
         for ids in token_ids(tokenizer, text=texts[start : start + _CHUNK], add_special_tokens=False):
             pieces.append(np.asarray(ids + end if len(texts) > 1 else ids, dtype=np.int64))
     ids = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    labels = None
+    if answers and pieces:
+        ids, is_answer = ids.T
+        labels = np.where(is_answer, ids, IGNORED)
     if len(ids) < room:
         raise _too_short(rows.words, seq_len)
     check_largest_id(max(int(ids.max()), *prefix, *suffix, 0), vocab_size)
     around = (np.asarray(prefix, dtype=np.int64), np.asarray(suffix, dtype=np.int64))
-    return [np.concatenate([around[0], ids[i : i + room], around[1]]) for i in range(0, len(ids) - room + 1, room)]
+    windows: list[Example] = []
+    for i in range(0, len(ids) - room + 1, room):
+        window = {"input_ids": np.concatenate([around[0], ids[i : i + room], around[1]])}
+        if labels is not None:  # there is nothing before the first token of a window to predict it from
+            window["labels"] = np.append(IGNORED, labels[i + 1 : i + room])
+        if labels is None or (window["labels"] != IGNORED).any():
+            windows.append(window)
+    if not windows:
+        raise InputError(f"{rows.words} has no answers of an assistant", hint="pass conversations with their answers")
+    return windows
 
 
 def _too_short(words: str, seq_len: int) -> InputError:

@@ -79,7 +79,8 @@ def baselines(train: Iterable[Any], held_out: Stream, *, num_targets: int) -> di
     For classes it is the majority baseline (accuracy) and the entropy of the frequencies (loss), for tokens the unigram
     model. `num_targets` is the number of classes or tokens.
     """
-    counts = np.bincount(_concatenate(train), minlength=num_targets)
+    trained = _concatenate(train)
+    counts = np.bincount(trained[trained != IGNORED], minlength=num_targets)
     labels = [held_out[i]["labels"] for i in range(len(held_out))]
     targets = _concatenate(x[1:] if held_out.first_target else x for x in labels)
     targets = targets[targets != IGNORED]

@@ -152,7 +152,10 @@ def training_job(checkpoint: Checkpoint, options: FinetuneOptions) -> TrainingJo
     elif task.name == "seq2seq":
         examples = sequence_pairs(rows, tokenizer, **sizes)
     else:
-        examples = pack_examples(rows, tokenizer, **sizes, prefix=before, suffix=after)
+        answers_only = task.name == "clm" and not options.arithmetic.on_codes
+        examples = pack_examples(
+            rows, tokenizer, **sizes, prefix=before, suffix=after, answers_only=answers_only and rows.is_chat
+        )
     if num_processes() > 1 and len(examples.held_out) < options.batch_size:
         raise InputError(
             f"{len(examples.held_out)} held-out examples do not fill a batch of {options.batch_size} over "

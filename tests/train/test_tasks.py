@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from lpconv.errors import InputError, UnsupportedError, UsageError
 from lpconv.models.tasks import find_task, main_input
+from lpconv.models.tokenizer import answer_tokens, tokenize
 from lpconv.progress import Silent
 from lpconv.report.finetune import verdict
 from lpconv.results import FinetuneResult
@@ -298,24 +300,64 @@ CHATS = {
     "messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}],
     "conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}],
 }
+ROWS: dict[str, dict[str, Any]] = {c: {c: turns} for c, turns in CHATS.items()}
+ROWS["completion"] = {"prompt": "who?", "completion": "me"}
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no ' + m.role) }}{% endif %}"
-    "<cls>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    "<cls>{{ m.role }} {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<cls>assistant {% endif %}"
 )
+ANSWER = "{{ m.content }}</s>"
+MARKED = TEMPLATE.replace(
+    ANSWER,
+    "{% if m.role == 'assistant' %}{% generation %}"
+    + ANSWER
+    + "{% endgeneration %}{% else %}"
+    + ANSWER
+    + "{% endif %}",
+)
+FORGETFUL = TEMPLATE.replace("m.content", "(m.content if m.role == 'user' or loop.last else '-')")
 
 
-@pytest.mark.parametrize("column", CHATS)
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [(TEMPLATE, ["me</s>you</s>"]), (MARKED, ["me</s>you</s>"]), (FORGETFUL, ["me</s>", "you</s>"])],
+)
+def test_answers_are_told_from_questions(template: str, answers: list[str], tmp_path: Path) -> None:
+    """As the template marks them, or as they follow the prompt for them; not if it rewrites the questions."""
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    roles, texts = ["user", "assistant"] * 2, ["who?", "me", "whose?", "you"]
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    ids = [[i for i, x in zip(*found, strict=True) if x] for found in answer_tokens(tokenizer, turns, "chat")]
+    assert ids == [tokenizer(text, add_special_tokens=False)["input_ids"] for text in answers]
+    tokenizer.chat_template = template.replace("{{ m.role }}", "{{ messages | length }}")
+    if template != MARKED:
+        with pytest.raises(InputError, match="begins"):
+            answer_tokens(tokenizer, turns, "chat")
+
+
+@pytest.mark.parametrize("column", ROWS)
 def test_conversations_are_rendered_by_the_chat_template(column: str, tmp_path: Path) -> None:
+    """The loss is over the answers, which the template marks or begins as a prompt for them ends."""
     model = write_model(tmp_path / "gpt2", "gpt2")
-    data = jsonl(tmp_path / "chat.jsonl", [{column: CHATS[column]}] * 30)
+    data = jsonl(tmp_path / "chat.jsonl", [ROWS[column]] * 30)
     with pytest.raises(InputError, match="template"):
         run(model, "fp32", tmp_path / "run", data=data)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     one = tokenizer.apply_chat_template(CHATS["messages"], tokenize=True, return_dict=False)
     job = training_job(Checkpoint.open(model), asked(data=data, seq_len=8))
-    assert [i for x in job.examples.train for i in x["input_ids"]][:60] == (one * 9)[:60]
-    strange = jsonl(tmp_path / "strange.jsonl", [{column: [{"role": "alien", "content": "x"}]}] * 30)
+    windows = np.concatenate([(one * 27)[: len(one) * 27 // 8 * 8]]).reshape(-1, 8)
+    end = tokenizer("me</s>", add_special_tokens=False)["input_ids"]
+    assert any(x["labels"][x["labels"] != -100].tolist() == end for x in job.examples.train)
+    for x in job.examples.train:
+        assert any((x["input_ids"] == w).all() for w in windows)
+        assert {*x["labels"].tolist()} <= {-100, *end}
+    assert run(model, "fp32", tmp_path / "chat", data=data, seq_len=8, twin="none").runs
+    if column in CHATS:  # a text of other commands, too
+        assert tokenize(Path(data), tokenizer, seq_len=8, vocab_size=260).windows[0, 1:-1].tolist() == one[:6]
+    strange = jsonl(tmp_path / "strange.jsonl", [{"messages": [{"role": "alien", "content": "x"}]}] * 30)
     with pytest.raises(InputError, match="alien"):
         run(model, "fp32", tmp_path / "run", data=strange)
 
