@@ -1,8 +1,11 @@
 """Every `lpconv` command in README and docs runs as it stands, in a folder where its names exist; so do programs."""
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 from lpconv.cli.main import app
 from lpconv.data import demo_checkpoint
 from tests.helpers.bench_in_process import without_processes
+from tests.helpers.checkpoints import cli_environment
 from tests.helpers.foreign_files import make_foreign
 from tests.helpers.gguf_files import demo_with_merges
 from tests.helpers.stores import offered
@@ -22,7 +26,9 @@ PAGES = [
     "docs/finetune.md", "docs/methods/gptq.md", "docs/methods/recover.md", "docs/methods/multipoint.md",
     "docs/methods/native.md", "docs/layouts.md", "docs/reference/layouts.md", "docs/first-ten-minutes.md",
     "docs/past-one-machine.md", "docs/sharded-training.md", "docs/object-stores.md", "docs/verify.md",
-    "docs/methods/four-bits.md",
+    "docs/methods/four-bits.md", "docs/llms.txt",
+    *(f"docs/skills/{name}/SKILL.md" for name in
+      ("choose-a-format", "convert-and-gate", "fine-tune-with-twin", "judge-a-file")),
 ]  # fmt: skip
 PROGRAMS = [
     "docs/reference/api.md", "docs/formats.md", "docs/probe.md", "docs/methods/adaptive.md", "docs/methods/halp.md",
@@ -42,7 +48,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def commands(page: str) -> list[str]:
     lines = [line for block in blocks(page, "[a-z]*") for line in block.splitlines()]
-    return [line.split("  #")[0].strip() for line in lines if line.startswith("lpconv ")]
+    return [line.split("  #")[0].strip() for line in lines if line.strip().startswith("lpconv ")]
 
 
 def commands_to_run(page: str) -> list[str]:
@@ -109,3 +115,20 @@ def test_programs_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert found
     for program in found:
         exec(compile(program, page, "exec"), names)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs/examples").iterdir()), ids=lambda path: path.name)
+def test_an_example(script: Path, tmp_path: Path) -> None:
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 30
+    assert lines[0].startswith("# ")
+    if "foreign" in script.name:
+        shutil.copytree(demo_checkpoint(), tmp_path / "original")
+        make_foreign("ct NVFP4", tmp_path / "original", tmp_path / "quantised")
+    (tmp_path / "lpconv").write_text(f'#!/bin/sh\nexec {sys.executable} -m lpconv "$@"\n')
+    (tmp_path / "lpconv").chmod(0o755)
+    program = sys.executable if script.suffix == ".py" else "bash"
+    environment = cli_environment(PATH=f"{tmp_path}:{os.environ['PATH']}", LPCONV_COMPILE="never")
+    done = subprocess.run([program, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
