@@ -178,13 +178,9 @@ def _use(device: str, threads: int | None, processes: int) -> None:
 def _device_name(device: str) -> str:
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {plural(torch.get_num_threads(), 'thread')}"
-
-
-def _cpu_name() -> str:
-    """Name of the CPU from Linux's /proc/cpuinfo; on other systems its family."""
-    match = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match[1].strip() if match else platform.machine() or "CPU"
+    model = re.search(r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    name = model[1].strip() if model else platform.machine() or "CPU"  # the family of processors if not on Linux
+    return f"{name}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def _versions() -> dict[str, str]:
