@@ -1,9 +1,8 @@
 # Trains the demo model with transformers' Trainer, linear layers in fp8, and prints the first and last loss.
-from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from lpconv.data import demo_checkpoint
-from lpconv.scaled import scaled
+from lpconv.scaled import AdamW, scaled
 
 path = demo_checkpoint()
 tokenizer = AutoTokenizer.from_pretrained(path)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 MATCHING_S = 5.0  # time limit for expressions in a config
@@ -30,7 +31,7 @@ class LinearModules:
     joined: frozenset[str] = frozenset()
     fused: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def weights(self) -> frozenset[str]:
         """Names of the weights that can be codes."""
         return frozenset(f"{name}.weight" for name in self.plain)
