@@ -16,6 +16,7 @@ from pydantic import Field, WithJsonSchema
 from lpconv.bench.options import BenchOptions
 from lpconv.bench.outcome import final_error, read_bench
 from lpconv.errors import UsageError
+from lpconv.methods import LPCONV
 from lpconv.options import Declared, Option, make, options_of, size_option
 from lpconv.plan.options import ConvertOptions
 from lpconv.plan.settings import fill_options
@@ -65,7 +66,7 @@ KINDS: dict[str, JobKind] = {
     "convert": JobKind(
         fields=_manifest_fields(ConvertOptions),
         options=lambda settings: fill_options(make(ConvertOptions, settings)),
-        words=lambda options: f"{options.method} {options.format}",
+        words=lambda options: f"{options.method if options.layout == LPCONV else options.layout} {options.format}",
         proof="SHA256SUMS",
         accepts=lambda proof: True,  # an output that fails its gates is not published
         is_exact=True,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from lpconv.report.convert import files_section, method_name
+from lpconv.report.convert import files_section
 from lpconv.report.document import Bullets, Document, Table, Verdict, section, sections_of
 from lpconv.report.numbers import count_text, number_text, plural, scale_text, shape_text, size_text
 from lpconv.results import InspectResult, StoredTensor
@@ -52,8 +52,9 @@ def _verdict(record: InspectResult) -> Verdict:
 
 def _facts(record: InspectResult) -> dict[str, str]:
     checks = {"Checked": ", ".join(record.checked), "Not checked": ", ".join(record.not_checked)}
-    origin = f"lpconv, {method_name(record.method)}" if record.method else f"quantised by {record.layout}"
-    origin = origin if record.method or record.layout else "an ordinary checkpoint"
+    origin = f"quantised in the layout of {record.layout}" if record.layout else "an ordinary checkpoint"
+    is_own = record.method and record.layout in (None, "lpconv")
+    origin = f"lpconv, method {record.method}" if is_own else origin
     facts = {label: what for label, what in checks.items() if what} | {
         "Kind": origin + (f", {record.format}" if record.format else ""),
         "Architecture": record.architecture or "not named in config.json",
