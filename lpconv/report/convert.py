@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from lpconv.layouts import LAYOUTS, SCHEMES
-from lpconv.report.charts import Chart
 from lpconv.report.compare import compare_document
 from lpconv.report.document import (
     Block,
@@ -65,21 +64,6 @@ def convert_document(result: ConvertResult) -> Document:
     """Actions, savings and losses of a conversion, its verification, and how to open the output."""
     listed = listed_tensors(result.tensors)
     flat = flat_sqnr_text(converted_tensors(result.tensors))
-    sections = sections_of(
-        section("", feedback_chart(result.tensors)),
-        section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
-        verification_section(result.verify),
-        section("", rms_chart(replace(result, tensors=listed))),
-        section("Signal-to-noise ratios", flat, only="page"),
-        *action_sections(result.tensors),
-        worst_section(result.tensors),
-        layer_section(result.tensors),
-        tensor_section(result, listed),
-        section("How to open it", *opening_blocks(result, result.output)),
-        _provenance_section(result),
-    )
-    charts = " with charts" if any(isinstance(block, Chart) for s in sections for block in s.blocks) else ""
-    page = section("", f"Report{charts}: {result.output}/report.html", only="terminal")
     return Document(
         kind="conversion",
         title=PurePath(result.output).name or result.output,
@@ -88,7 +72,20 @@ def convert_document(result: ConvertResult) -> Document:
         summary=conversion_summary(result),
         tiles=_tiles(result),
         warnings=result.warnings,
-        sections=sections_of(*sections, page),
+        sections=sections_of(
+            section("", feedback_chart(result.tensors)),
+            section("", None if flat else sqnr_chart([(result.output, converted_tensors(listed))])),
+            verification_section(result.verify),
+            section("", rms_chart(replace(result, tensors=listed))),
+            section("Signal-to-noise ratios", flat, only="page"),
+            *action_sections(result.tensors),
+            worst_section(result.tensors),
+            layer_section(result.tensors),
+            tensor_section(result, listed),
+            section("How to open it", *opening_blocks(result, result.output)),
+            _provenance_section(result),
+            section("", f"Report: {result.output}/report.html", only="terminal"),
+        ),
         command=result.command,
         versions=result.versions,
     )
@@ -105,13 +102,12 @@ def plan_document(plan: PlanResult) -> Document:
     if plan.side_files:
         facts["Copied as is"] = f"{plural(len(plan.side_files), 'file')}: {', '.join(plan.side_files)}"
     formats = {t.format for t in converted_tensors(plan.tensors)}
-    form = f"{method_name(plan.method)} in {plan.format}"
     nothing = nothing_converted(formats, plan.format, verb="would be")
     return Document(
         kind="plan",
         verdict=Verdict(outcome="not run", text=nothing) if nothing else None,
         title=f"{plan.source.name} → {plan.output}",
-        summary=f"Plan for {plan.format if plan.method == 'unit' else form}. Nothing was written.",
+        summary=f"Plan with method {plan.method} and format {plan.format}. Nothing was written.",
         facts=facts,
         sections=sections_of(*action_sections(plan.tensors), files_section(plan.shards)),
         warnings=plan.warnings,
@@ -437,10 +433,6 @@ def _logits(r: ConvertResult, read: Callable[[LogitsCheck], str]) -> str:
     return read(logits) if logits and (logits.is_text or logits.bit_equal) and not logits.skipped else MISSING
 
 
-def _top1(check: LogitsCheck) -> str:
-    return MISSING if check.top1_agreement is None else percent(check.top1_agreement)
-
-
 _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "source": lambda r: r.source.name,
     "form": form_name,
@@ -459,7 +451,7 @@ _FIGURES: dict[str, Callable[[ConvertResult], str]] = {
     "outputs compared on": lambda r: _logits(r, lambda c: c.inputs or MISSING),
     "outputs bit-equal": lambda r: _logits(r, lambda c: {True: "yes", False: "no", None: MISSING}[c.bit_equal]),
     "outputs rel. error": lambda r: _logits(r, lambda c: error_text(c.rel_error)),
-    "same top prediction": lambda r: _logits(r, _top1),
+    "same top prediction": lambda r: _logits(r, lambda c: percent(c.top1_agreement)),
     "KL": lambda r: _logits(r, lambda c: MISSING if c.mean_kl is None else kl_text(c.mean_kl)),
     "verification": lambda r: outcome_of(r.verify),
     "time": lambda r: duration_text(r.seconds),

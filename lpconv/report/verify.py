@@ -133,12 +133,11 @@ def outputs_tile(v: VerifyResult) -> Tile:
 
 def _outputs_section(logits: LogitsCheck) -> Section | None:
     """Outputs of both models: metric, value, meaning; rows without a value are left out."""
-    top1 = MISSING if logits.top1_agreement is None else percent(logits.top1_agreement)
     kl = logits.mean_kl
     rows = (
         ("KL divergence", MISSING if kl is None else f"{kl:.2g}", f"nats per position: {kl_words(kl or 0)}"),
         ("KL divergence, back", error_text(logits.reverse_kl), "from this model to the other one"),
-        ("Same top prediction", top1, "of positions"),
+        ("Same top prediction", percent(logits.top1_agreement), "of positions"),
         ("Perplexity", _perplexity(logits.perplexity), "of the next token, this model"),
         ("Perplexity, other", _perplexity(logits.source_perplexity), "of the next token, the model compared with"),
         ("Relative error", error_text(logits.rel_error), "of all outputs, in the 2-norm"),
@@ -350,8 +349,10 @@ def _outputs_text(check: LogitsCheck, *, is_exact: bool) -> str:
     return ", ".join(parts) or "outputs were compared with the source's"
 
 
-def percent(share: float) -> str:
+def percent(share: float | None) -> str:
     """A share of positions in per cent."""
+    if share is None:
+        return MISSING
     # In millionths, so that share_text can tell 99.999 % from 100 %.
     return share_text(round(share * 1_000_000) if abs(share) <= 1 else share, 1_000_000)
 
