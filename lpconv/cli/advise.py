@@ -36,6 +36,6 @@ def advise(
     print_result(result, advice_document, json=json)
     if json:
         return
-    print(f"\nReport with plots: {target / PAGE}")
+    print(f"\nReport: {target / PAGE}")
     if any(r.row for r in result.recommendations):
         print(f"To run the recommended jobs: lpconv batch {target / MANIFEST}")

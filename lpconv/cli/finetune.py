@@ -80,7 +80,7 @@ def finetune(
         print_result(result, finetune_document, json=json)
     if not json:
         opening = "PeftModel.from_pretrained(model, " if options.arithmetic.lora else "from_pretrained("
-        print(f"\nReport with plots: {target / 'report.html'}. Open the model with {opening}{str(target)!r}).")
+        print(f"\nReport: {target / 'report.html'}. Open the model with {opening}{str(target)!r}).")
     if error is not None:
         error.details["result"] = to_json(result)
         raise error

@@ -29,7 +29,7 @@ def probe(model: Model, options: ProbeOptions, output: Output = None, json: Json
     print_result(answers, probe_document, json=json)
     if json:
         return
-    print(f"\nReport with plots: {target / 'report.html'}")
+    print(f"\nReport: {target / 'report.html'}")
     if options.calibrate:
         from lpconv.scaled.disk import CALIBRATION_FILE  # torch is imported by now
 
