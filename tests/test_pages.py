@@ -8,25 +8,27 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.checkpoints import cli_environment
+from tests.models import models_page
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
     ("page", "module"),
-    [
-        ("reference/api", "tests.api_page"),
-        ("reference/options", "tests.cli.options_page"),
-        ("reference/coverage", "tests.scaled.coverage_page"),
-        ("models", "tests.models.models_page"),
-    ],
+    [("api", "tests.api_page"), ("options", "tests.cli.options_page"), ("coverage", "tests.scaled.coverage_page")],
 )
 def test_a_page_is_current(page: str, module: str) -> None:
     """In a process of its own: other tests add toys to tables, packages and commands."""
     command = [sys.executable, "-m", module]
     printed = subprocess.run(command, env=cli_environment(), capture_output=True, encoding="utf-8", check=True).stdout
-    file = ROOT / "docs" / f"{page}.md"
+    file = ROOT / "docs" / "reference" / f"{page}.md"
     assert file.read_text(encoding="utf-8") == printed, f"run `python -m {module} > {file.relative_to(ROOT)}`"
+
+
+def test_what_to_type_for_a_model_is_current() -> None:
+    assert models_page.page() == models_page.PAGE.read_text(encoding="utf-8"), (
+        "run `python -m tests.models.models_page`"
+    )
 
 
 def test_the_sample_report_needs_no_other_file() -> None:
