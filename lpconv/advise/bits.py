@@ -7,6 +7,7 @@ for `convert --rule`.
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lpconv.advise.candidates import Settings, describe_conversion
 from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.errors import UsageError
-from lpconv.progress import Deadline, Progress
+from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import LayerPart, TensorRecord
 from lpconv.storage.header import DTYPE_BITS
 from lpconv.verify.outputs import compare_outputs, outputs_of
@@ -71,8 +72,8 @@ def raise_costly_tensors(subject: Subject, base: Base, deadline: Deadline, progr
     sizes = {r.name: r.bytes_out for r in records}
     chosen = _choose(parts, sizes, base)
     rules = [f"{p.tensor}={base.raised}" for p in chosen]
-    to = "as they are" if base.raised == "keep" else f"in {base.raised}"
-    name = f"{describe_conversion(base.settings)}; {len(chosen)} of {len(parts)} {to}"
+    to = "kept" if base.raised == "keep" else f"in {base.raised}"
+    name = f"{describe_conversion(base.settings)} with {len(chosen)} of {len(parts)} tensors {to}"
     return name, base.settings | {"rules": rules}
 
 
@@ -103,14 +104,13 @@ def parts_of(
     with torch.inference_mode():
         wanted = [outputs_of(subject.model, w) for w in windows]
     parts: list[LayerPart] = []
-    progress.start("layer by layer", len(changed), unit="steps")
-    for name in changed:
-        if deadline.left_s <= 0:
-            break
-        record = _record_of(name, records)
-        if record is not None:
-            parts.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
-        progress.advance(1)
+    with suppress(TimeIsUp):
+        for name in counted(changed, "cost of each tensor", "tensors", progress):
+            record = _record_of(name, records)
+            if deadline.left_s <= 0:
+                break
+            if record is not None:
+                parts.append(_part(record, _divergence(subject, own[name], other[name], windows, wanted)))
     return tuple(sorted(parts, key=lambda p: -p.divergence))
 
 

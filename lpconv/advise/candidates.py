@@ -8,6 +8,8 @@ from typing import Any
 from lpconv.advise.options import Budget
 from lpconv.errors import UsageError
 from lpconv.formats.grains import GRAINS, Grain, get_grain
+from lpconv.formats.spec import FORMATS
+from lpconv.layouts import SCHEMES
 from lpconv.methods import LPCONV, METHODS, Method
 from lpconv.options import make
 from lpconv.plan.options import GPTAQ, ConvertOptions, parse_rule
@@ -26,32 +28,71 @@ def convert_options(settings: Settings, **further: Any) -> ConvertOptions:
     return make(ConvertOptions, settings | {"rules": rules} | further)
 
 
-def conversions() -> dict[str, Settings]:
-    """The conversions to try, by name: one per method, format, granularity and residual that stores different bytes."""
+def conversions(runtime: str | None = None) -> dict[str, Settings]:
+    """The conversions to try, by name: the schemes that a runtime opens, or all that store different bytes.
+
+    Those of eight bits come first, as the most likely ones. Scales of four bits are searched, which costs no bytes.
+    """
+    chosen = _all_conversions() if runtime is None else _schemes_for(runtime)
+    likely_first = sorted(chosen, key=lambda settings: abs(_bits(settings) - 8))
+    better = (settings if _bits(settings) > 4 else with_search(settings) for settings in likely_first)
+    return {describe_conversion(settings): settings for settings in better}
+
+
+def _schemes_for(runtime: str) -> list[Settings]:
+    """Schemes with calibrated input scales are left out: they store the same weights as others."""
+    return [{"scheme": n} for n, s in SCHEMES.items() if s.is_opened_by(runtime) and not s.calibrated]
+
+
+def _all_conversions() -> list[Settings]:
+    """One per method, format, granularity and residual that stores different bytes; rows before whole tensors."""
     candidates: dict[tuple[Any, ...], Settings] = {}
     for method in METHODS.values():
         for settings in _settings(method):
             kind = method.form(LPCONV)
             same_bytes = (kind, *(v for k, v in settings.items() if k != "method"))
             candidates.setdefault(same_bytes, settings)
-    named = {describe_conversion(settings): settings for settings in candidates.values()}
-    assert len(named) == len(candidates)
-    return named
+    return list(candidates.values())
+
+
+def number_of(settings: Settings) -> str:
+    """The format of a conversion's numbers."""
+    return str(SCHEMES[settings["scheme"]].format if "scheme" in settings else settings["format"])
+
+
+def _bits(settings: Settings) -> int:
+    return FORMATS[number_of(settings)].storage_bits
+
+
+def with_search(settings: Settings) -> Settings:
+    """The same conversion with searched scales, if it can have them."""
+    searched = settings | {"scale": "search"}
+    return searched if _is_possible(searched) else settings
 
 
 def with_feedback(settings: Settings, text: str) -> Settings | None:
     """The same conversion with error feedback on `text`, and searched scales if it can have them; None if it cannot."""
-    asked = settings | {"rounding": GPTAQ, "calibrate": text}
-    for further in ({"scale": "search"}, {}):
-        try:
-            fill_options(convert_options(asked | further))
-        except UsageError:
-            continue
-        return asked | further
-    return None
+    asked = with_search(settings | {"rounding": GPTAQ, "calibrate": text})
+    return asked if _is_possible(asked) else None
+
+
+def _is_possible(settings: Settings) -> bool:
+    try:
+        fill_options(convert_options(settings))
+    except UsageError:
+        return False
+    return True
 
 
 def _settings(method: Method) -> Iterator[Settings]:
+    if method.has_granularity:
+        for granularity in _GRANULARITIES:
+            grain = get_grain(granularity)
+            assert grain is not None
+            for fmt in _formats_with(method, grain):
+                layout = _layout_for(method, fmt, grain)
+                written = {} if layout == LPCONV else {"layout": layout}
+                yield {"method": method.name, "format": fmt, "granularity": granularity} | written
     for fmt in method.formats:
         settings: Settings = {"method": method.name, "format": fmt}
         if method.residuals:
@@ -62,14 +103,6 @@ def _settings(method: Method) -> Iterator[Settings]:
             yield from (settings | {"budget_bits": bits + spare} for spare in (0.5, bits / 2))
         else:
             yield settings
-    if method.has_granularity:
-        for granularity in _GRANULARITIES:
-            grain = get_grain(granularity)
-            assert grain is not None
-            for fmt in _formats_with(method, grain):
-                layout = _layout_for(method, fmt, grain)
-                written = {} if layout == LPCONV else {"layout": layout}
-                yield {"method": method.name, "format": fmt, "granularity": granularity} | written
 
 
 def _formats_with(method: Method, grain: Grain) -> tuple[str, ...]:
@@ -85,17 +118,17 @@ def _layout_for(method: Method, fmt: str, grain: Grain) -> str:
 
 
 def describe_conversion(settings: Settings) -> str:
-    """A short description of a conversion: "unit e4m3fn, rows"."""
-    words = f"{settings['method']} {settings['format']}"
+    """A short description of a conversion without commas: "unit e4m3fn rows"."""
+    words = str(settings.get("scheme") or f"{settings['method']} {settings['format']}")
     if "residual" in settings and settings["residual"] != settings["format"]:
         words += f" + {settings['residual']}"
     if "budget_bits" in settings:
-        words += f", {settings['budget_bits']:g} bits"
+        words += f" {settings['budget_bits']:g} bits"
     if "granularity" in settings:
-        words += f", {_WORDS.get(settings['granularity'], settings['granularity'])}"
-    if "rounding" in settings:
-        words += f", {settings['rounding']}{' and scale search' if 'scale' in settings else ''}"
-    return words
+        words += f" {_WORDS.get(settings['granularity'], settings['granularity'])}"
+    further = [settings["rounding"]] if "rounding" in settings else []
+    further += ["scale search"] if settings.get("scale") == "search" else []
+    return f"{words} with {' and '.join(further)}" if further else words
 
 
 def judge_row(row: AdviceRow, budget: Budget) -> AdviceRow:

@@ -3,23 +3,24 @@
 A sample of each tensor's rows gives the noise-to-signal ratio and the plan gives the size. A conversion that is larger
 and noisier than another is pruned, so among the rest the larger ones have less noise. A trial encodes in memory and
 runs the model with the decoded weights and with its own on the same windows of text, so the gap is a mean of paired
-differences. The first trial is the smallest conversion with little noise. If it keeps the quality, smaller ones follow
-until one certainly does not keep it, or has so much more noise that it cannot; otherwise larger ones follow until one
-keeps it. All others are larger than the answer, or noisier than a conversion that failed. A conversion whose interval
-leaves this open rules out nothing.
+differences. The first trial is the smallest conversion with little noise. Until one keeps the quality, larger ones with
+clearly less noise follow; then smaller ones, the largest first. A conversion that certainly does not keep the quality
+rules out the noisier ones, also those that have so much more noise than the last that they cannot keep it. One whose
+interval leaves this open rules out nothing.
 
 Error feedback keeps the size but takes minutes, and its noise in the weights is larger by design. So it is tried last,
 on the conversions smaller than the answer, the largest first, until one does not keep the quality.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, with_feedback
+from lpconv.advise.candidates import Settings, conversions, describe_conversion, judge_row, number_of, with_feedback
 from lpconv.advise.options import Budget
 from lpconv.advise.subject import Subject, job_of, open_converted
 from lpconv.bench.models import gemms_of, running_bytes
@@ -28,19 +29,21 @@ from lpconv.bench.roofline import peaks_in, step_gemm_seconds
 from lpconv.convert.apply import noise_of_sample
 from lpconv.errors import LpconvError, problem_text
 from lpconv.models.inputs import vocabulary_size
-from lpconv.progress import Deadline, Progress, TimeIsUp
+from lpconv.progress import Deadline, Progress, TimeIsUp, counted
 from lpconv.results import AdviceRow, GapEstimate, PeakRecord
 from lpconv.student import estimate_mean
 from lpconv.verify.outputs import compare_outputs, outputs_of, verification_inputs
 
+NO_TIME = "there was no time left to try it"
 _SAMPLE = 2**13  # elements per tensor
 # The interval is examined after 8, 16, 32 and 64 windows, and measuring stops once it decides whether the quality is
 # kept. With error probabilities of 1 % each and 2 % at the end, the decision is right in 95 % of cases (Bonferroni).
-_FIRST_LOOK = 8
+_LOOKS = (8, 16, 32, 64)
 _EARLY, _LAST = 0.99, 0.98
-_SHARE = 1 / 3  # share of the remaining time for the windows of one candidate; the rest is enough for another
+_SHARE = 1 / 2  # share of the remaining time for the sample, and for each candidate until one is good enough
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # relative to the signal: 30 dB, as for e4m3fn
+_LESS = 10.0  # factor by which the noise of the next larger candidate is smaller (10 dB), if there is one
 _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quality to be ruled out
 _NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 
@@ -49,7 +52,8 @@ _NARROW = ("bf16", "fp16", "e4m3fn", "e5m2", "int4", "int8", "e2m1")
 class Trial:
     """Setup of a trial: the model, the budget, and forecasts by the format in which a model is opened.
 
-    `text` is what error feedback is calibrated on, as in `convert --calibrate`.
+    `text` is what error feedback is calibrated on, as in `convert --calibrate`. `costs_s` are the seconds that finished
+    trials took to open a conversion and to run a window.
     """
 
     subject: Subject
@@ -57,36 +61,70 @@ class Trial:
     forecasts: dict[str, dict[str, Any]]
     progress: Progress
     text: str = "demo"
+    runtime: str | None = None
+    costs_s: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def seconds_for_a_look(self) -> float:
+        """Time for opening another conversion and a first look at it, judged by the last one; 0 before the first."""
+        opened_s, window_s = self.costs_s[-1] if self.costs_s else (0.0, 0.0)
+        return opened_s + _LOOKS[0] * window_s
 
 
 def measure_conversions(trial: Trial, deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
     """Yield all conversions, then updated rows, as far as time allows."""
     rows = _screen(trial, deadline.part(_SHARE))
     yield rows
-    quality = trial.budget.quality
-    front = [row for row in rows if row.status == "unmeasured" and row.size_bytes is not None]
-    is_little = [row.noise is not None and row.noise <= _LITTLE_NOISE for row in front]
-    start = is_little.index(True) if any(is_little) else len(front) - 1
-    smaller, larger = front[:start], front[start:]
-    kept = missed = False
-    answer_bytes = math.inf
-    last_s = 0.0  # seconds of the last trial
-    while not (kept and missed) and (waiting := smaller if kept else larger) and last_s <= deadline.left_s:
-        limit = deadline.part(_SHARE)
-        row = measure(trial, waiting.pop(-1 if kept else 0), limit)
-        last_s = limit.spent_s
-        known = [row]
-        if row.gap is not None and row.gap.high <= quality:
-            known += _ruled_out(larger, f"larger than {row.name}, which is good enough")
-            kept, answer_bytes = True, row.size_bytes or math.inf
-        if row.gap is not None and row.gap.low > quality:
-            known += _ruled_out(smaller, f"noisier than {row.name}, which is not good enough")
-            missed = True
-        elif smaller and least_gap(smaller[-1], row, trial.subject.metric) > _DOUBT * quality:
-            known += _ruled_out(smaller, f"much noisier than {row.name}, so its gap would exceed the limit")
-            missed = True
-        yield known
-    yield from _measure_feedback(trial, [r for r in front if (r.size_bytes or math.inf) < answer_bytes], deadline)
+    waiting = [row for row in rows if row.status == "unmeasured" and row.size_bytes is not None]
+    last, answer = None, None
+    while (row := _next_to_try(waiting, last, answer)) is not None and trial.seconds_for_a_look < deadline.left_s:
+        waiting.remove(row)
+        last = measure(trial, row, deadline.part(_SHARE) if answer is None else deadline)
+        yield [last, *(known := _ruled_out(waiting, last, trial))]
+        waiting = [r for r in waiting if r.name not in {k.name for k in known}]
+        answer = last if _keeps_quality(last, trial) else answer  # after the first one only smaller ones are tried
+    yield [replace(row, seconds=trial.seconds_for_a_look) for row in waiting]
+    smaller = [r for r in rows if r.status == "unmeasured" and _size(r) < _size(answer)]
+    yield from _measure_feedback(trial, smaller, deadline)
+
+
+def _size(row: AdviceRow | None) -> float:
+    return math.inf if row is None or row.size_bytes is None else row.size_bytes
+
+
+def _keeps_quality(row: AdviceRow, trial: Trial) -> bool:
+    return row.gap is not None and row.gap.high <= trial.budget.quality
+
+
+def _next_to_try(waiting: Sequence[AdviceRow], last: AdviceRow | None, answer: AdviceRow | None) -> AdviceRow | None:
+    """The conversion to try next, of those that are `waiting`, smallest first; None if none could be better.
+
+    First the smallest with little noise. Until one is good enough, a larger one with clearly less noise than the last;
+    afterwards the largest that is smaller than the answer.
+    """
+    if answer is not None:
+        return next((row for row in reversed(waiting) if _size(row) < _size(answer)), None)
+    if last is None:
+        return next((r for r in waiting if r.noise is not None and r.noise <= _LITTLE_NOISE), (*waiting, None)[-1])
+    larger = [row for row in waiting if _size(row) > _size(last)]
+    most = (last.noise or 0.0) / _LESS
+    return next((r for r in larger if r.noise is not None and r.noise <= most), (*larger, None)[-1])
+
+
+def _ruled_out(waiting: Sequence[AdviceRow], row: AdviceRow, trial: Trial) -> list[AdviceRow]:
+    """The waiting rows that cannot be the answer after `row` was measured, with the reason."""
+    quality, known = trial.budget.quality, list[AdviceRow]()
+    for other in waiting:
+        why = ""
+        if _keeps_quality(row, trial) and _size(other) > _size(row):
+            why = f"larger than {row.name}, which is good enough"
+        elif row.gap is not None and _size(other) < _size(row):
+            if row.gap.low > quality:
+                why = f"noisier than {row.name}, which is not good enough"
+            elif least_gap(other, row, trial.subject.metric) > _DOUBT * quality:
+                why = f"much noisier than {row.name}, so its gap would exceed the limit"
+        known += [replace(other, status="pruned", why=why)] if why else []
+    return known
 
 
 def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadline) -> Iterator[Sequence[AdviceRow]]:
@@ -99,13 +137,14 @@ def _measure_feedback(trial: Trial, rows: Sequence[AdviceRow], deadline: Deadlin
             name = describe_conversion(settings)
             waiting.append(replace(row, name=name, settings=settings, status="unmeasured", noise=None, why=why))
     yield waiting
-    last_s = 0.0
-    while waiting and last_s < deadline.left_s:
-        limit = deadline.part(_SHARE)
-        row = measure(trial, waiting.pop(), limit)
-        last_s = limit.spent_s
-        is_over = row.gap is None or row.gap.low > trial.budget.quality
-        yield [row, *(_ruled_out(waiting, f"smaller than {row.name}, which is not good enough") if is_over else [])]
+    while waiting and trial.seconds_for_a_look < deadline.left_s:
+        limit = deadline.part(1.0)
+        limit.fits = True  # the first layers tell whether the calibration fits into the time
+        row = measure(replace(trial, progress=limit), waiting.pop(), deadline)
+        over = row.gap is None or row.gap.low > trial.budget.quality
+        why = f"smaller than {row.name}, which is not good enough"
+        yield [row, *(replace(r, status="pruned", why=why) for r in waiting if over and row.status != "unmeasured")]
+        waiting = [] if over else waiting
 
 
 def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
@@ -114,27 +153,16 @@ def measure_conversion(trial: Trial, name: str, settings: Settings, deadline: De
     return row if row.status == "failed" else measure(trial, row, deadline)
 
 
-def _ruled_out(rows: list[AdviceRow], why: str) -> list[AdviceRow]:
-    """Mark all `rows` as pruned, and empty the list."""
-    pruned = [replace(row, status="pruned", why=why) for row in rows]
-    rows.clear()
-    return pruned
-
-
 def _screen(trial: Trial, deadline: Deadline) -> list[AdviceRow]:
     """Every conversion with its size and sampled noise if time allows, smallest first, with dominated ones pruned."""
-    candidates, rows = conversions(), []
-    trial.progress.start("sampling weights", len(candidates), unit="steps")
-    for name, settings in candidates.items():
-        rows.append(_sample_row(trial, name, settings, deadline))
-        trial.progress.advance(1)
+    candidates = counted(conversions(trial.runtime).items(), "sampling weights", "candidates", trial.progress)
+    rows = [_sample_row(trial, name, settings, deadline) for name, settings in candidates]
     return sorted(prune_rows(rows), key=lambda row: row.size_bytes or math.inf)
 
 
 def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline) -> AdviceRow:
     """A conversion with its size, sampled noise, and a forecast of its memory and time, unless the deadline passed."""
-    why = "there was no time left to try it"
-    row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=why)
+    row = AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=NO_TIME)
     if deadline.left_s <= 0:
         return row
     try:
@@ -147,13 +175,12 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
 
 def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     """Measure the gap of a sampled row and check it against the budget; windows are run as time allows."""
-    subject = trial.subject
-    start_s = deadline.spent_s
+    subject, started_s = trial.subject, deadline.spent_s
     try:
-        trial.progress.start(f"trying {row.name}", 0)
-        model, records = open_converted(subject, row.settings, trial.progress)
-        calibration_s = deadline.spent_s - start_s if "rounding" in row.settings else None
-        gap = _gap(trial, model, deadline)
+        model, records = open_converted(subject, row.settings, trial.progress, phase=f"encoding {row.name}")
+        opened_s = deadline.spent_s - started_s
+        gap = _gap(trial, row.name, model, deadline)
+        trial.costs_s.append((opened_s, (deadline.spent_s - started_s - opened_s) / gap.count))
         if subject.metric == "output":
             gap = replace(gap, low=max(gap.low, 0.0))  # relative errors are not negative
         figures = _figures(subject, model)
@@ -164,23 +191,37 @@ def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
     if not math.isfinite(gap.value):
         return replace(row, status="failed", why="the model's outputs are not finite")
     sqnr = min((r.sqnr_db for r in records if r.action == "convert" and r.sqnr_db is not None), default=None)
-    known = replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures, calibration_s=calibration_s)
-    return judge_row(known, trial.budget)
+    known = replace(row, status="measured", why="", gap=gap, sqnr_db=sqnr, figures=figures)
+    known = replace(known, seconds=deadline.spent_s - started_s)
+    if "rounding" in row.settings:
+        known = replace(known, calibration_s=opened_s)
+    judged = judge_row(known, trial.budget)
+    words = "good enough" if judged.meets else "not good enough" if gap.low > trial.budget.quality else "undecided"
+    trial.progress.message(f"{row.name}: gap {gap.value:.4f} ({gap.low:.4f} to {gap.high:.4f}), {words}")
+    return judged
 
 
-def _gap(trial: Trial, model: Any, deadline: Deadline) -> GapEstimate:
-    """The gap on a few windows, then on twice as many, until its interval decides whether the quality is kept."""
+def _gap(trial: Trial, name: str, model: Any, deadline: Deadline) -> GapEstimate:
+    """The gap on a few windows, then on twice as many, until its interval decides or the time is up.
+
+    Raises TimeIsUp if there was not even time for two windows.
+    """
     subject, quality, gaps = trial.subject, trial.budget.quality, list[float]()
-    while True:
-        count = min(len(subject.windows), 2 * len(gaps) or _FIRST_LOOK)
-        for n in range(len(gaps), count):
-            trial.progress.advance(0)  # between windows, because each may take seconds
-            gaps.append(subject.gap(model, n))
-        is_last = count == len(subject.windows)
-        gap = estimate_mean(gaps, _LAST if is_last else _EARLY)
-        is_known = gap.high <= quality or gap.low > quality or not math.isfinite(gap.value)
-        if is_last or is_known or deadline.left_s <= 0:
-            return gap
+    with suppress(TimeIsUp):
+        deadline.start(f"running {name}", len(subject.windows), unit="windows")
+        while len(gaps) < len(subject.windows) and deadline.left_s > 0:
+            gaps.append(subject.gap(model, len(gaps)))
+            deadline.advance(1)
+            gap = _estimate(gaps, subject) if len(gaps) in _LOOKS else None
+            if gap is not None and (gap.high <= quality or gap.low > quality or not math.isfinite(gap.value)):
+                return gap
+    if len(gaps) < 2:
+        raise TimeIsUp
+    return _estimate(gaps, subject)
+
+
+def _estimate(gaps: Sequence[float], subject: Subject) -> GapEstimate:
+    return estimate_mean(gaps, _LAST if len(gaps) == len(subject.windows) else _EARLY)
 
 
 def _figures(subject: Subject, model: Any) -> dict[str, float]:
@@ -221,9 +262,9 @@ def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:
     return row.size_bytes <= than.size_bytes * _SAME_SIZE and row.noise <= than.noise * _SAME_NOISE
 
 
-def opened_in(settings: Mapping[str, Any]) -> str:
+def opened_in(settings: Settings) -> str:
     """The format in which a conversion opens: bf16, or fp32 if its weights have more than 16 bits."""
-    return "bf16" if str(settings["format"]) in _NARROW and "residual" not in settings else "fp32"
+    return "bf16" if number_of(settings) in _NARROW and "residual" not in settings else "fp32"
 
 
 def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: str) -> dict[str, Any]:

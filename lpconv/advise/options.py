@@ -14,7 +14,8 @@ from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
 ADVICE_FILE = "advice.json"  # in an output; marks the folder as an advice
-_PURPOSES = ("infer", "train", "both")
+RUNTIMES = ("vllm", "llama.cpp", "mlx", "transformers")  # as the layouts' schemes name their readers
+_PURPOSES = ("infer", "train", "both", *RUNTIMES)
 _train = functools.partial(Option, panel="The training to advise on")
 
 
@@ -60,7 +61,14 @@ class AdviseOptions:
     """Options of `lpconv advise`, including the settings of its training runs."""
 
     purpose: Annotated[
-        str, Option("What the model is for", name="purpose", flag="for", what="purpose", choices=_PURPOSES)
+        str,
+        Option(
+            "What the model is for; a runtime restricts the conversions to those that it opens",
+            name="purpose",
+            flag="for",
+            what="purpose",
+            choices=_PURPOSES,
+        ),
     ] = "both"
     data: Annotated[
         str | None,
@@ -107,7 +115,12 @@ class AdviseOptions:
     @property
     def purposes(self) -> tuple[str, ...]:
         """The requested purposes, one by one."""
-        return ("infer", "train") if self.purpose == "both" else (self.purpose,)
+        return ("infer", "train") if self.purpose == "both" else ("train",) if self.purpose == "train" else ("infer",)
+
+    @property
+    def runtime(self) -> str | None:
+        """The runtime that must open the conversion, or None for any."""
+        return self.purpose if self.purpose in RUNTIMES else None
 
     def training(self, recipe: str, *, steps: int) -> FinetuneOptions:
         """Options of a training run with a recipe: without checkpoints, and evaluated only at the end.
@@ -132,5 +145,10 @@ class AdviseOptions:
 def check_advise(options: AdviseOptions) -> None:
     """Raise UsageError for unknown names and numbers out of range."""
     check(options)
+    if options.runtime is not None and options.bits is not None:
+        raise UsageError(
+            f"--bits writes lpconv's own layout, which {options.runtime} does not open",
+            hint="leave out --bits, or pass --for infer",
+        )
     if "train" in options.purposes:
         check_options(options.training("fp32", steps=options.steps))

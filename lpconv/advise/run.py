@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lpconv.advise.options import AdviseOptions, check_advise
 from lpconv.layouts.reader import open_readable
-from lpconv.progress import Progress, Silent
+from lpconv.progress import Deadline, Progress, Silent
 from lpconv.results import AdviceResult
 from lpconv.storage.checkpoint import Openable
 from lpconv.train.data import check_data
@@ -25,12 +25,12 @@ def advise(
     `keep` receives the result so far after each measurement, marked as interrupted. Raises an `LpconvError` for a model
     or data that cannot be measured at all; a failing candidate becomes a row with that status.
     """
+    deadline = Deadline(60 * options.budget.minutes, progress or Silent())
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
-    progress = progress or Silent()
-    progress.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
+    deadline.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
     from lpconv.advise.study import study  # imports torch and transformers (seconds)
 
-    return study(checkpoint, output, options, progress, keep, command)
+    return study(checkpoint, output, options, deadline, keep, command)

@@ -5,12 +5,13 @@ The result is a record that grows: each stage takes it and yields it with more m
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
-from lpconv.advise.candidates import best, rank_rows
-from lpconv.advise.infer import Trial, forecast, measure_conversion, measure_conversions
+from lpconv.advise.candidates import best, conversions, rank_rows
+from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
@@ -20,56 +21,52 @@ from lpconv.errors import LpconvError, UnreadError
 from lpconv.kernels.compiled import eager_mode
 from lpconv.plan.provenance import versions
 from lpconv.probe.advice import findings, loss_scales
+from lpconv.probe.checkpoint import counted_layers
 from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
 from lpconv.probe.record import GRADIENT_ROLES
 from lpconv.probe.track import probe
 from lpconv.progress import Deadline, Progress, TimeIsUp, quiet_transformers
-from lpconv.report.advise import findings_of, noise_findings, recommendation, unknowns
+from lpconv.report.advise import findings_of, nearest, noise_findings, recommendation, unknowns
 from lpconv.results import AdviceResult, AdviceRow, RecipeNoise, Recommendation, to_json
 from lpconv.storage.checkpoint import Checkpoint
 
-_INFER_SHARE = 0.4  # share of the time for inference if training is included
-_PARTS_SHARE = 0.3  # share of the time of conversions for the cost of single tensors, on which no choice depends
+_NOISE_SHARE = 0.2  # share of the time for training that finds recipes to leave out
+_INFER_SHARE = 0.6  # share of the time for inference if training is included
+_PARTS_SHARE = 0.3  # time for the cost of single tensors, on which only --bits depends, relative to that of conversions
 
 
 def study(
     checkpoint: Checkpoint,
     output: Path,
     options: AdviseOptions,
-    progress: Progress,
+    deadline: Deadline,
     keep: Callable[[AdviceResult], object],
     command: str | None,
 ) -> AdviceResult:
-    """The advice on a checkpoint's model within the time budget; raises and calls `keep` as `advise` does."""
-    deadline = Deadline(60 * options.budget.minutes, progress)
-    subject = open_subject(checkpoint, options, progress)
-    with quiet_transformers():
-        peaks = measure_peaks("cpu")
-    forecasts = {kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")}
-    trial = Trial(
-        subject=subject, text=options.data or "demo", budget=options.budget, forecasts=forecasts, progress=progress
-    )
+    """The advice on a checkpoint's model until the deadline; raises and calls `keep` as `advise` does."""
+    subject = open_subject(checkpoint, options, deadline.progress)
     base = None if options.bits is None or "infer" not in options.purposes else base_for(subject, options.bits)
-    result = _initial_result(subject, output, options, command)
-    keep(_conclude(result, options, deadline, interrupted=True))
-    if deadline.left_s > 0:
-        result = replace(result, findings=_probe_findings(subject, options, progress))
+    result = _merge_rows(_initial_result(subject, output, options, command), _all_rows(subject, options))
     for purpose in options.purposes:
-        if purpose == "infer":
-            limit = deadline.part(_INFER_SHARE if "train" in options.purposes else 1.0)
-            stage, missed = _infer(result, replace(trial, progress=limit), base, limit), "conversions were not tried"
-        else:
-            stage, missed = _train(result, subject, options, deadline), "training was not tried"
+        share = _INFER_SHARE if purpose == "infer" and "train" in options.purposes else 1.0
+        limit = deadline.part(share)
+        is_infer = purpose == "infer"
+        stage = _infer(result, subject, options, base, limit) if is_infer else _train(result, subject, options, limit)
         try:
-            for result in stage:
+            while True:
                 keep(_conclude(result, options, deadline, interrupted=True))
-        except TimeIsUp:
-            pass  # its rows without figures are listed as not measured
+                with limit.enforced():
+                    result = next(stage)
+        except (StopIteration, TimeIsUp):
+            pass  # rows without figures are listed as not measured
         except LpconvError as e:
             if options.purpose == purpose or isinstance(e, UnreadError):
                 raise
-            warning = f"{missed}: {e.message}" + (f" ({e.hint})" if e.hint else "")
+            what = "conversions were not tried" if purpose == "infer" else "training was not tried"
+            warning = f"{what}: {e.message}" + (f" ({e.hint})" if e.hint else "")
             result = replace(result, warnings=(*result.warnings, warning))
+    with suppress(TimeIsUp), deadline.enforced():
+        result = replace(result, findings=(*_probe_findings(subject, options, deadline), *result.findings))
     return _conclude(result, options, deadline, interrupted=False)
 
 
@@ -94,10 +91,18 @@ def _initial_result(subject: Subject, output: Path, options: AdviseOptions, comm
     )
 
 
-def _probe_findings(subject: Subject, options: AdviseOptions, progress: Progress) -> tuple[str, ...]:
+def _all_rows(subject: Subject, options: AdviseOptions) -> Iterator[AdviceRow]:
+    """Every candidate for the purposes, without measurements."""
+    if "infer" in options.purposes:
+        for name, settings in conversions(options.runtime).items():
+            yield AdviceRow(purpose="infer", name=name, settings=settings, status="unmeasured", why=NO_TIME)
+    if "train" in options.purposes:
+        yield from recipe_rows(subject.model, options.budget)
+
+
+def _probe_findings(subject: Subject, options: AdviseOptions, deadline: Deadline) -> tuple[str, ...]:
     """Findings of one forward and backward step: gradients matter for training, the other tensors for formats."""
-    progress.start("one step forward and backward", 0)
-    with quiet_transformers(), eager_mode():
+    with quiet_transformers(), eager_mode(), counted_layers(subject.model, 1, deadline):
         result = probe(subject.model, subject.batches, steps=1, loss=subject.prepared.loss)
     if "train" not in options.purposes:
         result = replace(result, tensors=tuple(t for t in result.tensors if t.role not in GRADIENT_ROLES))
@@ -114,36 +119,50 @@ def _noise_in_four_bits(subject: Subject, options: AdviseOptions, progress: Prog
         )
 
 
-def _infer(result: AdviceResult, trial: Trial, base: Base | None, deadline: Deadline) -> Iterator[AdviceResult]:
+def _infer(
+    result: AdviceResult, subject: Subject, options: AdviseOptions, base: Base | None, limit: Deadline
+) -> Iterator[AdviceResult]:
     """Yield the result with conversions tried, and then with the cost of each tensor for the best one."""
-    subject, progress = trial.subject, trial.progress
     with job_of(subject, {}):
         pass  # raises an error for a model that cannot be converted
-    for rows in measure_conversions(trial, deadline.part(1 - _PARTS_SHARE)):
+    limit.start("measuring this machine", 0)
+    peaks = measure_peaks("cpu")
+    trial = Trial(
+        subject=subject,
+        text=options.data or "demo",
+        runtime=options.runtime,
+        budget=options.budget,
+        forecasts={kind: forecast(subject, options.batch_size, peaks, opened=kind) for kind in ("bf16", "fp32")},
+        progress=limit,
+    )
+    for rows in measure_conversions(trial, limit if base is None else limit.part(1 - _PARTS_SHARE)):
         result = _merge_rows(result, rows)
         yield result
     if base is not None:
-        name, settings = raise_costly_tensors(subject, base, deadline.part(_PARTS_SHARE), progress)
-        result = _merge_rows(result, [measure_conversion(trial, name, settings, deadline)])
+        name, settings = raise_costly_tensors(subject, base, limit.part(_PARTS_SHARE), limit)
+        result = _merge_rows(result, [measure_conversion(trial, name, settings, limit)])
         yield result
     chosen = best(result.rows, "infer")
-    if chosen is not None and deadline.left_s > 0:
-        model, records = open_converted(subject, chosen.settings, progress)
-        most = Deadline(min(deadline.left_s, deadline.spent_s * _PARTS_SHARE / (1 - _PARTS_SHARE)), progress)
-        parts = parts_of(subject, model, records, most, progress)
-        yield replace(result, parts=parts, parts_of=chosen.name)
+    if chosen is not None and (chosen.calibration_s or 0.0) < limit.left_s:
+        model, records = open_converted(subject, chosen.settings, limit)
+        most = Deadline(min(limit.left_s, limit.spent_s * _PARTS_SHARE), limit)
+        yield replace(result, parts=parts_of(subject, model, records, most, limit), parts_of=chosen.name)
 
 
 def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit: Deadline) -> Iterator[AdviceResult]:
     """Yield the result with recipes tried."""
     runs = Runs(subject.prepared.checkpoint, options, limit)
-    noise = _noise_in_four_bits(subject, options, limit)
+    noise: tuple[RecipeNoise, ...] = ()
+    part = limit.part(_NOISE_SHARE)
+    with suppress(TimeIsUp), part.enforced():
+        noise = _noise_in_four_bits(subject, options, part)
     rows = drop_noisy_recipes(recipe_rows(subject.model, options.budget), noise)
     facts, found = result.facts | {"Training": runs.words}, (*result.findings, *noise_findings(noise))
     result = _merge_rows(replace(result, facts=facts, findings=found), rows)
     yield result
     steps = runs.longest(limit)
-    result = replace(result, steps_tried=steps)
+    rows = [replace(row, seconds=runs.seconds(steps)) if row.status == "unmeasured" else row for row in rows]
+    result = _merge_rows(replace(result, steps_tried=steps), rows)
     for row in measure_recipes(runs, rows, steps, limit):
         result = _merge_rows(result, [row])
         yield result
@@ -166,6 +185,7 @@ def _conclude(result: AdviceResult, options: AdviseOptions, deadline: Deadline, 
             row=row.name if row else None,
             words=recommendation(result, row, purpose),
             command=command_for(result.name, row, options) if row else None,
+            nearest=None if row or (near := nearest(result, purpose)) is None else near.name,
         )
         for purpose, row in chosen
     )

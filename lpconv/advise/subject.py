@@ -140,7 +140,9 @@ def job_of(subject: Subject, settings: Settings) -> Job:
     return prepare(subject.prepared.checkpoint, Path("advised"), options, headers_only=True)
 
 
-def open_converted(subject: Subject, settings: Settings, progress: Progress) -> tuple[Any, tuple[TensorRecord, ...]]:
+def open_converted(
+    subject: Subject, settings: Settings, progress: Progress, *, phase: str = "encoding"
+) -> tuple[Any, tuple[TensorRecord, ...]]:
     """The model as it would open from the output of a conversion, and the record of each tensor."""
     with (
         job_of(subject, settings) as job,
@@ -148,5 +150,5 @@ def open_converted(subject: Subject, settings: Settings, progress: Progress) -> 
         Staging(Path(folder) / "advised", {}, force=False) as staging,
         with_error_feedback(job, staging, progress) as rounded,
     ):
-        state, records = decoded_tensors(rounded, progress)
+        state, records = decoded_tensors(rounded, progress, phase=phase)
     return subject.with_tensors(state), records

@@ -69,13 +69,22 @@ class Runs:
 
     def longest(self, deadline: Deadline) -> int:
         """Number of steps that a few recipes can have with all seeds within the time, from a pilot run of the twin."""
-        pilot = self.twin(self.options.seed, min(_PILOT_STEPS, self.options.steps))
         runs, twins = _PLANNED * (1 + _MORE_SEEDS), 1 + _MORE_SEEDS
-        step_s = pilot.record.step_time_s or pilot.seconds / _PILOT_STEPS
-        start_s = max(pilot.seconds - _PILOT_STEPS * step_s, 0.0)
+        start_s, step_s = self._costs_s()
         left_s = deadline.left_s - (runs + twins) * start_s
         most = int(left_s / (step_s * (_SLOWER * runs + twins)))
         return max(min(_PILOT_STEPS, self.options.steps), min(most, self.options.steps))
+
+    def seconds(self, steps: int) -> float:
+        """Estimated time of a recipe with all seeds, from the pilot run."""
+        start_s, step_s = self._costs_s()
+        return (1 + _MORE_SEEDS) * (2 * start_s + (1 + _SLOWER) * steps * step_s)
+
+    def _costs_s(self) -> tuple[float, float]:
+        """Seconds for the start of a run, and for each step."""
+        pilot = self.twin(self.options.seed, min(_PILOT_STEPS, self.options.steps))
+        step_s = pilot.record.step_time_s or pilot.seconds / _PILOT_STEPS
+        return max(pilot.seconds - _PILOT_STEPS * step_s, 0.0), step_s
 
     def twin(self, seed: int, steps: int) -> _Run:
         """The fp32 run of a seed, trained once and cached."""

@@ -245,18 +245,21 @@ def write_shards(
     return tuple(written[s.root.name] for s in shards)
 
 
-def decoded_tensors(job: Job, progress: Progress) -> tuple[dict[str, Tensor], tuple[TensorRecord, ...]]:
+def decoded_tensors(
+    job: Job, progress: Progress, *, phase: str = "encoding"
+) -> tuple[dict[str, Tensor], tuple[TensorRecord, ...]]:
     """The tensors that opening the output of `job` would give, by name, and the record of each.
 
     Converted tensors are in fp32, others as in the source; tied ones are left out, as in an output.
     """
     state: dict[str, Tensor] = {}
     records: list[TensorRecord] = []
-    progress.start("encoding", sum(t.info.num_bytes for t in job.plan.tensors))
+    progress.start(phase, sum(t.info.num_bytes for t in job.plan.tensors))
     with SingleThreadedTorch(), closing(Workers(job.source, job.memory.workers)) as workers:
         for t in job.plan.tensors:
             if t.action == "convert":
-                state[t.name], record = _decoded(t, workers)
+                values, record = _decoded(t, workers)
+                state[t.name] = job.plan.reorder(t.name, values, back=True)
             else:
                 record = planned_record(t)
                 if t.action == "keep":

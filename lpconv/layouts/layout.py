@@ -27,6 +27,10 @@ class Scheme:
     residual: str = ""
     layout: str = ""
 
+    def is_opened_by(self, runtime: str) -> bool:
+        """Whether a runtime, such as "vllm", opens the output without lpconv."""
+        return runtime in self.opens.lower() and "lpconv" not in self.opens
+
     @property
     def options(self) -> dict[str, str]:
         """The values by option."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 
+from lpconv.layouts import SCHEMES
 from lpconv.report.charts import Axis, Bar, Chart, Mark, Tick, bar_chart, round_step, stepped_axis
 from lpconv.report.document import Bullets, Code, Document, Folded, Section, Table, Tile, Verdict, section, sections_of
 from lpconv.report.numbers import MISSING, change_text, duration_text, number_text, plural, size_text, sqnr_text
@@ -18,6 +19,8 @@ _COLUMNS = {
 }
 _PART_COLUMNS = ("Tensor", "Format", "Bits", "SQNR, dB", "Part")
 _BARS = 8  # most tensors in the chart
+_USUAL_NOISE = 1e-3  # of the weights, relative to the signal, which models usually bear: 30 dB, as in 8-bit floats
+_MOST_WINDOWS = 64  # of a text, on which a conversion is measured
 _ITSELF = Mark(kind="series-2", shape="square", title="the model itself")
 
 
@@ -49,9 +52,15 @@ def _verdict(result: AdviceResult) -> Verdict | None:
     """The recommendation for each purpose; outcome "not run" if a purpose has none."""
     if not result.recommendations:
         return None
-    parts = (f"{r.row or 'nothing'} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
-    is_whole = all(r.row for r in result.recommendations)
+    parts = (f"{_short_answer(r)} for {_HEADINGS[r.purpose].lower()}" for r in result.recommendations)
+    is_whole = all(r.row or not r.nearest for r in result.recommendations)
     return Verdict(outcome="passed" if is_whole else "not run", text=f"Recommended: {'; '.join(parts)}")
+
+
+def _short_answer(advised: Recommendation) -> str:
+    if advised.row or advised.nearest is None:
+        return advised.row or "the model as it is"
+    return f"undecided (nearest: {advised.nearest})"
 
 
 def _purpose_section(advised: Recommendation) -> Section | None:
@@ -76,8 +85,8 @@ def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
     for advised in result.recommendations:
         row = by_name.get((advised.purpose, advised.row or ""))
         if row is None or row.gap is None:
-            detail = "certain to stay within the budget"
-            tiles.append(Tile(label=_HEADINGS[advised.purpose], figure="nothing", detail=detail))
+            detail = "undecided" if advised.nearest else "no candidate is good enough"
+            tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=advised.nearest or "as it is", detail=detail))
             continue
         detail = f"gap {_gap_text(row.gap, _unit_of(result, row))}"
         tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=row.name, detail=detail))
@@ -143,8 +152,13 @@ def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
         f"On {plural(row.gap.count, 'window')} {what} {_gap_text(row.gap, result.metric)}, within the "
-        f"{_budget_text(result, result.metric)} allowed."
+        f"{_budget_text(result, result.metric)} allowed.{_opened_by(row)}"
     )
+
+
+def _opened_by(row: AdviceRow) -> str:
+    """A sentence about the readers of a scheme; "" for other conversions."""
+    return f" Opened by: {SCHEMES[row.settings['scheme']].opens}." if "scheme" in row.settings else ""
 
 
 def _train_words(result: AdviceResult, row: AdviceRow) -> str:
@@ -173,19 +187,64 @@ def _budget_text(result: AdviceResult, unit: str) -> str:
     return f"{100 * quality:.2g} %" if unit == "output" else f"{number_text(quality)} nats"
 
 
+def nearest(result: AdviceResult, purpose: str) -> AdviceRow | None:
+    """The most promising candidate that is not certain to exceed the budget; None if all are."""
+    quality = float(result.options["budget"]["quality"])
+    rows = [r for r in _of_purpose(result, purpose) if r.status in ("measured", "unmeasured")]
+    possible = [r for r in rows if r.gap is None or r.gap.low <= quality]
+    return min(possible, key=lambda r: (r.gap is None, r.noise is None, _distance(r.noise)), default=None)
+
+
+def _distance(noise: float | None) -> float:
+    return abs(math.log(max(noise or 1.0, 1e-9) / _USUAL_NOISE))
+
+
 def _no_recommendation(result: AdviceResult, purpose: str) -> str:
-    rows = [r for r in _of_purpose(result, purpose) if r.status == "measured" and r.gap is not None]
-    if not rows:
-        return "Nothing was measured, so this is undecided. Allow more minutes= in --budget."
+    """What is undecided, the nearest candidate, and what would decide it."""
+    rows, near = _of_purpose(result, purpose), nearest(result, purpose)
     unit = "loss" if purpose == "train" else result.metric
-    nearest = rows[0]
-    assert nearest.gap is not None
-    limit = _budget_text(result, unit)
-    return (
-        f"No measured candidate is certain to stay within {limit} and the allowed memory. The nearest is "
-        f"{nearest.name}: {_gap_text(nearest.gap, unit)}. More minutes narrow the interval; a larger quality= in "
-        "--budget allows more."
-    )
+    limit, measured = _budget_text(result, unit), [r for r in rows if r.gap is not None]
+    if near is None and measured:
+        return (
+            f"Keep the model as it is: {_gap_words(measured[0], unit)} loses least of the measured candidates, and "
+            f"more than the {limit} allowed. A larger quality= in --budget allows more."
+        )
+    if near is None:
+        why = next((f", for example {r.name}: {r.why}" for r in rows if r.status in ("failed", "pruned")), "")
+        return (
+            f"No candidate can be tried on this model{why}." if rows else _undecided(result, "nothing was tried", 0.0)
+        )
+    if near.gap is None:
+        what = f"{near.name} is the most likely candidate, but there was no time to measure it"
+        return _undecided(result, what, near.seconds or 0.0)
+    what = f"{_gap_words(near, unit)} is nearest, but not certain to stay within {limit} and the allowed memory"
+    return _undecided(result, what, _seconds_to_decide(result, near))
+
+
+def _gap_words(row: AdviceRow, unit: str) -> str:
+    assert row.gap is not None
+    return f"{row.name} with a gap of {_gap_text(row.gap, unit)}"
+
+
+def _undecided(result: AdviceResult, what: str, seconds: float | None) -> str:
+    """What is open, and the option that would decide it in `seconds` more; None means that no time would."""
+    asked = float(result.options["budget"]["minutes"])
+    if seconds is None:
+        return f"Undecided: {what}. More time would not decide it; a larger quality= in --budget would accept it."
+    minutes = math.ceil(max(asked, result.seconds / 60) + max(seconds / 60, asked / 2))
+    return f"Undecided: {what}. About {minutes} minutes should decide it: pass minutes={minutes} in --budget."
+
+
+def _seconds_to_decide(result: AdviceResult, row: AdviceRow) -> float | None:
+    """Time in which the interval of a row would leave the limit if its mean stays; None if it would not."""
+    assert row.gap is not None
+    quality = float(result.options["budget"]["quality"])
+    if not math.isfinite(row.gap.high):
+        return 2 * (row.seconds or 0.0)  # two more seeds
+    growth = ((row.gap.high - row.gap.value) / max(abs(quality - row.gap.value), 1e-12)) ** 2
+    if growth * row.gap.count > _MOST_WINDOWS or row.gap.high <= quality:
+        return None
+    return growth * (row.seconds or 0.0)
 
 
 def unknowns(result: AdviceResult) -> Iterator[str]:
@@ -197,7 +256,7 @@ def unknowns(result: AdviceResult) -> Iterator[str]:
     if any(r.purpose == "infer" for r in measured):
         yield (
             "Products were computed in fp32 with the stored weights. A model in 16 bits also rounds its activations, "
-            "which the gap does not include."
+            "and some schemes round inputs to fp8, which the gap does not include."
         )
     if result.options.get("data") and any(r.calibration_s for r in measured):
         yield (

@@ -28,7 +28,8 @@ class AdviceRow:
     measurement), "unmeasured" (time ran out, or the user stopped) or "failed"; `why` gives the reason. `noise` is the
     noise-to-signal ratio of a sample of the weights, `sqnr_db` the lowest SQNR of a tensor; `figures` are further
     metrics for gates. `memory_from` and `time_from` name the origin of memory and step time. `meets`: the gap with its
-    interval, and the memory, are within the budget. `calibration_s` is the time that error feedback took, if any.
+    interval, and the memory, are within the budget. `calibration_s` is the time that error feedback took, if any;
+    `seconds` is the time of the whole measurement, or for an unmeasured row an estimate of it, if there is one.
     """
 
     purpose: Purpose
@@ -47,6 +48,7 @@ class AdviceRow:
     time_from: str = ""
     meets: bool | None = None
     calibration_s: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,17 @@ class LayerPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """Recommended row for a purpose (None: none), the reason in words, and the command that carries it out."""
+    """Recommended row for a purpose, the reason in words, and the command that carries it out.
+
+    Without a row nothing was certain to be within the budget; `nearest` is then the most promising one. If that is None
+    as well, all candidates are certain not to be.
+    """
 
     purpose: Purpose
     row: str | None
     words: str
     command: str | None = None
+    nearest: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

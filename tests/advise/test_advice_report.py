@@ -1,8 +1,9 @@
 """An advice on the terminal and as a page."""
 
 import re
+from dataclasses import replace
 
-from lpconv.report.advise import advice_document, recommendation
+from lpconv.report.advise import advice_document, nearest, recommendation
 from lpconv.report.document import Code, Folded, Table
 from lpconv.results import Recommendation
 from tests.helpers.advice_examples import a_row, an_advice, gap
@@ -12,14 +13,24 @@ from tests.helpers.report_examples import blocks_of
 def test_the_recommendation_names_size_gap_and_budget() -> None:
     result = an_advice()
     words = recommendation(result, result.rows[0], "infer")
-    figures = ("unit e4m3fn, rows: 1.00 MB", "4.00 MB", "4.00x", " 8 ", "+0.0040", "+0.0020", "+0.0060", "0.01 nats")
+    figures = ("unit e4m3fn rows: 1.00 MB", "4.00 MB", "4.00x", " 8 ", "+0.0040", "+0.0020", "+0.0060", "0.01 nats")
     assert re.search(".*".join(map(re.escape, figures)), words)
 
 
 def test_without_a_candidate_the_nearest_is_named() -> None:
-    result = an_advice(a_row("a", gap=gap(0.02, 0.001), meets=False))
-    assert " a: +0.0200" in recommendation(result, None, "infer")
-    assert "measured" in recommendation(result, None, "train")
+    near, far = a_row("a", gap=gap(0.012, 0.003), meets=False, seconds=60.0), a_row("b", gap=gap(0.05, 0.001))
+    result = an_advice(near, far)
+    assert nearest(result, "infer") == near
+    words = recommendation(result, None, "infer")
+    assert " a " in words
+    assert "+0.0120" in words
+    assert "minutes=15" in words  # half of the 10 more, since 2.25 times as many windows take less
+    for row, expected in (
+        (replace(near, gap=gap(0.0101, 0.003)), "quality="),  # no time decides it
+        (replace(far, meets=False), "as it is"),
+        (replace(near, status="unmeasured", gap=None), "minutes="),
+    ):
+        assert expected in recommendation(an_advice(row), None, "infer")
 
 
 def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> None:
@@ -28,11 +39,11 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
     document = advice_document(an_advice(a_row(), failed, pruned))
     assert document.verdict is not None
     assert document.verdict.outcome == "passed"
-    assert ": unit e4m3fn, rows" in document.verdict.text
+    assert ": unit e4m3fn rows" in document.verdict.text
     assert [code.lines for code in blocks_of(document, Code)] == [("lpconv x",)]
     table, *_ = blocks_of(document, Table)
     assert [(row[0], row[-1]) for row in table.rows] == [
-        ("unit e4m3fn, rows", "8 windows"), ("unit fp16", "failed: inf"),
+        ("unit e4m3fn rows", "8 windows"), ("unit fp16", "failed: inf"),
     ]  # fmt: skip
     (folded,) = blocks_of(document, Folded)
     assert folded.title.startswith("1 ")
@@ -40,8 +51,8 @@ def test_a_document_says_what_to_do_first_and_folds_what_cannot_be_best() -> Non
 
 
 def test_without_a_recommendation_the_verdict_is_no_pass() -> None:
-    nothing = Recommendation(purpose="train", row=None, words="Nothing.", command=None)
+    nothing = Recommendation(purpose="train", row=None, words="Undecided.", command=None, nearest="bf16-sr")
     verdict = advice_document(an_advice(recommendations=(nothing,))).verdict
     assert verdict is not None
     assert verdict.outcome == "not run"
-    assert "nothing" in verdict.text
+    assert "bf16-sr" in verdict.text

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import signal
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 from typer.testing import CliRunner
 
-from lpconv.advise import candidates, infer, train
+from lpconv.advise import candidates, infer, study, train
 from lpconv.advise.candidates import judge_row
 from lpconv.advise.infer import Trial
 from lpconv.advise.options import AdviseOptions, Budget
@@ -26,12 +28,12 @@ from lpconv.convert.run import convert
 from lpconv.data import demo_checkpoint
 from lpconv.errors import UnsupportedError
 from lpconv.plan.options import ConvertOptions
-from lpconv.progress import Deadline, Silent
+from lpconv.progress import Deadline, Silent, TimeIsUp
 from lpconv.results import AdviceResult, AdviceRow, from_json
 from lpconv.train.recipes import RECIPES
 from tests.helpers.advice_examples import gap
 
-FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits")
+FEW = ("unit e4m3fn", "unit fp16", "unit e5m2", "multipoint e2m1 6 bits", "multipoint int4 4.5 bits")
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LPCONV_COMPILE", "never")
     torch.set_num_threads(1)
     few = {name: settings for name, settings in candidates.conversions().items() if name in FEW}
-    monkeypatch.setattr(infer, "conversions", lambda: few)
+    monkeypatch.setattr(infer, "conversions", lambda runtime: few)
+    monkeypatch.setattr(study, "conversions", lambda runtime: few)
     monkeypatch.setattr(train, "RECIPES", {n: RECIPES[n] for n in ("fp32", "amp-bf16")})
     monkeypatch.setattr(train, "_MORE_SEEDS", 1)
     monkeypatch.setattr("lpconv.bench.worker._CPU_SIZE", 128)
@@ -47,11 +50,31 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_method_and_format_is_a_candidate_once() -> None:
     named = list(candidates.conversions())
-    assert {"unit e4m3fn, rows", "collage bf16 + exact16", "multipoint int4, 4.5 bits"} <= set(named)
-    finer = {"unit e4m3fn, 128x128", "unit e4m3fn, MX", "unit e2m1, MX", "unit e2m1, NVFP4", "unit int4, groups of 128"}
+    assert {"unit e4m3fn rows", "collage bf16 + exact16", "multipoint int4 4.5 bits"} <= set(named)
+    searched = ("e2m1 MX", "e2m1 NVFP4", "int4 groups of 128")
+    finer = {"unit e4m3fn 128x128", "unit e4m3fn MX", *(f"unit {name} with scale search" for name in searched)}
     assert finer <= set(named)
-    assert "unit fp16, 128x128" not in named
+    assert "unit fp16 128x128" not in named
     assert not any(name.startswith("scalify") for name in named)  # it stores the bytes of unit
+    assert not any("," in name for name in named)
+    assert "e4m3fn" in named[0]
+
+
+@pytest.mark.parametrize(
+    ("runtime", "expected", "other"),
+    [
+        ("vllm", "FP8_DYNAMIC", "GGUF_Q8_0"),
+        ("transformers", "TRANSFORMERS_FP8", "UNIT_FP8"),
+        ("llama.cpp", "GGUF_Q4_0 with scale search", "W8A16"),
+        ("mlx", "MLX_INT8", "FP8_DYNAMIC"),
+    ],
+)
+def test_a_runtime_gets_what_it_opens(tmp_path: Path, runtime: str, expected: str, other: str) -> None:
+    named = candidates.conversions(runtime)
+    assert expected in named
+    assert other not in named
+    done = CliRunner().invoke(app, ["advise", "demo", "--for", runtime, "--bits", "5", "-o", str(tmp_path / "out")])
+    assert done.exit_code == 2, done.stderr
 
 
 def test_the_command_advises_and_its_gates_hold(tmp_path: Path) -> None:
@@ -102,7 +125,7 @@ def test_where_little_noise_is_too_much_what_has_more_is_not_tried(
     rows = {r.name: r for r in result.rows}
     assert rows["unit e4m3fn"].meets is False
     assert rows["unit fp16"].meets
-    for name in ("multipoint e2m1, 6 bits", "multipoint int4, 4.5 bits"):
+    for name in ("multipoint e2m1 6 bits", "multipoint int4 4.5 bits"):
         assert re.match("noisier .*unit e4m3fn", rows[name].why)
     assert result.recommendations[0].row == "unit fp16"
 
@@ -116,11 +139,11 @@ def test_what_has_far_more_noise_than_a_gap_allows_is_not_tried(
     monkeypatch.setattr(infer, "measure", measured)
     rows = advise("demo", tmp_path, asked(0.01, purpose="infer")).rows
     assert [r.name for r in rows if r.status == "measured"] == ["unit e4m3fn"]
-    assert re.search("noisier .*unit e4m3fn", next(r for r in rows if r.name == "multipoint e2m1, 6 bits").why)
+    assert re.search("noisier .*unit e4m3fn", next(r for r in rows if r.name == "multipoint e2m1 6 bits").why)
 
 
 def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths = {"unit e4m3fn": 0.0005, "multipoint int4, 4.5 bits": 0.0005}  # others may or may not keep 0.01
+    widths = {"unit e4m3fn": 0.0005, "multipoint int4 4.5 bits": 0.0005}  # others may or may not keep 0.01
 
     def measured(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
         return judge_row(replace(row, status="measured", gap=gap(0.008, widths.get(row.name, 0.007))), trial.budget)
@@ -129,8 +152,8 @@ def test_an_undecided_candidate_rules_out_no_smaller_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(infer, "_DOUBT", 100.0)
     result = advise("demo", tmp_path, asked(0.01, purpose="infer"))
     undecided = [r.name for r in result.rows if r.status == "measured" and not r.meets]
-    assert undecided == ["multipoint e2m1, 6 bits"]
-    assert result.recommendations[0].row == "multipoint int4, 4.5 bits"
+    assert undecided == ["multipoint e2m1 6 bits"]
+    assert result.recommendations[0].row == "multipoint int4 4.5 bits"
 
 
 def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:
@@ -139,7 +162,7 @@ def test_windows_are_run_until_the_quality_is_decided(tmp_path: Path) -> None:
     counts = {gap.count for gap in gaps.values()}
     assert min(counts) == 8
     assert counts <= {16, 8, 32, 64}
-    assert gaps["unit e4m3fn"].count < gaps["multipoint int4, 4.5 bits"].count < 64
+    assert gaps["unit e4m3fn"].count < gaps["multipoint int4 4.5 bits"].count < 64
 
 
 def test_the_first_recipe_that_keeps_the_quality_ends_the_search(
@@ -183,7 +206,7 @@ class Stop(Silent):
     seen = 0
 
     def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        self.seen += phase.startswith("trying")
+        self.seen += phase.startswith("encoding")
         if self.seen == 2:
             raise KeyboardInterrupt
 
@@ -201,7 +224,7 @@ def test_of_an_output_of_ours_what_was_measured_before_an_interrupt_is_kept(
     assert result.interrupted
     assert {r.name: r.status for r in result.rows} == {
         "unit e4m3fn": "measured", "unit fp16": "pruned", "unit e5m2": "pruned",
-        "multipoint e2m1, 6 bits": "unmeasured", "multipoint int4, 4.5 bits": "unmeasured",
+        "multipoint e2m1 6 bits": "unmeasured", "multipoint int4 4.5 bits": "unmeasured",
     }  # fmt: skip
     assert "Inference" in done.stdout
 
@@ -228,10 +251,10 @@ class Ticking(Silent):
     [
         ("infer", 4, "sampling"),
         ("infer", 30, "encoding"),
-        ("infer", 220, "rounding"),
+        ("infer", 340, "rounding"),
         ("train", 1, "opening"),
         ("train", 6, "fp32"),
-        ("train", 30, "amp-bf16"),
+        ("train", 150, "amp-bf16"),
     ],
 )
 def test_the_time_is_kept_in_every_phase(
@@ -239,14 +262,32 @@ def test_the_time_is_kept_in_every_phase(
 ) -> None:
     clock = Ticking()
     monkeypatch.setattr("lpconv.progress.time", clock)
+    monkeypatch.setattr(Deadline, "enforced", lambda self: nullcontext())  # it uses the real time
     budget = Budget(quality=1e-3 if purpose == "infer" else 1e-9, minutes=seconds / 60)
     options = AdviseOptions(purpose=purpose, budget=budget, seq_len=16, steps=8, batch_size=2)
     result = advise("demo", tmp_path, options, progress=clock)
     assert clock.now_s <= 1.1 * seconds + 3
     assert any(phase.startswith(last) for phase in clock.phases), clock.phases
     left = [r.name for r in result.rows if r.status == "unmeasured"]
-    assert left or result.recommendations[0].row is None
+    assert left or result.recommendations[0].row is None or clock.now_s >= seconds
     assert all(name in " ".join(result.unknowns) for name in left)
+
+
+def test_a_phase_that_reports_nothing_ends_in_time() -> None:
+    started_s = time.monotonic()
+    with pytest.raises(TimeIsUp), Deadline(0.05, Silent()).enforced():
+        time.sleep(10)
+    assert time.monotonic() - started_s < 5
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_a_phase_that_would_not_fit_ends_at_its_first_step() -> None:
+    deadline = Deadline(1, Silent())
+    deadline.fits = True
+    deadline.start("rounding", 1000, unit="steps")
+    time.sleep(0.01)
+    with pytest.raises(TimeIsUp):
+        deadline.advance(1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -255,7 +296,7 @@ def test_a_signal_before_the_first_measurement_prints_what_is_known(
 ) -> None:
     class Signalled(Silent):
         def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-            if phase == "encoding":
+            if phase.startswith("encoding"):
                 os.kill(os.getpid(), number)
 
     monkeypatch.setattr("lpconv.cli.progress.Silent", Signalled)

@@ -233,7 +233,10 @@ def _advise(path: Path, out: Path) -> str:
     """One candidate for inference; what else there is differs by settings only."""
     asked = ("--for", "infer", "--seq-len", 16, "--batch-size", 2)
     one = {"unit fp16": dict(_FP16)}
-    with mock.patch("lpconv.advise.infer.conversions", return_value=one):
+    with (
+        mock.patch("lpconv.advise.infer.conversions", return_value=one),
+        mock.patch("lpconv.advise.study.conversions", return_value=one),
+    ):
         done = _invoke("advise", path, *asked, "-q", "--json", "-o", out)
     if done.exit_code == 0:
         assert [row["status"] for row in json.loads(done.stdout)["rows"]] == ["measured"]

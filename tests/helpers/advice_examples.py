@@ -12,7 +12,7 @@ def gap(value: float, width: float, count: int = 8) -> GapEstimate:
     return GapEstimate(value=value, low=value - width, high=value + width, count=count)
 
 
-def a_row(name: str = "unit e4m3fn, rows", **changed: Any) -> AdviceRow:
+def a_row(name: str = "unit e4m3fn rows", **changed: Any) -> AdviceRow:
     fields: dict[str, Any] = {
         "purpose": "infer", "name": name, "status": "measured", "size_bytes": 1_000_000, "noise": 1e-3,
         "settings": {"method": "unit", "format": "e4m3fn", "granularity": "row"}, "sqnr_db": 30.2,
@@ -26,7 +26,7 @@ def an_advice(*rows: AdviceRow, **changed: Any) -> AdviceResult:
     first = rows[0] if rows else a_row()
     fields: dict[str, Any] = {
         "name": "demo", "output": "demo-advice", "facts": {"Model": "LlamaForCausalLM"}, "metric": "loss",
-        "source_bytes": 4_000_000, "rows": rows or (first, a_row("multipoint int4, 4.5 bits", gap=gap(0.05, 0.02))),
+        "source_bytes": 4_000_000, "rows": rows or (first, a_row("multipoint int4 4.5 bits", gap=gap(0.05, 0.02))),
         "recommendations": (Recommendation(purpose="infer", row=first.name, words="Convert.", command="lpconv x"),),
         "parts": (LayerPart(tensor="a.weight", format="e4m3fn", bits=8.1, sqnr_db=31.0, divergence=1e-4),),
         "parts_of": first.name, "options": to_json(vars_of(AdviseOptions())),

@@ -242,7 +242,7 @@ def advice() -> AdviceResult:
                      gap=gap(0.004 * i, 0.01), meets=i == 1)
                for i, name in enumerate(("unit-fp8-collage", "collage-bf16", "amp-bf16"))]  # fmt: skip
     rest = (
-        a_row("unit e5m2, rows", status="pruned", why="beaten by unit e4m3fn in size and weights", gap=None),
+        a_row("unit e5m2 rows", status="pruned", why="beaten by unit e4m3fn in size and weights", gap=None),
         a_row("unit fp16", status="unmeasured", why="left to try it", gap=None),
         a_row("mpt-fp8", purpose="train", status="failed", why="the loss is inf at step 3", gap=None, size_bytes=None),
     )
