@@ -185,7 +185,7 @@ def _conclude(result: AdviceResult, options: AdviseOptions, deadline: Deadline, 
             row=row.name if row else None,
             words=recommendation(result, row, purpose),
             command=command_for(result.name, row, options) if row else None,
-            nearest=None if row or (near := nearest(result, purpose)) is None else near.name,
+            nearest=near.name if (near := row or nearest(result, purpose)) else None,
         )
         for purpose, row in chosen
     )

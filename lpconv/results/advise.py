@@ -70,8 +70,8 @@ class LayerPart:
 class Recommendation:
     """Recommended row for a purpose, the reason in words, and the command that carries it out.
 
-    Without a row nothing was certain to be within the budget; `nearest` is then the most promising one. If that is None
-    as well, all candidates are certain not to be.
+    Without a row nothing was certain to be within the budget. `nearest` is the most promising candidate, the row itself
+    if there is one; None if all are certain not to be within the budget.
     """
 
     purpose: Purpose

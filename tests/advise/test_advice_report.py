@@ -27,7 +27,7 @@ def test_without_a_candidate_the_nearest_is_named() -> None:
     assert "minutes=15" in words  # half of the 10 more, since 2.25 times as many windows take less
     for row, expected in (
         (replace(near, gap=gap(0.0101, 0.003)), "quality="),  # no time decides it
-        (replace(far, meets=False), "as it is"),
+        (replace(far, meets=False), "Keep"),
         (replace(near, status="unmeasured", gap=None), "minutes="),
     ):
         assert expected in recommendation(an_advice(row), None, "infer")
