@@ -396,8 +396,9 @@ def _choice(sound: Sequence[tuple[str, ConvertResult]]) -> str:
     if not kept:
         best = min(known, key=known.__getitem__)
         return f"None keeps its outputs on text; nearest is {best}: KL {kl_text(known[best])}"
-    size, many = size_text(sizes[kept[0]]), f" of {len(kept)}" * (len(kept) > 1)
-    return f"Choose {kept[0]}, the smallest ({size}{many}) that keeps its outputs on text: KL {kl_text(known[kept[0]])}"
+    name = kept[0]
+    size, kl = size_text(sizes[name]), kl_text(known[name])
+    return f"Choose {name}, the smallest ({size}) that keeps its outputs on text: KL {kl}"
 
 
 def figures(result: ConvertResult) -> dict[str, str]:

@@ -157,9 +157,7 @@ class _Fitting(_RichTable):
         self._headings, self._cells, self._may_move = headings, cells, may_move
         for i, heading in enumerate(headings):
             left = i == 0 or heading.startswith("<")
-            self.add_column(
-                Text(heading.removeprefix("<")), justify="left" if left else "right", no_wrap=not left, overflow="fold"
-            )
+            self.add_column(Text(heading.removeprefix("<")), justify="left" if left else "right", overflow="fold")
         for row in cells:
             self.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
 
@@ -169,22 +167,15 @@ class _Fitting(_RichTable):
         if moved := self._long_texts(spans, options.max_width):
             yield from self._in_lines(moved, spans, options.max_width)
             return
-        if sum(least for least, _ in spans) <= room:
+        if sum(least for least, _ in spans) <= room or len(spans) < 3:
             self._share(spans, room)
             yield from super().__rich_console__(console, options)
-            return
-        broken = tuple(heading.replace(" ", "\n") for heading in self._headings)
-        if broken != self._headings:
-            yield from _Fitting(broken, self._cells).__rich_console__(console, options)
             return
         count, used = 1, spans[0][0]
         while count < 2 or used + spans[count][0] + _GAP <= options.max_width:
             used += spans[count][0] + _GAP
             count += 1
-        for part in (range(1, count), range(count, len(spans))):
-            if part:
-                table = self._of([0, *part])
-                yield from (Text(), table) if part.start > 1 else _RichTable.__rich_console__(table, console, options)
+        yield from (self._of(range(count)), Text(), self._of([0, *range(count, len(spans))]))
 
     def _of(self, columns: Sequence[int]) -> "_Fitting":
         return _Fitting([self._headings[i] for i in columns], [tuple(row[i] for i in columns) for row in self._cells])
@@ -230,12 +221,13 @@ class _Fitting(_RichTable):
 def _column_widths(column: Column, console: Console, options: ConsoleOptions) -> tuple[int, int]:
     """(minimum, natural) width of a column.
 
-    The minimum of a wrapping column is its longest word, up to a limit.
+    Headings may break between words, and texts too if their longest word has no more than `_MAX_WORD` letters.
     """
     wide = options.update(max_width=_UNBOUNDED)
-    widths = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
-    most = min(max(m.maximum for m in widths), column.max_width or _UNBOUNDED)
-    return most if column.no_wrap else min(max(m.minimum for m in widths), _MAX_WORD, most), most
+    heading, *cells = (Measurement.get(console, wide, cell) for cell in (column.header, *column.cells))
+    figures = max((m.maximum for m in cells), default=0)
+    words = min(max((m.minimum for m in cells), default=0), _MAX_WORD)
+    return max(heading.minimum, figures if column.justify == "right" else words), max(heading.maximum, figures)
 
 
 def show(shown: Document | Table, *, file: TextIO | None = None) -> None:
