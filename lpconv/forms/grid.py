@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from lpconv.formats.spec import Format
 from lpconv.forms.facts import Component
 from lpconv.forms.form import Fetch, Side, Stored
-from lpconv.forms.planes import SHORT, Plane, Span, fill, one_by_one
+from lpconv.forms.planes import SHORT, Plane, Span, one_by_one
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ class Grid(Stored):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
 
     def decode_to(self, out: Tensor, data: Sequence[Tensor], start: int, stop: int, side: Side) -> Tensor:
-        import torch
+        from lpconv.forms.codes import decode_to
 
         spans = tuple(self.spans(start, stop))
         plain = self.codes.kind in SHORT and self.zeros is None and self.order is None and self.columns is None
@@ -148,14 +148,8 @@ class Grid(Stored):
         if not plain or self.matrix[1] % max(self.block[1], self.codes.per_word):
             return super().decode_to(out, data, start, stop, side)
         (span,) = spans
-        scales = self.scales.expand_rows(self.scales_of(data[1], span, side), span)
-        short = scales.to(out.dtype)
-        if not torch.equal(short.float(), scales):
-            return super().decode_to(out, data, start, stop, side)
-        fill(out.view(span.shape), data[0], self.codes.kind)
-        # Rounded once, like fp32 products. One row of scales may be that of all rows.
-        out.view(span.shape[0], scales.shape[1], -1).mul_(short.unsqueeze(2))
-        return out
+        scales = self.scales.expand_rows(self.scales_of(data[1], span, side), span).expand(span.shape[0], -1)
+        return decode_to(out, data[0].reshape(-1), scales.unsqueeze(2), "e2m1" if self.codes.kind == "e2m1" else "")
 
     def codes_of(self, data: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """The codes in data from `read`, 1-D, in the order of the file."""
@@ -175,20 +169,13 @@ class Grid(Stored):
         factor = side[self.factor.name].float().reshape(())
         return scales / factor if self.divides else scales * factor
 
-    def factors(self, raw: Tensor, span: Span, side: Side) -> Tensor:
-        """The factors of the codes of a span, which broadcast to them."""
-        return self._spread(self.scales, self.scales_of(raw, span, side), span, side)
-
     def _values(self, raw: Sequence[Tensor], span: Span, side: Side) -> Tensor:
         x = self.codes.numbers(raw[0], span)
         if self.zeros is not None:
             x = x - self._spread(self.zeros, self.zeros.numbers(raw[2], span), span, side)
-        x = x * self.factors(raw[1], span, side)
-        return self.with_columns(x.t() if self.is_transposed else x, side).reshape(-1)
-
-    def with_columns(self, x: Tensor, side: Side) -> Tensor:
-        """Whole rows of the weight multiplied by the column factors, if there are any."""
-        return x if self.columns is None else x * side[self.columns.name].float()
+        x = x * self._spread(self.scales, self.scales_of(raw[1], span, side), span, side)
+        x = x.t() if self.is_transposed else x
+        return (x if self.columns is None else x * side[self.columns.name].float()).reshape(-1)
 
     def _spread(self, plane: Plane, x: Tensor, span: Span, side: Side) -> Tensor:
         """Expand numbers of groups to the elements of a span, which contains all groups since they run along rows."""
@@ -216,22 +203,6 @@ def is_positive(x: Tensor) -> bool:
     return bool(((x > 0) & (x < math.inf)).all())
 
 
-def block_of(shape: tuple[int, ...], size: tuple[int, int], hint: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """Block size of a matrix, the last two axes, for a number of scales along each; None if they do not fit.
-
-    `hint` is the config's block size: the last blocks may be smaller, which the sizes alone do not tell.
-    """
-    block = []
-    for n, scales, hinted in zip(shape[-2:], size, hint or (0, 0), strict=True):
-        if hinted and -(-n // hinted) == scales:
-            block.append(hinted)
-        elif scales and n % scales == 0:
-            block.append(n // scales)
-        else:
-            return None
-    return block[0], block[1]
-
-
 def block_hint(value: object) -> tuple[int, int] | None:
     """The block size that a config names, or None for anything but two positive sizes."""
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
@@ -250,9 +221,17 @@ def grid_of_blocks(
     factor: Component | None = None,
     divides: bool = False,
 ) -> Grid | None:
-    """A weight with a scale for each block of rows and columns (see `block_of`); None if the scales do not fit."""
-    block = block_of(shape, one_by_one(scale).size, hint)
-    if block is None:
-        return None
-    scales = one_by_one(scale, block)
+    """A weight with a scale for each block of rows and columns; None if the scales do not fit.
+
+    `hint` is the config's block size: the last blocks may be smaller, which the sizes alone do not tell.
+    """
+    block = []
+    for n, num_scales, hinted in zip(shape[-2:], one_by_one(scale).size, hint or (0, 0), strict=True):
+        if hinted and -(-n // hinted) == num_scales:
+            block.append(hinted)
+        elif num_scales and n % num_scales == 0:
+            block.append(n // num_scales)
+        else:
+            return None
+    scales = one_by_one(scale, (block[0], block[1]))
     return Grid(name=name, shape=shape, format=format, codes=codes, scales=scales, factor=factor, divides=divides)
