@@ -232,12 +232,15 @@ def _joined(table_of: _TableOf, dtype: torch.dtype, fmt: Format, span: _Span) ->
 def _table(dtype: torch.dtype, scale: float, fmt: Format) -> Tensor | None:
     """Codes of all numbers of a 16-bit dtype with their errors, or None if both do not fit one word.
 
-    The errors of numbers beyond the format's range are not accurate to the last bit.
+    The code takes the lowest byte of the error, which must be 0 for all numbers that are used. The errors of numbers
+    beyond the format's range are not accurate to the last bit.
     """
     values = _all_numbers(dtype)
     codes = torch.empty(len(values), dtype=_dtype(fmt))
     got = _round_to_codes(values, scale, fmt, codes, Workspace(), is_finite=True)
-    return _packed_table(got - values, codes, values.abs() <= _REACH * fmt.max * scale)
+    used = values.abs() <= _REACH * fmt.max * scale
+    bits = (got - values).view(torch.int32)
+    return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
 def _dtype(fmt: Format) -> torch.dtype:
@@ -254,15 +257,6 @@ def _num_zeros(codes: Tensor, fmt: Format) -> int:
 def _all_numbers(dtype: torch.dtype) -> Tensor:
     """Every number of a 16-bit dtype in fp32, indexed by bit pattern."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
-
-
-def _packed_table(difference: Tensor, codes: Tensor, used: Tensor) -> Tensor | None:
-    """Pack fp32 differences and their codes into one word each, indexed by bit pattern.
-
-    The code takes the lowest byte of the difference; None if a difference that is used needs that byte.
-    """
-    bits = difference.view(torch.int32)
-    return None if (bits[used] & _CODE).any() else bits & ~_CODE | codes.view(torch.uint8)
 
 
 def _span_of_scales(scales: Tensor) -> _Span | None:

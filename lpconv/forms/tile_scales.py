@@ -101,12 +101,12 @@ class TileScales:
         return dividing_factor(self.format, largest if self.has_factor else 0.0, pow2=self.has_pow2_scale)
 
     def stored_scales(self, parts: Parts, factor: Tensor | None) -> Tensor:
-        """The scales as stored, divided by `factor` if there is one."""
+        """The scales as stored; with a factor, which divides, in e4m3fn as in NVIDIA's recipe and torchao."""
         if factor is not None:
-            return self._divide(parts["absmax"], factor)
+            scales = (parts["absmax"].double() / self.format.max * factor.double()).float()
+            return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
         scales = self._scales(parts)
-        is_exponent = self.grain.scale_dtype == "U8"
-        return (scales.view(torch.int32) >> 23).to(torch.uint8) if is_exponent else scales
+        return (scales.view(torch.int32) >> 23).to(torch.uint8) if self.grain.scale_dtype == "U8" else scales
 
     def _magnitudes(self, value: Tensor, spare: Tensor) -> dict[str, Tensor]:
         """The largest magnitudes; for integers also of positive and negative numbers separately."""
@@ -207,11 +207,6 @@ class TileScales:
         stored = torch.from_numpy(scales)
         is_short = self.grain.is_fitted and not is_pow2  # readers may keep them in bf16
         return stored.bfloat16().float() if is_short else stored
-
-    def _divide(self, absmax: Tensor, factor: Tensor) -> Tensor:
-        """Scales in e4m3fn, rounded to nearest, as in NVIDIA's recipe and torchao."""
-        scales = (absmax.double() / self.format.max * factor.double()).float()
-        return scales.clamp(_OF_SCALES.min_subnormal, _OF_SCALES.max).to(torch.float8_e4m3fn)
 
 
 @functools.lru_cache(maxsize=8)
