@@ -18,7 +18,7 @@ part of the side tensors, such as scales of rows: these follow the data (`late_s
 range of numbers to elements of the stored data: the same ones, unless rows are stored at several times their length.
 
 *Value semantics.* Tensors in, tensors out: no path, no file, no device, no state. Work runs in a `Workspace`, which a
-thread keeps, so that nothing is allocated for each block. `reader.py` is the only file of this package that reads.
+thread keeps, so that nothing is allocated for each block. Files are read by `layouts/reader.py`.
 
 *Two implementations.* `encode` is fast; `is_right` is the slow, obvious reference of a check: it rounds with
 `formats.cast` or checks the bound that the form promises, and shares no code with the encoder.

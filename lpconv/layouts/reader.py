@@ -2,7 +2,7 @@
 
 All readers use this file: checks and restoring read block by block, models and exports whole tensors. `DecodedSource`
 makes any checkpoint a source of plain tensors: decoded ones are fp32, which represents the values of every form
-exactly, kept ones keep their dtype. It is the only file of the forms that opens files.
+exactly, kept ones keep their dtype. No other file of forms and layouts opens files.
 """
 
 from __future__ import annotations  # tensors are named below and not imported
