@@ -120,7 +120,7 @@ class TileScales:
 
         torch compares integers many times faster, and without signs the bits have the order of the magnitudes.
         """
-        if self._width >= _WIDE:
+        if self.width >= _WIDE:
             return torch.maximum(self._reduce_columns(value, _amax), -self._reduce_columns(value, _amin))
         bits = spare.view(torch.int32)[: value.numel()].view(value.shape)
         torch.bitwise_and(value.view(torch.int32), 0x7FFFFFFF, out=bits)
@@ -143,7 +143,7 @@ class TileScales:
         if not self._is_pow2 or self.grain.tile != (1, 0):
             return self._reduce_columns(value, functools.partial(_norm, spare=spare))
         norms_fp32: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True)
-        rms = (norms_fp32 / math.sqrt(self._width)).numpy().view(np.int32)
+        rms = (norms_fp32 / math.sqrt(self.width)).numpy().view(np.int32)
         unsure = ((rms + _NEAR & 0x7FFFFF) < 2 * _NEAR) | (rms < _LOW) | (rms > _HIGH)
         norms = norms_fp32.double()
         if unsure.any():
@@ -156,13 +156,13 @@ class TileScales:
         return self.has_pow2_scale or self.grain.scale_dtype == "U8"
 
     @functools.cached_property
-    def _width(self) -> int:
+    def width(self) -> int:
         """Columns of a tile."""
         return self.grain.sizes(*self.matrix)[1]
 
     def _reduce_columns(self, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         """Reduce rows [h, cols] over each tile's part: [h, tiles]."""
-        (height, cols), width = x.shape, self._width
+        (height, cols), width = x.shape, self.width
         whole = cols // width * width
         if whole == cols:
             return reduce(x.view(height, -1, width))
@@ -289,40 +289,37 @@ def candidates(stored: Tensor, format: Format) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSearch:
-    """Finds the best scales of tiles of (height, width), in a matrix of `cols` columns with codes in `format`.
+    """Finds the best scales of the tiles that have usual ones by `rule`.
 
     `factor_of(stored, start, stop)` expands stored scales for the elements `start` to `stop`, to [rows, tiles, 1] or
     [rows, cols]: what their codes are multiplied by. `importance` weights the squared error of each column: fp32
-    [cols], or [matrices, cols] if the `num_rows` rows belong to several matrices.
+    [cols], or [matrices, cols] if the rows belong to several matrices.
     """
 
-    format: Format
-    tile: tuple[int, int]
-    num_rows: int
-    cols: int
+    rule: TileScales
     factor_of: Callable[[Tensor, int, int], Tensor]
     importance: Tensor | None = None
 
     def in_rows(self, x: Tensor, usual: Tensor, work: Workspace, start: int = 0) -> Tensor:
         """The best scales, as stored, for a block (1-D) from element `start` on, whose tiles are parts of one row."""
-        tried = candidates(usual, self.format)
+        tried = candidates(usual, self.rule.format)
         factors = self.factor_of(torch.cat(tried), 0, len(tried) * len(x))
         return best_scales(tried, self._errors(x, start, torch.split(factors, len(usual)), work))
 
     def over_blocks(self, over: Over, usual: Tensor) -> Tensor:
         """The best scales, as stored, for all tiles; blocks may end within tiles of several rows."""
-        height = self.tile[0]
+        height, cols = self.rule.grain.sizes(*self.rule.matrix)[0], self.rule.matrix[1]
         if height == 1:
 
             def find(x: Tensor, start: int, work: Workspace) -> Tensor:
-                return self.in_rows(x, usual[start // self.cols : (start + len(x)) // self.cols], work, start)
+                return self.in_rows(x, usual[start // cols : (start + len(x)) // cols], work, start)
 
             return torch.cat(list(over(find)))
-        tried = candidates(usual, self.format)
+        tried = candidates(usual, self.rule.format)
         sums = torch.zeros((len(tried), *usual.shape), dtype=torch.float64)
 
         def add(x: Tensor, start: int, work: Workspace) -> tuple[int, Tensor]:
-            tile_of_row = torch.arange(start // self.cols, (start + len(x)) // self.cols) // height
+            tile_of_row = torch.arange(start // cols, (start + len(x)) // cols) // height
             first = int(tile_of_row[0])
             num_rows = torch.bincount(tile_of_row - first).tolist()
             factors = [self.factor_of(scales, start, start + len(x)) for scales in tried]
@@ -337,19 +334,20 @@ class ScaleSearch:
         """The importance of `count` elements from `start` on, [cols] or [rows, cols]."""
         if self.importance is None or self.importance.ndim == 1:
             return self.importance
-        rows = torch.arange(start // self.cols, (start + count) // self.cols)
-        return self.importance[rows * len(self.importance) // self.num_rows]
+        num_rows, cols = self.rule.matrix
+        rows = torch.arange(start // cols, (start + count) // cols)
+        return self.importance[rows * len(self.importance) // num_rows]
 
     def _errors(self, x: Tensor, start: int, factors: Sequence[Tensor], work: Workspace) -> list[Tensor]:
         """Σ weight · (x - code · factor)² for each tile's part of the rows of a block (1-D), [rows, tiles] each."""
         weights, sums = self._weights(start, len(x)), []
-        rows = as_float32(x, work).view(-1, self.cols)
+        rows = as_float32(x, work).view(-1, self.rule.matrix[1])
         tiled = rows.view(*factors[0].shape[:-1], -1)
         error = work.scratch.coded[: len(x)].view(tiled.shape)
         squares = error.view(rows.shape)
         for factor in factors:
-            nearest_code_(torch.div(tiled, factor, out=error), self.format).mul_(factor).sub_(tiled).square_()
-            sums.append(_sum_tiles(squares if weights is None else squares.mul_(weights), self.tile[1]))
+            nearest_code_(torch.div(tiled, factor, out=error), self.rule.format).mul_(factor).sub_(tiled).square_()
+            sums.append(_sum_tiles(squares if weights is None else squares.mul_(weights), self.rule.width))
         return sums
 
 

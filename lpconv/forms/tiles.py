@@ -375,10 +375,7 @@ class Tiles(CodedForm):
         from lpconv.forms.tile_scales import ScaleSearch
 
         return ScaleSearch(
-            format=self.format,
-            tile=self.grain.sizes(*self.matrix),
-            num_rows=self.matrix[0],
-            cols=self.cols,
+            rule=self._rule,
             factor_of=lambda scales, start, stop: self.code_scale({**common, self.scales.name: scales}, start, stop),
             importance=self.importance,
         )
