@@ -1,7 +1,7 @@
 """Run the jobs of a batch on an executor, and make the records of jobs, wherever they run.
 
-A job starts as soon as the jobs that it needs have finished. This module does not depend on the kind of executor. A task
-whose machine is lost is submitted again and resumes; a task that fails is not.
+A job starts as soon as the jobs that it needs have finished. This module does not depend on the kind of executor. A
+task whose machine is lost is submitted again and resumes; a task that fails is not.
 """
 
 import dataclasses
