@@ -25,6 +25,7 @@ T = TypeVar("T", bound=TensorRecord | ComparedTensor)
 _ACTIONS = ("convert", "keep", "tie")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier|cls|qa_outputs)\.")
 _EMBEDDING = re.compile(r"emb|(^|\.)w[tp]e\.", re.IGNORECASE)
+SINGLE_ELEMENTS = "The largest relative error is of a single element: 1 if it became 0, and large for values near 0."
 _MOST = 1000  # most tensors and layers on a page
 _FEEDBACK = "Output error, %"  # the column of error feedback
 _WORST, _GROUPS = 10, 12  # most tensors and groups of tensors on a terminal
@@ -255,6 +256,7 @@ def tensor_section(result: ConvertResult, listed: Sequence[TensorRecord]) -> Sec
         has_names=True,
         sortable=True,
         filter="attention kept e4m3fn",
+        caption=SINGLE_ELEMENTS,
     )
     if len(listed) == len(result.tensors):
         return section("Every tensor", table, only="page")

@@ -33,6 +33,7 @@ from lpconv.report.numbers import (
     usual_sqnr,
 )
 from lpconv.report.tensor_charts import sqnr_chart
+from lpconv.report.tensors import SINGLE_ELEMENTS
 from lpconv.results import (
     ComparedTensor,
     FeedbackCheck,
@@ -163,7 +164,7 @@ def _tensor_table(result: VerifyResult) -> Table:
     """Every tensor, without empty columns."""
     has_groups = any(t.num_groups for t in result.tensors)
     has_problems = any(t.problem for t in result.tensors)
-    columns = ["Tensor", "SQNR, dB", "Max rel.", *(["Groups off"] if has_groups else []), "<Stored as"]
+    columns = ["Tensor", "SQNR, dB", "Max rel. error", *(["Groups off"] if has_groups else []), "<Stored as"]
     rows = []
     for t in result.tensors:
         row: list[str | Cell] = [t.name, Cell(text=sqnr_text(t.sqnr_db), sort=t.sqnr_db)]
@@ -177,6 +178,7 @@ def _tensor_table(result: VerifyResult) -> Table:
         has_names=True,
         sortable=True,
         filter="attention e4m3fn",
+        caption=SINGLE_ELEMENTS,
     )
 
 
