@@ -63,14 +63,19 @@ def examine() -> DoctorResult:
     )
 
 
+def requirements(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The formats of each name that `require` takes. Raises UsageError for unknown names."""
+    known = {**{name: (name,) for name in FORMATS}, **_GROUPS, **dict.fromkeys((*EXTRAS, "gpu"), ())}
+    return {name: find("requirement", name, known) for name in names}
+
+
 def require(names: Iterable[str], result: DoctorResult) -> None:
     """Raise UnsupportedError unless this machine has everything in `names`; UsageError for unknown names.
 
     A format (or `fp8`, `fp6`, `fp4`) counts if some device multiplies it natively, `gpu` if torch can use a GPU, and an
     extra if all its packages are installed.
     """
-    known = {**{name: (name,) for name in FORMATS}, **_GROUPS, **dict.fromkeys((*EXTRAS, "gpu"), ())}
-    wanted = {name: find("requirement", name, known) for name in names}
+    wanted = requirements(names)
     lacking = [(name, *lack) for name, formats in wanted.items() for lack in _missing_parts(name, formats, result)]
     if lacking:
         raise UnsupportedError(

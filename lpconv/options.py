@@ -260,11 +260,18 @@ def _is_within(bound: Bound, value: Any) -> bool:
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
+_LEAST_BYTES = 1000  # smaller numbers without a unit are not meant as bytes
+
+
 def parse_size(text: str) -> int:
     """Parse ``4GB``, ``512MiB`` or plain bytes into a number of bytes."""
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS:
         raise UsageError(f"size `{text}` is not a number of bytes", hint="for example 4GB, 512MiB or 1000000")
+    if text.strip().isdigit() and int(text) < _LEAST_BYTES:
+        raise UsageError(
+            f"size `{text}` has no unit", hint=f"for example {text.strip()}GB, or {text.strip()}B for bytes"
+        )
     size = float(match[1]) * _UNITS[match[2]]
     if not 1 <= size < math.inf:
         raise UsageError(f"size `{text}` is not a positive number of bytes", hint="for example 4GB")

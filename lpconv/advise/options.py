@@ -14,6 +14,8 @@ from lpconv.train.options import TASKS, FinetuneOptions, check_options
 from lpconv.train.recipes import RECIPES, Arithmetic
 
 ADVICE_FILE = "advice.json"  # in an output; marks the folder as an advice
+# Hint for models without text.
+NO_TEXT = "use `lpconv convert MODEL --verify logits` to measure what a conversion changes in its outputs"
 RUNTIMES = ("vllm", "llama.cpp", "mlx", "transformers")  # as the layouts' schemes name their readers
 _PURPOSES = ("infer", "train", "both", *RUNTIMES)
 _train = functools.partial(Option, panel="The training to advise on")

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from lpconv.advise.options import AdviseOptions, check_advise
+from lpconv.advise.options import NO_TEXT, AdviseOptions, check_advise
+from lpconv.data.texts import check_reads_text, check_seq_len, num_positions
 from lpconv.layouts.reader import open_readable
 from lpconv.progress import Deadline, Progress, Silent
 from lpconv.results import AdviceResult
@@ -30,6 +31,8 @@ def advise(
     check_data(options.training("fp32", steps=options.steps))
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
+    check_reads_text(checkpoint.config, hint=NO_TEXT)
+    check_seq_len(options.seq_len, num_positions(checkpoint.config))
     deadline.message(f"measuring {checkpoint.origin.name}, {options.budget.minutes:g} minutes at most")
     from lpconv.advise.study import study  # imports torch and transformers (seconds)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lpconv.advise.candidates import Settings, convert_options
-from lpconv.advise.options import AdviseOptions
+from lpconv.advise.options import NO_TEXT, AdviseOptions
 from lpconv.convert.apply import decoded_tensors
 from lpconv.convert.run import with_error_feedback
 from lpconv.errors import InputError
@@ -32,7 +32,6 @@ from lpconv.train.data import is_text, read_rows, with_template
 from lpconv.verify.outputs import compare_outputs, outputs_of
 
 Window = dict[str, Tensor]
-_NO_TEXT = "use `lpconv convert MODEL --verify logits` to measure what a conversion changes in its outputs"
 _MAX_WINDOWS = 64
 _PROBED = 2  # windows in the probed step
 
@@ -100,7 +99,7 @@ def open_subject(checkpoint: Checkpoint, options: AdviseOptions, progress: Progr
             revision=options.revision,
             allow_missing=options.allow_missing,
         )
-        prepared = prepare_run(checkpoint, asked, progress, hint=_NO_TEXT)
+        prepared = prepare_run(checkpoint, asked, progress, hint=NO_TEXT)
     if prepared.data_words == RANDOM_IDS:
         raise InputError(
             f"`{checkpoint.origin.name}` has no tokenizer; quality cannot be measured on random token ids",

@@ -125,7 +125,7 @@ def _job(
     output = folder / Path(own.get("output", f"out/{job_id}")).expanduser()
     if own.get("split", 1) > 1 and kind != DEFAULT_KIND:
         raise UsageError(f"{place}.split: a {kind} job cannot be split", hint="only conversions can be split")
-    with _prefix_errors(f"{place} ({job_id})"):
+    with _prefix_errors(f"{place} ({job_id})"), _hint_defaults(settings, raw):
         options = KINDS[kind].options(settings)
         if own.get("split", 1) > 1 and isinstance(options, ConvertOptions):
             check_shareable(options)
@@ -198,6 +198,20 @@ def _hints_by_key() -> dict[str, str]:
 
 
 _HINTS = _hints_by_key()
+
+
+@contextmanager
+def _hint_defaults(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterator[None]:
+    """Say in the hint of a UsageError which default replaces a part of the job's own scheme."""
+    parts = ("method", "format", "layout", "granularity", "residual")
+    inherited = [n for n in parts if settings.get(n) is not None and n not in raw and raw.get("scheme")]
+    try:
+        yield
+    except UsageError as e:
+        if not inherited:
+            raise
+        hint = f"{', '.join(inherited)} of the defaults replaces the scheme's; write `{inherited[0]}: null` in the job"
+        raise UsageError(e.message, hint=hint, details=e.details) from e
 
 
 @contextmanager

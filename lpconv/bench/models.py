@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.bench.options import CODES, SCALED, Case, check_seq
+from lpconv.bench.options import CODES, LAYER_KEYS, SCALED, Case
 from lpconv.bench.roofline import Gemm
+from lpconv.data.texts import check_seq_len
 from lpconv.errors import ResourceError, UnsupportedError, UsageError
 from lpconv.layers import blocks_of, head, linears
 from lpconv.machine import available_memory
@@ -21,7 +22,6 @@ from lpconv.report.numbers import share_text, size_text
 from lpconv.storage.checkpoint import Checkpoint
 
 _FIRST_ID = 5  # lower ids are special in many vocabularies
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 def find_model(case: Case) -> Blueprint:
@@ -29,7 +29,7 @@ def find_model(case: Case) -> Blueprint:
     is_preset = case.model in PRESETS and not os.path.isdir(case.model)
     model = blueprint(case.model if is_preset else Checkpoint.open(case.model, revision=case.revision))
     _limit_layers(model.config, case.layers)
-    check_seq(case.seq, max_length(model.config))
+    check_seq_len(case.seq, max_length(model.config))
     model.config.use_cache = False  # only whole sequences are measured, not decoding token by token
     model.config._attn_implementation = "sdpa"
     return model
@@ -38,7 +38,7 @@ def find_model(case: Case) -> Blueprint:
 def _limit_layers(config: Any, layers: int | None) -> None:
     if layers is None:
         return
-    key = next((k for k in _LAYER_KEYS if hasattr(config, k)), None)
+    key = next((k for k in LAYER_KEYS if hasattr(config, k)), None)
     own = getattr(config, key) if key else 0
     if key is None or not 1 <= layers <= own:
         raise UsageError(f"--layers {layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")

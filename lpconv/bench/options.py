@@ -23,6 +23,7 @@ MODES = ("infer", "train")
 COMPILE_MODES = ("blocks", "model", "graphs", "off")
 BASELINES = ("bf16+compile", "bf16", "fp16+compile", "fp16", "fp32+compile", "fp32")
 PLAIN = "plain"
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers")  # in configs of transformers
 CODES = "codes"  # those of the checkpoint itself, which stay what they are and are decoded to bf16 as they are used
 
 
@@ -84,14 +85,6 @@ class Case(BenchCase):
         """The other libraries that it needs."""
         found = (BENCH_METHODS[self.method], BENCH_OPTIMIZERS[self.optimizer] if self.optimizer else None)
         return tuple(p for p in found if p is not None)
-
-
-def check_seq(seq: int, most: int | None) -> None:
-    """Raise UsageError if a sequence is longer than the model's `most` positions; None means no known limit."""
-    if most is not None and seq > most:
-        raise UsageError(
-            f"--seq-len {seq} exceeds the model's maximum of {most} positions", hint=f"pass at most {most}"
-        )
 
 
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.

@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lpconv.bench.nvml import find_monitor
-from lpconv.bench.options import BENCH_FORMATS, CODES, PLAIN, SCALED, BenchOptions, Case, check_seq
+from lpconv.bench.options import BENCH_FORMATS, CODES, LAYER_KEYS, PLAIN, SCALED, BenchOptions, Case
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
-from lpconv.data.texts import num_positions
+from lpconv.data.texts import check_seq_len, num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import may_have_gpu
@@ -72,10 +73,12 @@ def bench(
         checkpoint = open_readable(options.model, revision=options.revision)
         check_complete(checkpoint, allow_missing=options.allow_missing)
         checkpoint.check_promised()
-        positions = num_positions(checkpoint.config.get("text_config") or checkpoint.config)
+        positions = num_positions(checkpoint.config)
         for seq in options.seqs:
-            check_seq(seq, positions)
-    cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit before any process starts
+            check_seq_len(seq, positions)
+    _check_layers(options, checkpoint)
+    cases, _ = cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit
+    _check_peers(cases)
     if CODES in options.formats:
         _check_codes(options, checkpoint)
     with Child() as child:
@@ -119,6 +122,13 @@ def cases_of(
         processes=options.num_processes, parallel=parallel_of(options),
         revision=options.revision,
     )  # fmt: skip
+    for method in options.methods:
+        able = [name for name, methods in BENCH_FORMATS.items() if method in methods]
+        if not {*able} & {*options.formats}:
+            raise UsageError(
+                f"--method {method} does not apply to format {', '.join(options.formats)}",
+                hint=f"it is for --format {' or '.join(able)}",
+            )
     batches, seqs = options.batches or (template.batch,), options.seqs or (template.seq,)
     runs = [(name, m) for name in dict.fromkeys(options.formats) for m in _methods_of(name, options.methods)]
     cases = [
@@ -133,6 +143,22 @@ def cases_of(
     if not cases:
         raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
+
+
+def _check_layers(options: BenchOptions, checkpoint: Checkpoint | None) -> None:
+    """Raise UsageError if more layers are to be kept than the model has, as far as its description tells."""
+    preset = PRESETS.get(options.model or _ON_GPU[0])
+    sizes = checkpoint.config if checkpoint is not None else preset.settings if preset else {}
+    own = next((n for key in LAYER_KEYS if isinstance(n := sizes.get(key), int)), None)
+    if options.layers is not None and own is not None and options.layers > own:
+        raise UsageError(f"--layers {options.layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")
+
+
+def _check_peers(cases: Sequence[Case]) -> None:
+    """Raise UnsupportedError if every case needs a library that is not installed."""
+    missing = [next((p for p in case.peers if find_spec(p.module) is None), None) for case in cases]
+    if all(missing) and missing[0] is not None:
+        raise UnsupportedError(f"`{missing[0].module}` is not installed", hint=missing[0].install)
 
 
 def _check_codes(options: BenchOptions, checkpoint: Checkpoint | None) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from lpconv.bench.options import BENCH_FORMATS, BenchOptions
-from lpconv.cli.command import Json, Quiet, print_result, typed_command, with_options
+from lpconv.cli.command import Json, Quiet, print_result, reject_flag, typed_command, with_options
+from lpconv.options import check
 
 _WHAT, _RESULTS = "What to measure", "Results"
 
@@ -31,12 +32,15 @@ def bench(
             "-o",
             help="JSON file to write, updated after every row.",
             metavar="FILE",
+            callback=reject_flag,
             rich_help_panel=_RESULTS,
         ),
     ] = None,
     html: Annotated[
         str | None,
-        typer.Option("--html", help="HTML file to write.", metavar="FILE", rich_help_panel=_RESULTS),
+        typer.Option(
+            "--html", help="HTML file to write.", metavar="FILE", callback=reject_flag, rich_help_panel=_RESULTS
+        ),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -59,14 +63,16 @@ def bench(
     from lpconv.cli.progress import progress_for
     from lpconv.storage.partfile import check_file, write_small
 
+    check(options)
     together = processes_of(options.processes)
     if together is None:
         return
     peers = [m for m, peer in BENCH_FORMATS["fp8"].items() if peer is not None] if rivals else []
+    usual = list(BENCH_FORMATS["fp8"])[:1] if rivals else []
     options = dataclasses.replace(
         options,
         model=model,
-        methods=(*(options.methods or list(BENCH_FORMATS["fp8"])[:1]), *peers),
+        methods=(*(options.methods or usual), *peers),
         processes=together,
         command=typed_command(),
     )

@@ -151,15 +151,16 @@ Verbose = Annotated[
 ]
 
 
-def _reject_flag(value: str | None) -> str | None:
+def reject_flag(value: str | None) -> str | None:
+    """The file or directory to write. Raises an error for an empty name, and for the next option in its place."""
     if value is not None and not value.strip():
         raise typer.BadParameter("the value is empty; leave the option out for the usual name")
     if value is not None and value.startswith("--"):
-        raise typer.BadParameter(f"{value} looks like an option; for a directory of that name write ./{value}")
+        raise typer.BadParameter(f"{value} looks like an option; for a file of that name write ./{value}")
     return value
 
 
-_OUTPUT: Any = typer.Option("--output", "-o", help="Output directory.", metavar="DIR", callback=_reject_flag)
+_OUTPUT: Any = typer.Option("--output", "-o", help="Output directory.", metavar="DIR", callback=reject_flag)
 Output = Annotated[str | None, _OUTPUT]  # default: derived from the model's name
 Target = Annotated[str, _OUTPUT]
 Revision: Any = _parameter_of(ConvertOptions, "revision")

@@ -36,9 +36,10 @@ def doctor(
         print_result({"aliases": ALIASES}, lambda _: alias_table(names), json=json)
         return
     required = without_blanks("--require", require.split(",")) if require is not None else []
-    from lpconv.doctor import examine, require as check
+    from lpconv.doctor import examine, require as check, requirements
     from lpconv.report.doctor import doctor_document
 
+    requirements(required)  # raises its error before the tables are printed
     result = examine()
     if not json:
         print_result(result, doctor_document, json=False)

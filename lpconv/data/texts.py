@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpconv.errors import InputError, first_line
+from lpconv.errors import InputError, UnsupportedError, UsageError, first_line
 
 TEXT_COLUMNS = ("text", "sentence", "content", "source", "input")
 CHAT_COLUMNS = ("messages", "conversations")
@@ -143,8 +143,26 @@ def num_positions(config: Mapping[str, Any]) -> int | None:
     XLNet's -1 means no limit.
     """
     unused = 2 if config.get("model_type") in _OFFSET_POSITIONS else 0
-    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    sizes = config.get("text_config") or config
+    limits = (sizes.get(key) for key in ("max_position_embeddings", "n_positions"))
     return next((n - unused for n in limits if isinstance(n, int) and n > 0), None)
+
+
+def check_seq_len(wanted: int | None, limit: int | None) -> None:
+    """Raise UsageError if sequences are longer than the model's `limit` of positions; None means no known limit."""
+    if wanted is not None and limit is not None and wanted > limit:
+        raise UsageError(
+            f"--seq-len {wanted} exceeds the model's maximum of {limit} positions", hint=f"pass at most {limit}"
+        )
+
+
+def check_reads_text(config: Mapping[str, Any], *, hint: str) -> None:
+    """Raise UnsupportedError if config.json shows that the model does not read token ids alone."""
+    name = str((config.get("architectures") or ["the model"])[0])
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedError(f"`{name}` is an encoder-decoder model, which lpconv cannot run here", hint=hint)
+    if "vocab_size" not in config and {"image_size", "num_mel_bins"} & config.keys() and "text_config" not in config:
+        raise UnsupportedError(f"`{name}` does not read text", hint=hint)
 
 
 @functools.cache

@@ -44,6 +44,7 @@ def find_architecture(model: str, options: InitOptions) -> Architecture:
     """
     place = _place(model, options)
     if isinstance(place, str):
+        resize_config(dict(PRESETS[place].settings), width=options.width, layers=options.layers)  # raises its errors
         return Architecture(name=model, place=place, settings=None)
     settings = plain_config(place) if isinstance(place, Checkpoint) else read_json(place)
     check_config(settings, place.directory if isinstance(place, Checkpoint) else place)

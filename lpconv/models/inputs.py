@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lpconv.data.texts import SEQ_LEN, num_positions
-from lpconv.errors import UnsupportedError, UsageError
+from lpconv.data.texts import SEQ_LEN, check_seq_len, num_positions
+from lpconv.errors import UnsupportedError
 from lpconv.models.tasks import TEXT_AND_IMAGE
 
 _BATCH, _LENGTH, _SEED = 2, 32, 0
@@ -43,10 +43,7 @@ def max_length(config: Any) -> int | None:
 def sequence_length(config: Any, wanted: int | None) -> int:
     """`wanted` tokens, by default 128 or the model's maximum. Raises UsageError if the model has fewer positions."""
     limit = max_length(config)
-    if wanted is not None and limit is not None and wanted > limit:
-        raise UsageError(
-            f"--seq-len {wanted} exceeds the model's maximum of {limit} positions", hint=f"pass at most {limit}"
-        )
+    check_seq_len(wanted, limit)
     return wanted or min(SEQ_LEN, limit or SEQ_LEN)
 
 

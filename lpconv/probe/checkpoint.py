@@ -25,7 +25,7 @@ from lpconv.models.tokenizer import Tokens, read_tokenizer, tokenize
 from lpconv.models.whole import check_complete
 from lpconv.options import fields_of_run
 from lpconv.probe.noise import NOISE_RECIPES, gradient_noise
-from lpconv.probe.options import ProbeOptions
+from lpconv.probe.options import OWN_LOOP, ProbeOptions
 from lpconv.probe.record import ProbeResult
 from lpconv.probe.track import model_loss, probe, target_loss
 from lpconv.progress import Progress, Silent, counted, quiet_transformers
@@ -37,7 +37,6 @@ from lpconv.version import __version__
 MASK_RATE = 0.15  # share of the tokens that the mask token replaces, as in BERT (arXiv 1810.04805 §3.1)
 RANDOM_IDS = "random token ids, because the checkpoint has no tokenizer"
 
-_OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 _COPIES_IN_MEMORY = 2  # the weights, and either the gradients or, before those, the tensors being loaded
 _COPIES_FOR_NOISE = 2  # exact gradients, and those of a first rounded pass
 
@@ -95,7 +94,7 @@ class ProbeSetup:
         return target_loss(output, seed=0) if self.task is NONE else model_loss(output)
 
 
-def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, hint: str = _OWN_LOOP) -> ProbeSetup:
+def prepare_run(model: Openable, options: ProbeOptions, progress: Progress, *, hint: str = OWN_LOOP) -> ProbeSetup:
     """Open `model` and cut its text into batches. `hint` is the hint of the error for models that do not read text."""
     checkpoint = Checkpoint.open(model, revision=options.revision)
     checkpoint.check_promised()

@@ -8,6 +8,8 @@ from annotated_types import Ge
 
 from lpconv.options import AllowMissing, Force, Option, ResumedByBatch, Revision
 
+# Hint for models that a probe does not run.
+OWN_LOOP = "track a training step of your own: `with lpconv.track(model, every=1) as t:`, then `print(t.table())`"
 PROBE_FILE = "probe.json"  # in an output; marks the folder as a probe's
 
 

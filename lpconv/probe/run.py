@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lpconv.data.texts import check_text
+from lpconv.data.texts import check_reads_text, check_seq_len, check_text, num_positions
 from lpconv.layouts.reader import open_readable
 from lpconv.options import check
-from lpconv.probe.options import PROBE_FILE, ProbeOptions
+from lpconv.probe.options import OWN_LOOP, PROBE_FILE, ProbeOptions
 from lpconv.progress import Progress
 from lpconv.results import ProbeReport, to_json
 from lpconv.storage.checkpoint import Openable
@@ -29,6 +29,8 @@ def run_probe(
     check_free(output, force=options.force, marker=PROBE_FILE)
     checkpoint = open_readable(model, revision=options.revision)
     checkpoint.check_apart(output)
+    check_reads_text(checkpoint.config, hint=OWN_LOOP)
+    check_seq_len(options.seq_len, num_positions(checkpoint.config))
     if options.data is not None:
         check_text(options.data, checkpoint.directory, checkpoint.config, options.seq_len)
     # The imports below load torch and transformers, which takes seconds.

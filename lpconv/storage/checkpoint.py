@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lpconv.errors import InputError
+from lpconv.errors import InputError, UsageError
 from lpconv.gguf.view import as_directory, header_in
 from lpconv.results import FileRecord, SourceRecord
 from lpconv.storage.contents import check_inside, find_ignored, find_side_files, find_weights, read_config, read_json
@@ -108,8 +108,13 @@ class Checkpoint:
         return {name: info for header in self.headers.values() for name, info in header.tensors.items()}
 
     def check_apart(self, output: Path | str) -> None:
-        """Refuse an output that would replace files of this checkpoint, or lie among them. Raises OutputExistsError."""
+        """Refuse an output that would replace files of this checkpoint, or lie among them. Raises OutputExistsError.
+
+        An output called like a model that is not a directory here would be hidden by it, or hide it: UsageError.
+        """
         check_apart(self.directory, output)
+        if str(output) == self.origin.name and not (is_url(self.origin.name) or os.path.exists(output)):
+            raise UsageError(f"a directory `{output}` could not be told from the model", hint=f"use -o {output}-out")
         if is_url(self.origin.resolved) or os.path.isabs(self.origin.resolved):  # a URL, or a file whose view is cached
             check_apart(self.origin.resolved, output)
 

@@ -150,9 +150,8 @@ def _from_hub(name: str, revision: str | None) -> Resolved:
         return _snapshot(name, repo_id, snapshot)
     except InputError as e:
         near = nearest_sibling(Path(name))
-        if near is None:
-            raise
-        raise InputError(e.message, hint=f"did you mean the directory `{near}`? {e.hint}") from e
+        hint = f"did you mean the directory `{near}`? {e.hint}" if near else e.hint
+        raise InputError(f"there is no directory `{name}`; as a hub model, {e.message}", hint=hint) from e
 
 
 def _snapshot(name: str, repo_id: str, directory: Path) -> Resolved:

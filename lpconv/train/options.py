@@ -47,6 +47,8 @@ LOGGERS = (
     "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow", "neptune",
     "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
+# Those whose package has their name; Trainer knows about the others.
+OWN_PACKAGE = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _how = functools.partial(Option, panel="Arithmetic")
 _data = functools.partial(Option, panel="Data")

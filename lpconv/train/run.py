@@ -1,10 +1,11 @@
 """`lpconv finetune` as a library call: cheap checks first, before torch and transformers are imported."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
-from lpconv.data.texts import check_text
-from lpconv.errors import UsageError
+from lpconv.data.texts import check_seq_len, check_text, num_positions
+from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
 from lpconv.progress import Progress, Silent
@@ -12,7 +13,7 @@ from lpconv.results import FinetuneResult, MemoryPlan
 from lpconv.storage.checkpoint import Openable, name_of
 from lpconv.train.data import check_data, is_text
 from lpconv.train.folder import asked_for, check_folder
-from lpconv.train.options import FinetuneOptions, check_options, check_start
+from lpconv.train.options import OWN_PACKAGE, FinetuneOptions, check_options, check_start
 from lpconv.train.outcome import parse_gates
 from lpconv.train.recoverable import base_of_twin, check_recoverable
 
@@ -32,6 +33,9 @@ def finetune(
     """
     progress = progress or Silent()
     check_options(options)
+    missing = next((n for n in options.log_to if n in OWN_PACKAGE and find_spec(n) is None), None)
+    if missing is not None:
+        raise UnsupportedError(f"--log-to {missing}: its package is not installed", hint=f"pip install {missing}")
     gates = parse_gates(options)
     check_data(options)
     if is_first_process():  # only the first process writes, and it may have created the folder already
@@ -46,6 +50,7 @@ def finetune(
     twin = base_of_twin(checkpoint, options.source) if has_adapters else None
     for used in filter(None, (checkpoint, start.source if start else None, twin)):
         used.check_apart(output)
+    check_seq_len(options.seq_len, num_positions(checkpoint.config))
     for name in filter(None, (options.data, options.eval_data)):
         if is_text(name):
             check_text(Path(name), checkpoint.directory, checkpoint.config, options.seq_len)

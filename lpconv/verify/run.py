@@ -8,9 +8,10 @@ import os
 import shlex
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
-from lpconv.data.texts import check_text
+from lpconv.data.texts import check_seq_len, check_text, num_positions
 from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable
@@ -23,6 +24,7 @@ from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain, read_json
 from lpconv.storage.place import read_small, sha256_of
+from lpconv.storage.source import open_source
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
@@ -51,6 +53,7 @@ def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress
     if options.data is not None:
         assert options.against is not None  # set by with_source, as for tasks
         reference = _open_reference(options.against)
+        check_seq_len(options.seq_len, num_positions(reference.config))
         check_text(options.data, reference.directory, reference.config, options.seq_len)
         early_gates = []  # all gates wait for the outputs on the text
     result = _verify_stored(directory, options, early_gates, progress)
@@ -97,6 +100,7 @@ def _verify_stored(directory: Path, options: VerifyOptions, gates: Sequence[Gate
     if by_value:
         assert against is not None
         ours, reference = open_readable(directory), _open_reference(against)
+        _check_comparable(ours, reference)
         from lpconv.verify.compare import compare  # imports torch (seconds)
 
         return _with_files(compare(ours, reference, gates=gates, progress=progress), ours, reference)
@@ -128,6 +132,18 @@ def _open_reference(name: str) -> Checkpoint:
     reference = open_readable(name)
     reference.check_promised()
     return reference
+
+
+def _check_comparable(ours: Checkpoint, reference: Checkpoint) -> None:
+    """Raise InputError for two checkpoints of different families without a tensor name in common."""
+    kinds = [c.config.get("model_type") for c in (ours, reference)]
+    if kinds[0] != kinds[1] and None not in kinds:
+        with closing(open_source(ours)) as a, closing(open_source(reference)) as b:
+            if not a.entries.keys() & b.entries.keys():
+                raise InputError(
+                    f"the architectures differ, {kinds[0]} and {kinds[1]}, and no tensor has the same name",
+                    hint="pass the checkpoint that this one was made from to --against",
+                )
 
 
 def _with_files(

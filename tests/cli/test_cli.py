@@ -109,6 +109,7 @@ def test_an_error_is_json_under_json() -> None:
         (("nosuch",), "nosuch"),
         (("export", "onnx", "demo"), "--output"),
         (("convert", "demo", "--workers", "many"), "--workers"),
+        (("bench", "demo", "--save", ""), "--save"),
         (("inspect", "demo", "--stat"), "--stats"),
     ],
 )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lpconv.cli.main import app
@@ -50,6 +52,28 @@ REFUSED: dict[str, tuple[int, str]] = {
     "finetune demo --lr 0": (2, "--lr 0.0 "),
     "finetune demo --gate los<=1": (2, "`los`"),
     "finetune demo --log-to foo": (2, "`foo`"),
+    "finetune demo --log-to swanlab": (4, "swanlab"),
+    "finetune demo --seq-len 1000000": (2, " 256 "),
+    "probe demo --seq-len 1000000": (2, " 256 "),
+    "advise demo --seq-len 1000000": (2, " 256 "),
+    "verify models/llama --against demo --data a.csv --seq-len 1000000": (2, " 256 "),
+    "verify models/llama --against bert": (3, "bert"),
+    "advise t5": (4, "encoder"),
+    "probe vit": (4, "ViT"),
+    "convert demo -o demo": (2, "demo-out"),
+    "convert demo --include mlp": (2, "'*mlp*'"),
+    "convert demo --max-memory 4": (2, "4GB"),
+    "convert demo --max-shard-size 10": (2, "10GB"),
+    "inspect out/never-made": (3, "directory"),
+    "doctor --require nonsense": (2, "`nonsense`"),
+    "init bert-base --width 63 -o fresh": (2, " 64"),
+    "bench demo --layers 99": (2, " 4"),
+    "bench llama-8b --layers 99": (2, " 32"),
+    "bench demo --processes 0": (2, "--processes"),
+    "bench demo --format fp16 --method row": (2, "fp8"),
+    "bench demo --method nvfp4": (2, "fp4"),
+    "bench demo --method te": (4, "transformer_engine"),
+    "batch defaults.json": (2, "`format: null`"),
     "finetune demo --recover": (4, "lpconv.json"),
     "finetune demo --recover --recipe fp32": (2, "--recipe"),
     "finetune out --recover --dry-run": (2, "--dry-run"),
@@ -168,6 +192,13 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "no-label.csv": "text,b\n1,2\n",
         "short.txt": "hi\n",
         "ends.txt": "<|endoftext|>" * 20,
+        "defaults.json": json.dumps(
+            {
+                "version": 1,
+                "defaults": {"format": "fp16"},
+                "jobs": [{"id": "a", "model": "demo", "scheme": "FP8_DYNAMIC"}],
+            }
+        ),
     }.items():
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes("café".encode("latin-1"))
@@ -175,18 +206,25 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
         "demo-plain": {},
         "demo-fp8": {"quantization_config": {"quant_method": "fp8"}},
         "no-layers": {"num_hidden_layers": None},
+        "t5": {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        "vit": {"architectures": ["ViTForImageClassification"], "vocab_size": None, "image_size": 224},
+        "bert": {"model_type": "bert"},
     }
     for name, settings in changes.items():
         shutil.copytree(demo_checkpoint(), folder / name)
         config = json.loads((folder / name / "config.json").read_text())
-        (folder / name / "config.json").write_text(json.dumps(config | settings))
+        config = {key: value for key, value in (config | settings).items() if (key, value) != ("vocab_size", None)}
+        (folder / name / "config.json").write_text(json.dumps(config))
+    save_file({"embeddings": torch.ones(4, 4)}, folder / "bert" / "model.safetensors")
     shutil.copytree(demo_checkpoint(), folder / "cut")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
     convert("demo", folder / "out", ConvertOptions(verify="none"))
     command = [sys.executable, "-c", PROGRAM, json.dumps([*REFUSED, *DONE])]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     there = sorted(p.name for p in folder.iterdir() if p.is_dir())
-    assert there == ["adapter", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "taken"]
+    assert there == [
+        "adapter", "bert", "cut", "demo-fp8", "demo-plain", "empty", "models", "no-layers", "out", "t5", "taken", "vit",
+    ]  # fmt: skip
     return {line: (code, said, heavy) for line, code, said, heavy in map(json.loads, done.stdout.splitlines())}
 
 
@@ -207,10 +245,14 @@ def test_the_entrances_of_engines_load_without_torch() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_an_export_without_a_runtime_says_how() -> None:
-    done = CliRunner().invoke(app, ["export", "demo"], env={"TERMINAL_WIDTH": "120"})
+@pytest.mark.parametrize(
+    ("typed", "suggested"),
+    [("export demo", "lpconv export onnx demo"), ("export gguf demo", "GGUF_Q8_0")],
+)
+def test_an_export_without_a_runtime_says_how(typed: str, suggested: str) -> None:
+    done = CliRunner().invoke(app, typed.split(), env={"TERMINAL_WIDTH": "120"})
     assert done.exit_code == 2
-    assert "lpconv export onnx demo" in done.stderr
+    assert suggested in done.stderr
 
 
 @pytest.mark.parametrize("line", DONE)
