@@ -31,6 +31,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "warmup-ratio": ("--warmup",),
     "lr-scheduler-type": ("--schedule",),
     "max-grad-norm": ("--clip",),
+    "gradient-accumulation-steps": ("--grad-accum",),
     "report-to": ("--log-to",),
     "save-steps": ("--save-every",),
     "eval-steps": ("--eval-every",),

@@ -342,6 +342,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "points_max": 2, "cache": True, "allow_missing": True, "kv_cache": "fp8",
     },
     "finetune": {
+        "grad_accum": 2, "gradient_checkpointing": True,
         "recipe": "fp32", "precision": "fp8", "method": "unit", "optimizer": "bf16", "rounding": "stochastic",
         "loss_scale": 1024, "loss_scale_floor": "0:1", "task": "clm", "data": "x/y", "eval_data": "x/z",
         "text_column": "t", "label_column": "l", "seq_len": 8, "steps": 3, "batch_size": 2, "lr": "1e-3",
