@@ -24,7 +24,6 @@ from lpconv.data.texts import (
 )
 from lpconv.errors import InputError, UsageError, first_line
 from lpconv.lookup import nearest
-from lpconv.models.tokenizer import answer_tokens, chat_text
 from lpconv.storage.hub import why_unreachable
 from lpconv.storage.resolve import looks_like_path
 from lpconv.train.options import FinetuneOptions
@@ -111,6 +110,8 @@ def with_template(rows: "Rows", tokenizer: Any) -> "Rows":
     """The rows, with conversations as texts and tokens by the tokenizer's chat template, which must exist."""
     if not rows.is_chat:
         return rows
+    from lpconv.models.tokenizer import answer_tokens, chat_text  # imports torch and transformers (seconds)
+
     chat_text(tokenizer, rows.train[:1][rows.text][0], rows.words)
     return replace(
         rows,
