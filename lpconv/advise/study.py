@@ -9,9 +9,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lpconv.advise.bits import Base, base_for, parts_of, raise_costly_tensors
 from lpconv.advise.candidates import best, conversions, rank_rows
-from lpconv.advise.infer import NO_TIME, Trial, forecast, measure_conversion, measure_conversions
+from lpconv.advise.infer import (
+    NO_TIME,
+    Base,
+    Trial,
+    base_for,
+    forecast,
+    measure_conversion,
+    measure_conversions,
+    parts_of,
+    raise_costly_tensors,
+)
 from lpconv.advise.options import AdviseOptions
 from lpconv.advise.record import command_for
 from lpconv.advise.subject import Subject, job_of, open_converted, open_subject
@@ -156,7 +165,7 @@ def _train(result: AdviceResult, subject: Subject, options: AdviseOptions, limit
     part = limit.part(_NOISE_SHARE)
     with suppress(TimeIsUp), part.enforced():
         noise = _noise_in_four_bits(subject, options, part)
-    rows = drop_noisy_recipes(recipe_rows(subject.model, options.budget), noise)
+    rows = drop_noisy_recipes((row for row in result.rows if row.purpose == "train"), noise)
     facts, found = result.facts | {"Training": runs.words}, (*result.findings, *noise_findings(noise))
     result = _merge_rows(replace(result, facts=facts, findings=found), rows)
     yield result
