@@ -142,7 +142,10 @@ def _interruption(number: int, kwargs: dict[str, object]) -> InterruptedRunError
 def _fail(error: LpconvError, as_json: bool) -> None:
     try:
         if as_json:
-            print(json.dumps({"schema_version": 1, "error": error.to_dict()}, indent=2, default=str))
+            document = {"schema_version": 1, "error": error.to_dict()}
+            if "jobs" in error.details:  # of a batch, in the place where they are if no job fails
+                document["jobs"] = error.details["jobs"]
+            print(json.dumps(document, indent=2, default=str))
         sys.stdout.flush()
     except OSError:  # the reader has exited or the disk is full; Python would complain while closing stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

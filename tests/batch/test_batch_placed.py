@@ -392,3 +392,7 @@ def test_an_output_in_the_way_fails_its_job_only(folder: Path) -> None:
         run_batch(jobs, RUNNERS, BatchOptions(keep_going=True), executor=Executor())
     assert statuses(failed.value.result) == {"a": "failed", "b": "converted"}
     assert failed.value.result.jobs[0].error.code == OutputExistsError.exit_code
+    said = CliRunner().invoke(app, ["batch", str(jobs.path), "--only", "a", "--keep-going", "--json"])
+    document = json.loads(said.stdout)  # the jobs are where they are if none fails
+    assert [(job["id"], job["status"]) for job in document["jobs"]] == [("a", "failed")]
+    assert document["error"]["details"]["jobs"] == document["jobs"]
