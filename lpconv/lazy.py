@@ -3,10 +3,12 @@
 Most packages hold modules that import torch next to tables that the command line needs at start-up. Importing such a
 table from the package must not import torch. A public name may equal the name of its module, as in
 `lpconv.formats.cast`: the package attribute is then the function, and `from lpconv.formats.cast import …` still works.
+A package with a function of its own name, such as `lpconv.convert`, can be called like that function.
 """
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -15,20 +17,35 @@ from typing import Any
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":
+            return inspect.signature(self._function)
         home = vars(self)["_homes"].get(name)
         if home is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if home == self.__name__ or ("." not in self.__name__ and home.startswith(f"{self.__name__}.{name}.")):
+            return importlib.import_module(f"{self.__name__}.{name}")
         value = vars(self)[name] = getattr(importlib.import_module(home), name)
         return value
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Call the public function that has the name of the package, such as `lpconv.convert.convert`."""
+        return self._function(*args, **keywords)
+
+    @property
+    def _function(self) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        if name not in vars(self)["_homes"]:
+            raise TypeError(f"module {self.__name__!r} is not callable")
+        return getattr(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Importing a submodule sets an attribute of the package, which must not hide a public name that is spelt the
         # same.
-        if not (isinstance(value, ModuleType) and name in vars(self)["_homes"]):
+        if not (isinstance(value, ModuleType) and name in vars(self)["_homes"] and not hasattr(value, "__path__")):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return {*super().__dir__(), *vars(self)["_homes"]}
+        return {*(n for n in super().__dir__() if n.startswith("__")), *vars(self)["__all__"]}
 
 
 def lazily(package: str) -> list[str]:

@@ -8,6 +8,7 @@ settable by users; a field with `Group` stands for all options of another record
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import types
@@ -94,6 +95,12 @@ class Declared:
     def name(self) -> str:
         """The key in manifests."""
         return self.option.name or self.field
+
+    @property
+    def annotation(self) -> Any:
+        """The type of the field."""
+        one: Any = types.GenericAlias(tuple, (self.type, ...)) if self.is_many else self.type
+        return one | None if self.nullable else one
 
     @property
     def flag(self) -> str:
@@ -220,6 +227,51 @@ def make(record: type[T], values: Mapping[str, Any]) -> T:
         elif one.name in values:
             fields[name] = one.known(values[one.name])
     return record(**fields)
+
+
+def with_keywords(record: type[Any]) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Decorator for a function of `options`: it also takes the options of `record` as keywords, and its signature lists
+    them."""
+
+    def decorate(call: Callable[..., T]) -> Callable[..., T]:
+        own, declared = inspect.signature(call), options_of(record)
+        noted = {name for name, _ in _fields(record)}
+        plain = {f.name: f for f in dataclasses.fields(record) if f.name not in noted | own.parameters.keys()}
+
+        @functools.wraps(call)
+        def function(*args: Any, **keywords: Any) -> T:
+            chosen = {n: _given(declared[n], keywords.pop(n)) for n in declared if n in keywords}
+            fields = {n: keywords.pop(n) for n in plain if n in keywords}
+            bound = own.bind_partial(*args, **keywords)
+            if bound.arguments.get("options") is None:
+                bound.arguments["options"] = dataclasses.replace(make(record, chosen), **fields)
+            elif chosen or fields:
+                raise UsageError(
+                    f"{call.__name__}: {next(iter(chosen | fields))} and `options` cannot be combined",
+                    hint=f"set it in {record.__name__}, or pass keywords only",
+                )
+            return call(*bound.args, **bound.kwargs)
+
+        wide = record | types.NoneType
+        ours = [p.replace(default=None, annotation=wide) if p.name == "options" else p for p in own.parameters.values()]
+        listed = {n: (d.default, d.annotation) for n, d in declared.items()}
+        listed |= {n: (f.default, f.type) for n, f in plain.items()}
+        ours += [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for n, (default, kind) in listed.items()
+        ]
+        function.__signature__ = own.replace(parameters=ours)  # type: ignore[attr-defined]  # `inspect` reads it
+        return function
+
+    return decorate
+
+
+def _given(declared: Declared, value: Any) -> Any:
+    """The value of an option given in Python: text is parsed, and one value stands for a tuple of it."""
+    if declared.is_many:
+        values = (value,) if isinstance(value, str) else tuple(value)
+        return tuple(_given(dataclasses.replace(declared, is_many=False), x) for x in values)
+    return declared.read(value) if declared.option.parse and isinstance(value, str) else value
 
 
 def check(options: Any) -> None:

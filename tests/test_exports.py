@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lpconv
+from lpconv.convert import ConvertOptions
 
 ROOT = Path(lpconv.__file__).parent
 WITH_NAMES = {"hf.py", "loss_scale.py", "models/plugin.py"}  # public modules, and one that travels with outputs
@@ -36,12 +37,34 @@ def test_a_package_gives_its_public_names() -> None:
         declared = getattr(package, "__all__", ())
         if bool(declared) == any(name == p or name.startswith(f"{p}.") for p in WITHOUT_NAMES):
             wrong.append(f"{name} has {'names' if declared else 'no names'}")
-        wrong += [f"{name}.{public} is a module" for public in declared if inspect.ismodule(getattr(package, public))]
+        modules = [public for public in declared if inspect.ismodule(getattr(package, public))]
+        wrong += [f"{name}.{public} is a module" for public in modules if name != "lpconv"]
         if not set(declared) <= set(dir(package)):
             wrong.append(f"dir({name}) lacks some of its names")
         with pytest.raises(AttributeError, match="'nothing'"):
             _ = package.nothing
     assert wrong == []
+
+
+def test_one_import_is_enough_and_its_calls_list_their_options(tmp_path: Path) -> None:
+    calls = {"advise", "bench", "convert", "finetune", "inspect", "probe", "restore", "scaled", "verify"}
+    code = "import lpconv, sys; print(*(n for n in dir(lpconv) if n[0] != '_'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {*done.stdout.split()} == calls | {"load", "optim", "track", "False"}
+    assert all(callable(getattr(lpconv, name)) for name in calls)
+    assert {"recipe", "steps", "grad_accum", "gates"} <= inspect.signature(lpconv.finetune).parameters.keys()
+    shown = inspect.signature(lpconv.convert)
+    assert shown.parameters["format"].annotation == str | None
+    assert shown.parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+    lpconv.convert("demo", tmp_path / "fp8", format="e4m3fn", exclude="*embed*", verify="none")
+    assert lpconv.inspect(tmp_path / "fp8").layout == "lpconv"
+    assert lpconv.verify(tmp_path / "fp8", against="demo").passed
+    lpconv.restore(tmp_path / "fp8", str(tmp_path / "plain"))
+    with pytest.raises(TypeError, match="formt"):
+        lpconv.convert("demo", tmp_path / "other", formt="e4m3fn")
+    with pytest.raises(lpconv.errors.UsageError, match="format"):
+        lpconv.convert("demo", tmp_path / "other", ConvertOptions(), format="e4m3fn")
 
 
 def test_a_public_name_wins_over_the_module_it_comes_from_in_any_order() -> None:

@@ -6,15 +6,17 @@ from pathlib import Path
 from lpconv.advise.options import NO_TEXT, AdviseOptions, check_advise
 from lpconv.data.texts import check_reads_text, check_seq_len, num_positions
 from lpconv.layouts.reader import open_readable
+from lpconv.options import with_keywords
 from lpconv.progress import Deadline, Progress, Silent
 from lpconv.results import AdviceResult
 from lpconv.storage.checkpoint import Openable
 from lpconv.train.data import check_data
 
 
+@with_keywords(AdviseOptions)
 def advise(
     model: Openable,
-    output: Path,
+    output: Path | str,
     options: AdviseOptions,
     *,
     progress: Progress | None = None,
@@ -26,6 +28,7 @@ def advise(
     `keep` receives the result so far after each measurement, marked as interrupted. Raises an `LpconvError` for a model
     or data that cannot be measured at all; a failing candidate becomes a row with that status.
     """
+    output = Path(output)
     deadline = Deadline(60 * options.budget.minutes, progress or Silent())
     check_advise(options)
     check_data(options.training("fp32", steps=options.steps))

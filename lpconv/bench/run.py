@@ -17,7 +17,7 @@ from lpconv.layouts.reader import open_readable
 from lpconv.machine import may_have_gpu
 from lpconv.models.presets import PRESETS
 from lpconv.models.whole import check_complete
-from lpconv.options import PARALLEL, check
+from lpconv.options import PARALLEL, check, with_keywords
 from lpconv.progress import Progress, Silent
 from lpconv.results import BenchResult, PeakRecord, from_json
 from lpconv.storage.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ def choose_model(
     return case, notes
 
 
+@with_keywords(BenchOptions)
 def bench(
     options: BenchOptions,
     *,

@@ -6,7 +6,7 @@ from lpconv.errors import UsageError
 from lpconv.formats.spec import SPELLINGS
 from lpconv.layouts.reader import open_readable
 from lpconv.lookup import known_name
-from lpconv.progress import Progress
+from lpconv.progress import Progress, Silent
 from lpconv.results import RestoreResult
 from lpconv.storage.header import quantization_method
 from lpconv.storage.staging import check_apart, check_free, check_is_output, is_output
@@ -15,7 +15,12 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 
 def restore(
-    directory: Path, output: Path, *, dtype: str | None = None, force: bool, progress: Progress
+    directory: Path | str,
+    output: Path | str,
+    *,
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> RestoreResult:
     """Write the plain checkpoint of a converted or third-party quantised checkpoint into `output`.
 
@@ -23,6 +28,7 @@ def restore(
     `dtype` (default: the config's). Raises InputError for a directory that is neither, or whose files do not match
     SHA256SUMS; UnsupportedError for plain checkpoints and unknown layouts.
     """
+    directory, output, progress = Path(directory), Path(output), progress or Silent()
     checkpoint = None if is_output(directory) or not directory.exists() else open_readable(directory)
     is_foreign = checkpoint is not None and quantization_method(checkpoint.config) is not None
     dtype = known_name(dtype, _DTYPES, SPELLINGS) or dtype if dtype is not None else None

@@ -16,6 +16,7 @@ from lpconv.forms.form import Side
 from lpconv.gates import needs_logits
 from lpconv.inspect.headers import inspect
 from lpconv.machine import peak_rss_bytes
+from lpconv.options import with_keywords
 from lpconv.plan.files import (
     CARD,
     SOURCE_CARD,
@@ -87,6 +88,7 @@ def plan(model: Openable, output: Path | str, options: ConvertOptions) -> PlanRe
         )
 
 
+@with_keywords(ConvertOptions)
 def convert(
     model: Openable,
     output: Path | str,

@@ -20,7 +20,7 @@ from lpconv.layouts.headers import judged_grids, recognise
 from lpconv.layouts.reader import DecodedSource, StoredTensors
 from lpconv.layouts.scale_defects import FACTOR, from_scales
 from lpconv.models.ties import find_ties, tie_warnings
-from lpconv.progress import Progress
+from lpconv.progress import Progress, Silent
 from lpconv.report.numbers import code_list
 from lpconv.results import InspectResult, StoredTensor
 from lpconv.storage.checkpoint import Checkpoint, Openable
@@ -57,12 +57,12 @@ def judge_scales(record: InspectResult, model: Openable) -> InspectResult:
     )
 
 
-def inspect_with_statistics(model: Openable, progress: Progress) -> InspectResult:
+def inspect_with_statistics(model: Openable, progress: Progress | None = None) -> InspectResult:
     """`inspect`, with statistics in each tensor's record. Also opens `.bin` checkpoints.
 
     Codes of lpconv are measured unscaled. A checkpoint quantised by another tool is read only if it has no problems.
     """
-    checkpoint = Checkpoint.open(model)
+    checkpoint, progress = Checkpoint.open(model), progress or Silent()
     with closing(open_source(checkpoint)) as source:
         infos = [(e.info, e.file) for e in source.entries.values()]
         if checkpoint.kind != "torch":

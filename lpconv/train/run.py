@@ -8,6 +8,7 @@ from lpconv.data.texts import check_seq_len, check_text, num_positions
 from lpconv.errors import UnsupportedError, UsageError
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import is_first_process
+from lpconv.options import with_keywords
 from lpconv.progress import Progress, Silent
 from lpconv.results import FinetuneResult, MemoryPlan
 from lpconv.storage.checkpoint import Openable, name_of
@@ -18,9 +19,10 @@ from lpconv.train.outcome import parse_gates
 from lpconv.train.recoverable import base_of_twin, check_recoverable
 
 
+@with_keywords(FinetuneOptions)
 def finetune(
     model: Openable,
-    output: Path,
+    output: Path | str,
     options: FinetuneOptions,
     *,
     progress: Progress | None = None,
@@ -31,7 +33,7 @@ def finetune(
     The result contains the gates; failed gates raise nothing here (see `lpconv.train.outcome.gate_problem`). Raises an
     `LpconvError` for every failure that is not a bug; DivergedError if training does not stay finite.
     """
-    progress = progress or Silent()
+    output, progress = Path(output), progress or Silent()
     check_options(options)
     missing = next((n for n in options.log_to if n in OWN_PACKAGE and find_spec(n) is None), None)
     if missing is not None:

@@ -7,6 +7,6 @@ from lpconv.lazy import lazily
 if TYPE_CHECKING:
     from lpconv.verify.options import VerifyOptions as VerifyOptions
     from lpconv.verify.reader import OutputReader as OutputReader
-    from lpconv.verify.run import verify_output as verify_output
+    from lpconv.verify.run import verify as verify, verify_output as verify_output
 
 __all__ = lazily(__name__)

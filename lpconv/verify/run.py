@@ -16,19 +16,26 @@ from lpconv.errors import InputError, UsageError
 from lpconv.gates import VERIFY_GATES, Gate, check_measured, is_of_task, needs_logits, with_gates
 from lpconv.layouts.reader import open_readable
 from lpconv.machine import usable_cores
-from lpconv.options import check
+from lpconv.options import check, with_keywords
 from lpconv.plan.files import summed_files
 from lpconv.plan.provenance import lost_signals
-from lpconv.progress import Progress
+from lpconv.progress import Progress, Silent
 from lpconv.results import FilesCheck, HashCheck, VerifyResult, from_json
 from lpconv.storage.checkpoint import Checkpoint
 from lpconv.storage.contents import is_plain, read_json
 from lpconv.storage.place import read_small, sha256_of
+from lpconv.storage.resolve import directory_of
 from lpconv.storage.source import open_source
 from lpconv.storage.staging import MARKER, SUMS, is_output, is_trained
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.reader import read_output
 from lpconv.verify.tasks import check_tasks, compare_on_tasks, load_tasks
+
+
+@with_keywords(VerifyOptions)
+def verify(path: str | Path, options: VerifyOptions, *, progress: Progress | None = None) -> VerifyResult:
+    """Check an output, or compare any two checkpoints; `path` is anything that the command accepts."""
+    return verify_output(directory_of(str(path)), options, progress=progress or Silent())
 
 
 def verify_output(directory: Path, options: VerifyOptions, *, progress: Progress) -> VerifyResult:
