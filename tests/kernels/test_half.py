@@ -1,5 +1,6 @@
 """float16 products on a CPU: computed in float32, rounded once."""
 
+import copy
 import sys
 from typing import Any
 
@@ -12,26 +13,19 @@ from lpconv.kernels.linear import E5M2_LINEAR, E5M2_STOCHASTIC, linear
 from lpconv.kernels.matmul import HalfProducts
 
 
-def test_products_are_rounded_once_forward_and_backward() -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shape"), [(nn.Linear, (300, 40), (8, 300)), (nn.Conv1d, (30, 8, 5), (2, 30, 16))]
+)
+def test_products_are_rounded_once_forward_and_backward(
+    kind: type[nn.Module], sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(300, 40).half(), torch.randn(8, 300).half().requires_grad_()
-    with HalfProducts():
-        out = layer(x)
-        out.backward(torch.ones_like(out))
-    exact = x.detach().float() @ layer.weight.detach().float().t() + layer.bias.detach().float()
-    assert torch.equal(out, exact.half())
-    assert x.grad is not None
-    assert torch.equal(x.grad, (torch.ones(8, 40) @ layer.weight.detach().float()).half())
-
-
-def test_convolutions_are_rounded_once_forward_and_backward() -> None:
-    torch.manual_seed(0)
-    layer, x = nn.Conv1d(30, 8, 5).half(), torch.randn(2, 30, 16).half().requires_grad_()
+    layer, x = kind(*sizes).half(), torch.randn(shape).half().requires_grad_()
     with HalfProducts():
         out = layer(x)
         out.backward(torch.ones_like(out))
     wide = x.detach().float().requires_grad_()
-    exact = nn.functional.conv1d(wide, layer.weight.detach().float(), layer.bias.detach().float())
+    exact = copy.deepcopy(layer).float()(wide)
     exact.backward(torch.ones_like(exact))
     assert torch.equal(out, exact.half())
     assert x.grad is not None

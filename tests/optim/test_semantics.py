@@ -44,18 +44,16 @@ def train(make: Callable[[list[nn.Parameter]], Optimizer], start: Tensor, steps:
     return p.detach()
 
 
-@pytest.mark.parametrize("options", ADAMW_OPTIONS, ids=str)
-def test_fp32_parameters_follow_torch_adamw(options: dict[str, Any]) -> None:
-    found = train(lambda ps: CollageAdamW(ps, compiled=False, **options), weights())
-    wanted = train(lambda ps: torch.optim.AdamW(ps, foreach=False, **options), weights())
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", SGD_OPTIONS, ids=str)
-def test_fp32_parameters_follow_torch_sgd(options: dict[str, Any]) -> None:
-    found = train(lambda ps: CollageSGD(ps, compiled=False, **({"momentum": 0.0} | options)), weights())
-    wanted = train(lambda ps: torch.optim.SGD(ps, foreach=False, **options), weights())
-    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=1e-6)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [*((CollageAdamW, torch.optim.AdamW, o) for o in ADAMW_OPTIONS),
+     *((CollageSGD, torch.optim.SGD, {"momentum": 0.0} | o) for o in SGD_OPTIONS)],
+    ids=str,
+)  # fmt: skip
+def test_fp32_parameters_follow_torch(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
+    weights_of_ours = train(lambda ps: ours(ps, compiled=False, **options), weights())
+    expected = train(lambda ps: theirs(ps, foreach=False, **options), weights())
+    torch.testing.assert_close(weights_of_ours, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_lion_follows_its_formula() -> None:
