@@ -32,7 +32,7 @@ from lpconv.storage.checkpoint import Checkpoint
 from lpconv.verify.options import VerifyOptions
 from lpconv.verify.run import verify_output
 from tests.faults.mutations import odd_value
-from tests.helpers.checkpoints import keep_one_layer
+from tests.helpers.checkpoints import keep_layers
 from tests.helpers.gguf_files import demo_with_merges
 from tests.helpers.models import minilm, tiny
 
@@ -154,7 +154,7 @@ def test_a_search_is_better_and_two_runs_give_the_same_bytes(sources: dict[str, 
 def test_error_feedback_writes_the_same_layout(tmp_path: Path) -> None:
     more: dict[str, Any] = {"rounding": "gptq", "calibrate": "demo", "calibration_tokens": 256}
     source = demo_with_merges(tmp_path / "source")
-    keep_one_layer(source)
+    keep_layers(source, 1)
     output, nearest = as_gguf(source, tmp_path / "out", "Q4_0", **more), as_gguf(source, tmp_path / "nearest", "Q4_0")
     assert (output / "model.gguf").read_bytes() != (nearest / "model.gguf").read_bytes()
     against = VerifyOptions(level="weights", against=str(source))

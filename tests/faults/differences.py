@@ -20,7 +20,7 @@ from lpconv.data import demo_text
 from lpconv.forms.coded import digest_of
 from lpconv.plan.options import ConvertOptions
 from tests.faults.damage import Damage, Pair
-from tests.helpers.checkpoints import bits_of, keep_one_layer
+from tests.helpers.checkpoints import bits_of, keep_layers
 from tests.helpers.gguf_files import demo_with_merges
 
 __all__ = ["LAYOUTS", "differences", "make_layouts"]
@@ -43,7 +43,7 @@ WEIGHTS, MARKER = "model.safetensors", "lpconv.json"
 def make_layouts(folder: Path) -> dict[str, Pair]:
     """A model of one layer with all kinds of side files, and its outputs in all layouts."""
     source = demo_with_merges(folder / "source")
-    keep_one_layer(source)
+    keep_layers(source, 1)
     (source / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     )

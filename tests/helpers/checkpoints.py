@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -32,7 +33,7 @@ __all__ = [
     "cli_environment",
     "converted_demo",
     "files_of",
-    "keep_one_layer",
+    "keep_layers",
     "published",
     "raw_safetensors",
     "refusal",
@@ -83,20 +84,21 @@ def converted_demo(folder: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict
     return {name: folder / name for name in forms}
 
 
-def shallow_demo(target: Path) -> Path:
-    """Write the demo model with one of its layers, which exports and trains in a fraction of the time."""
+def shallow_demo(target: Path, *, num_layers: int = 1) -> Path:
+    """Write the demo model with its first layers only, which exports and trains in a fraction of the time."""
     shutil.copytree(demo_checkpoint(), target)
-    keep_one_layer(target)
+    keep_layers(target, num_layers)
     return target
 
 
-def keep_one_layer(folder: Path) -> None:
-    """Drop all decoder layers but the first from a checkpoint in one file."""
+def keep_layers(folder: Path, num_layers: int) -> None:
+    """Drop all decoder layers but the first ones from a checkpoint in one file."""
     weights = load_file(folder / "model.safetensors")
-    kept = {n: x for n, x in weights.items() if ".layers." not in n or ".layers.0." in n}
+    numbers = {name: re.search(r"\.layers\.(\d+)\.", name) for name in weights}
+    kept = {name: weights[name] for name, found in numbers.items() if found is None or int(found[1]) < num_layers}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
 
 
 def raw_safetensors(header: Mapping[str, Any] | bytes, payload: bytes = b"", *, length: int | None = None) -> bytes:

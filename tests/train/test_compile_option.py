@@ -18,11 +18,9 @@ from tests.helpers.models import tiny, with_demo_tokenizer
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """One layer, read with the tokenizer of the embedded model; compiling stops before code is generated."""
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
     monkeypatch.setattr(
         torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     )
-    torch.set_num_threads(1)
     settings = {"num_hidden_layers": 1, "vocab_size": 272, "eos_token_id": 0, "tie_word_embeddings": False}
     return str(with_demo_tokenizer(tiny("llama", tmp_path / "model", **settings)))
 

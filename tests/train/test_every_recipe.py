@@ -7,26 +7,19 @@ import pytest
 import torch
 
 import lpconv.hf
-from lpconv.data import demo_checkpoint
 from lpconv.init import InitOptions, init
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES, arithmetic
 from lpconv.train.run import finetune
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_trains_and_what_it_publishes_opens(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_trains_and_what_it_publishes_opens(recipe: str, shallow: Path, tmp_path: Path) -> None:
     options = FinetuneOptions(
         arithmetic=arithmetic(recipe=recipe), steps=1, batch_size=1, seq_len=16, eval_batches=1, twin="none",
         track_every=0, lr=1e-3, warmup=0.0, grad_accum=2, gradient_checkpointing=True,
     )  # fmt: skip
-    start = demo_checkpoint()
+    start = shallow
     if options.arithmetic.is_native:  # which a trained model is refused to
         start = tmp_path / "fresh"
         init("demo", start, InitOptions(reinit=True, layers=1))

@@ -25,17 +25,12 @@ from lpconv.train.folder import held_folder
 from lpconv.train.trainer import save_sharded
 
 Fail = Callable[[Path, pytest.MonkeyPatch], None]
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 def _command(out: Path, *more: str) -> list[str]:
     sizes = ["--steps", "2", "--batch-size", "2", "--seq-len", "16", "--eval-batches", "1", "--track-every", "0"]
     return ["finetune", "demo", "--recipe", "unit-fp8", *sizes, "--save-every", "1", "-o", str(out), "-q", *more]
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
 
 
 def _refuse(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import lpconv.hf
 from lpconv.cli.main import app
 from lpconv.convert.run import convert
+from lpconv.data import demo_checkpoint
 from lpconv.errors import InputError, OutputExistsError, ResourceError, UnsupportedError, UsageError
 from lpconv.kernels import buffers
 from lpconv.plan.options import ConvertOptions
@@ -28,6 +29,7 @@ from lpconv.train.run import finetune
 from lpconv.train.trainer import DivergedError
 
 assert lpconv.hf  # registers the format
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 class Stopped(Exception):
@@ -44,12 +46,6 @@ class StopAt(Silent):
         self.left -= amount
         if self.left == 0:
             raise Stopped
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
 
 
 def options(recipe: str, **more: Any) -> FinetuneOptions:
@@ -306,15 +302,16 @@ def test_an_overflow_skips_the_step_lowers_the_scale_and_is_located(tmp_path: Pa
 
 
 def test_too_little_memory_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    model = str(demo_checkpoint())  # with all of its layers
     with pytest.raises(ResourceError, match=r"optimizer 13\.2 MB") as caught:
-        finetune("demo", tmp_path / "run", options("fp32", max_memory=10**6))
+        finetune(model, tmp_path / "run", options("fp32", max_memory=10**6))
     assert caught.value.exit_code == 7
     assert "--batch-size" in (caught.value.hint or "")
     needed = []
     for checkpointing in (False, True):
         asked = options("fp32", max_memory=14 * 10**6, batch_size=64, gradient_checkpointing=checkpointing)
         with pytest.raises(ResourceError, match="activations") as caught:
-            finetune("demo", tmp_path / "more", asked)
+            finetune(model, tmp_path / "more", asked)
         needed.append(caught.value.details["estimate"]["activations"])
     assert needed[1] < needed[0] / 2
 

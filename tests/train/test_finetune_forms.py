@@ -39,15 +39,11 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 RECIPES = ("fp32", "collage-bf16", "unit-fp8")
 
-
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(shallow: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return converted_demo(tmp_path_factory.mktemp("forms"), SOURCES)
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -43,8 +42,6 @@ def test_ranks_train_what_one_process_does(
     case: str, how: dict[str, str], tolerance: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums in another order are rounded to fp32; under fp8 each rank casts its own batch at scales of its own."""
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
     monkeypatch.chdir(folder)
     one = finetune(model_of(how), tmp_path / "one", options(how))
     run = from_json(RunRecord, read_json(folder / case / "report.json")["runs"][0])

@@ -10,32 +10,14 @@ from typer.testing import CliRunner
 
 from lpconv.cli.main import app
 from lpconv.errors import UnsupportedError
-from lpconv.progress import Silent
 from lpconv.results import LossAllocation
 from lpconv.train.callbacks import loss_allocation
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import arithmetic
 from lpconv.train.run import finetune
+from tests.train.test_finetune import StopAt, Stopped
 
-
-class Stopped(Exception):
-    """A run was cut."""
-
-
-class StopAtFive(Silent):
-    """Cuts a run after its fifth step."""
-
-    left = 5
-
-    def advance(self, amount: int, figures: str = "") -> None:
-        self.left -= amount
-        if self.left == 0:
-            raise Stopped
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
+pytestmark = pytest.mark.usefixtures("shallow")
 
 
 def options(recipe: str, **more: Any) -> FinetuneOptions:
@@ -69,7 +51,7 @@ def test_a_resumed_run_allots_the_same_and_looking_changes_nothing(tmp_path: Pat
     asked = options("collage-bf16", save_every=2)
     whole = finetune("demo", tmp_path / "whole", asked).runs[0]
     with pytest.raises(Stopped):
-        finetune("demo", tmp_path / "cut", asked, progress=StopAtFive())
+        finetune("demo", tmp_path / "cut", asked, progress=StopAt(5))
     assert allotted(tmp_path / "cut", dataclasses.replace(asked, resume=True)) == whole.loss_allocation
     unseen = finetune("demo", tmp_path / "unseen", dataclasses.replace(asked, lca=False)).runs[0]
     assert unseen.losses == whole.losses

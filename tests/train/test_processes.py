@@ -47,9 +47,7 @@ def test_families_have_one_objective_on_one_process_and_on_two(
     case: str, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many classes return a mean where Trainer expects a part of the sum over processes, and lengths differ."""
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
     monkeypatch.chdir(two)
-    torch.set_num_threads(1)
     one = finetune(model_of(case), tmp_path / "one", options(case, is_alone=True)).runs[0]
     run = from_json(RunRecord, read_json(two / case / "report.json")["runs"][0])
     assert run.losses.values == pytest.approx(one.losses.values, rel=5e-6)
@@ -64,11 +62,7 @@ def test_families_have_one_objective_on_one_process_and_on_two(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_give_the_losses_of_one(
-    case: str, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LPCONV_COMPILE", "never")
-    torch.set_num_threads(1)
+def test_two_processes_give_the_losses_of_one(case: str, two: Path, tmp_path: Path) -> None:
     one = finetune("demo", tmp_path / "one", options(case)).runs[0]
     run = from_json(RunRecord, read_json(two / case / "report.json")["runs"][0])
     tolerance = CASES[case][1]
