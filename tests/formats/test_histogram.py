@@ -88,10 +88,10 @@ def test_the_crest_is_the_largest_magnitude_over_the_root_mean_square() -> None:
     torch.manual_seed(0)
     x = torch.randn(4096)
     x[7], x[:2048:2] = -400.0, 0.0
-    found = exponent_histogram_reference(x)
+    actual = exponent_histogram_reference(x)
     rms = float(x.double().square().mean().sqrt())
-    assert found.crest == pytest.approx(400 / rms, rel=0.05)
-    assert found.log2_rms == math.floor(math.log2(rms))
+    assert actual.crest == pytest.approx(400 / rms, rel=0.05)
+    assert actual.log2_rms == math.floor(math.log2(rms))
     empty = exponent_histogram_reference(torch.zeros(3))
     assert math.isnan(empty.crest)
     assert empty.log2_rms == 0

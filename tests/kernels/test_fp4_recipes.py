@@ -42,10 +42,10 @@ def test_values_follow_the_definition_of_their_blocks(how: OperandCast) -> None:
     x = drawn(6, 64)
     size = 32 if how.scale == "mx" else 16
 
-    found = value_of(encode_operand(x, how, axis=-1), 64)
+    actual = value_of(encode_operand(x, how, axis=-1), 64)
 
     blocks = [by_block(b, how.scale, float(x.abs().max())) for row in x for b in row.split(size)]
-    assert torch.allclose(found.double(), torch.cat(blocks).view(6, 64), rtol=1e-6, atol=0)
+    assert torch.allclose(actual.double(), torch.cat(blocks).view(6, 64), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("how", "decibel"), [(NVFP4, 20.4), (MXFP4, 18.8), (replace(MXFP4, format="e4m3fn"), 30.7)])
@@ -81,9 +81,9 @@ def test_stochastic_rounding_is_right_on_average(kind: str) -> None:
     x, count = torch.linspace(-4, 5.9, 64).view(1, 64), 4000
     x[0, ::16] = 6.0  # so that every scale is 1
 
-    found = encode_operand(x.expand(count, 64), replace(NVFP4, scale=kind, rounding="stochastic"), axis=-1)
+    actual = encode_operand(x.expand(count, 64), replace(NVFP4, scale=kind, rounding="stochastic"), axis=-1)
 
-    values = value_of(found, 64).double()
+    values = value_of(actual, 64).double()
     assert len(values[:, 1].unique()) == 2
     assert float((values.mean(0) - x[0]).abs().max()) < 5 / math.sqrt(count)  # five of the largest deviations
 
@@ -104,8 +104,8 @@ def test_gradients_approach_those_of_wide_products(kind: str) -> None:
     linear(x, w, recipe=FP4_RECIPES[kind]).backward(grad)
     assert x.grad is not None
     assert w.grad is not None
-    for found, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
-        assert 0.05 < float((found - exact).norm() / exact.norm()) < 0.3
+    for actual, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
+        assert 0.05 < float((actual - exact).norm() / exact.norm()) < 0.3
 
 
 def test_the_last_blocks_stay_wide() -> None:
@@ -217,12 +217,12 @@ def test_gradients_of_quartet_are_those_of_the_rounded_layer_on_average() -> Non
     for _ in range(count):
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
         output = linear(*leaves, recipe=recipe)
-        for total, found in zip(sums, torch.autograd.grad(output, leaves, grad), strict=True):
-            total += found / count
+        for total, actual in zip(sums, torch.autograd.grad(output, leaves, grad), strict=True):
+            total += actual / count
     rounded = [value_of(encode_operand(z, FOUR_SIX, axis=-1), 50) for z in (x, w)]
     assert torch.allclose(linear(x, w, recipe=recipe), rounded[0] @ rounded[1].t(), rtol=1e-3, atol=1e-3)
-    for found, exact in zip(sums, (grad @ rounded[1], grad.t() @ rounded[0]), strict=True):
-        assert float((found - exact).norm() / exact.norm()) < 0.015  # a single draw: 0.13
+    for actual, exact in zip(sums, (grad @ rounded[1], grad.t() @ rounded[0]), strict=True):
+        assert float((actual - exact).norm() / exact.norm()) < 0.015  # a single draw: 0.13
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it after a graph break
@@ -235,8 +235,8 @@ def test_compiled_products_share_their_signs(backend: str) -> None:
     compiled(x, w).backward(grad)
     assert x.grad is not None
     assert w.grad is not None
-    for found, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
-        assert 0.05 < float((found - exact).norm() / exact.norm()) < 0.3
+    for actual, exact in ((x.grad, grad @ w.detach()), (w.grad, grad.t() @ x.detach())):
+        assert 0.05 < float((actual - exact).norm() / exact.norm()) < 0.3
 
 
 def test_evaluation_draws_no_signs() -> None:

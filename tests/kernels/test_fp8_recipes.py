@@ -67,10 +67,10 @@ def test_outputs_and_gradients_stay_within_the_format(recipe: str, dtype: torch.
     assert relative(y, y_hat) < OUTPUT
     assert relative(expected, x.grad) < GRADIENT
     for name, parameter in plain.named_parameters():
-        found = ours.get_parameter(name).grad
-        assert found is not None
-        assert found.dtype == dtype
-        assert relative(parameter.grad, found) < GRADIENT, name  # type: ignore[arg-type]  # it has one: see above
+        actual = ours.get_parameter(name).grad
+        assert actual is not None
+        assert actual.dtype == dtype
+        assert relative(parameter.grad, actual) < GRADIENT, name  # type: ignore[arg-type]  # it has one: see above
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -94,9 +94,9 @@ def test_a_frozen_layer_gives_the_same_output_from_a_quarter_of_the_bytes(recipe
         for module in ours.modules():
             if isinstance(module, Multiplying):
                 module.freeze()
-        found = ours(x)
+        actual = ours(x)
 
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     codes = [p for p in ours.parameters() if p.dtype == torch.float8_e4m3fn]
     assert sum(p.numel() for p in codes) == 96 * 64 + 64 * 48
     assert sum(p.numel() for p in ours.parameters()) - sum(p.numel() for p in codes) == 64 + 48  # the biases

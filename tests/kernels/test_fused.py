@@ -66,12 +66,12 @@ def test_values_and_codes_of_every_pattern(format: str, inverse: Tensor, compile
 @pytest.mark.usefixtures("compiled")
 def test_an_overflow_whose_scale_is_infinite_is_seen() -> None:
     x, spec = torch.tensor([[1.0, float("inf")], [-float("inf"), float("nan")]]).to(BF16), get_format("e4m3fn")
-    for found in (
+    for actual in (
         fused_values(x, torch.tensor(0.0), spec, torch.empty_like(x)),
         fused_codes(x, torch.tensor(0.0), spec),
     ):
-        assert found is not None
-        assert found.float().isnan().tolist() == [[False, True], [True, True]]
+        assert actual is not None
+        assert actual.float().isnan().tolist() == [[False, True], [True, True]]
 
 
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
@@ -107,9 +107,9 @@ def test_a_product_takes_its_scales_in_order(compiled: pytest.MonkeyPatch) -> No
         (some(70, 1), torch.tensor(3.1)),
     ):
         compiled.setenv("LPCONV_COMPILE", "always")
-        found = fused_product_(out.clone(), *scales)
+        actual = fused_product_(out.clone(), *scales)
         compiled.setenv("LPCONV_COMPILE", "never")
-        assert same(found, scale_product_(out.clone(), *scales))
+        assert same(actual, scale_product_(out.clone(), *scales))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -143,8 +143,8 @@ def test_a_training_step_has_the_same_bits(
         y = linear(*leaves, recipe=FP8_RECIPES[recipe])
         return y, *torch.autograd.grad(y, leaves, grad)
 
-    for found, plain in zip(step("always"), step("never"), strict=True):
-        assert same(found, plain)
+    for actual, plain in zip(step("always"), step("never"), strict=True):
+        assert same(actual, plain)
 
 
 def test_an_operands_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

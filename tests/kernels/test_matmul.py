@@ -254,9 +254,9 @@ def test_batches_are_multiplied_one_by_one() -> None:
     a, b = codes((12, 20), "e4m3fn", 1).view(3, 4, 20), codes((60, 8), "e4m3fn", 2).view(3, 20, 8)
     scale_a, scale_b = torch.rand(3, 4, 1) + 0.5, torch.rand(3, 1, 8) + 0.5
 
-    found = matmul(a, b, scale_a=scale_a, scale_b=scale_b)
+    actual = matmul(a, b, scale_a=scale_a, scale_b=scale_b)
 
     expected = [matmul(*matrices, scale_a=x, scale_b=y) for *matrices, x, y in zip(a, b, scale_a, scale_b, strict=True)]
-    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(actual, torch.stack(expected))
     with pytest.raises(UsageError):
         matmul(a, b[:2])

@@ -30,11 +30,11 @@ def bytes_of(rows: list[str]) -> torch.Tensor:
 def test_operands_have_the_bits_of_the_reference(cast: str) -> None:
     x = golden_input()
 
-    found = encode_operand(x.t() if cast == "rotated" else x, CASTS[cast], axis=-1)
+    actual = encode_operand(x.t() if cast == "rotated" else x, CASTS[cast], axis=-1)
 
     packed = bytes_of(REFERENCE[cast]["codes"]).int()
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)  # the first of a pair in the lower half
     elements = torch.where(codes >= 8, -1, 1) * E2M1[codes & 7]
     scales = bytes_of(REFERENCE[cast]["scales"]).view(torch.float8_e4m3fn).float()
-    assert torch.equal(found.codes.float(), elements * scales.repeat_interleave(16, -1))
-    assert float(found.scale) == pytest.approx(REFERENCE[cast]["amax"] / 448 / get_format("e2m1").max)
+    assert torch.equal(actual.codes.float(), elements * scales.repeat_interleave(16, -1))
+    assert float(actual.scale) == pytest.approx(REFERENCE[cast]["amax"] / 448 / get_format("e2m1").max)

@@ -39,9 +39,9 @@ def test_the_largest_magnitude_along_each_axis(shape: tuple[int, ...], dtype: to
                 assert not largest_magnitude(x, axis).any()
                 continue
             expected = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
-            found = largest_magnitude(x, axis)
-            assert found.dtype == torch.float32
-            assert torch.equal(found, expected.float())
+            actual = largest_magnitude(x, axis)
+            assert actual.dtype == torch.float32
+            assert torch.equal(actual, expected.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,9 +69,9 @@ def test_codes_are_those_of_the_plain_expression(shape: tuple[int, ...], dtype: 
         for inverse in grids:
             wide = x if inverse is None else x.to(torch.promote_types(dtype, inverse.dtype)) * inverse
             expected = (wide.clamp(-448, 448) if saturate else wide).to(torch.float8_e4m3fn)
-            found = scaled_codes(x, inverse, spec, saturate=saturate)
-            assert found.shape == x.shape
-            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+            actual = scaled_codes(x, inverse, spec, saturate=saturate)
+            assert actual.shape == x.shape
+            assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
@@ -84,9 +84,9 @@ def test_an_overflow_is_no_large_number(
     spec = get_format(format)
     x = torch.tensor([[1.0, math.inf], [-math.inf, math.nan], [spec.max, -spec.max]]).to(dtype)
     for inverse in (None, torch.tensor(2.0)):
-        found = scaled_codes(x, inverse, spec, saturate=True).float()
-        assert found.isnan().tolist() == [[False, True], [True, True], [False, False]]
-        assert found[2].tolist() == [spec.max, -spec.max]
+        actual = scaled_codes(x, inverse, spec, saturate=True).float()
+        assert actual.isnan().tolist() == [[False, True], [True, True], [False, False]]
+        assert actual[2].tolist() == [spec.max, -spec.max]
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -127,8 +127,8 @@ def check_overflows(run: Any, where: str, bad: float) -> None:
         gradient = torch.ones_like(y)
         if where == "gradient":
             gradient[1, 2] = bad
-        (found,) = torch.autograd.grad(y, x, gradient)
-        assert not (y if where == "input" else found)[1].isfinite().any()
+        (actual,) = torch.autograd.grad(y, x, gradient)
+        assert not (y if where == "input" else actual)[1].isfinite().any()
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -38,8 +38,8 @@ def exact() -> list[Tensor]:
     return step(lambda x: nn.functional.linear(x.double(), w.double()), w)
 
 
-def decibels(found: Tensor, reference: Tensor) -> float:
-    return float(10 * torch.log10(reference.square().sum() / (found - reference).square().sum()))
+def decibels(actual: Tensor, reference: Tensor) -> float:
+    return float(10 * torch.log10(reference.square().sum() / (actual - reference).square().sum()))
 
 
 def plain() -> nn.Sequential:
@@ -74,6 +74,6 @@ def test_mx_loses_as_much_as_torchaos() -> None:
 
     theirs = step(model, model[0].weight)
 
-    for found, their, true in zip(ours("mx"), theirs, exact(), strict=True):
-        assert decibels(found, true) == pytest.approx(decibels(their, true), abs=1)
-        assert decibels(found, their) > 33
+    for actual, their, true in zip(ours("mx"), theirs, exact(), strict=True):
+        assert decibels(actual, true) == pytest.approx(decibels(their, true), abs=1)
+        assert decibels(actual, their) > 33

@@ -24,5 +24,5 @@ def test_a_layer_multiplies_as_the_recipe_says(layer: nn.Module, recipe: object)
     assert torch.equal(model[0](x), linear(x, weight, before.get("0.bias"), recipe=recipe))  # type: ignore[arg-type]
     assert dict(model.named_parameters()) == before
     assert type(kept) is nn.Linear
-    assert [found.is_replaceable for found in linears(model)] == [False, True]
+    assert [actual.is_replaceable for actual in linears(model)] == [False, True]
     assert torch.equal(copy.deepcopy(model)(x), model(x))

@@ -40,9 +40,9 @@ def test_the_schedule_is_that_of_grad_scaler(options: dict[str, float]) -> None:
         theirs.step(optimizer)
         theirs.update()
         one_step(net, overflow, 1.0)
-        found = unscale_(net.parameters(), ours.scale)
-        assert found == overflow
-        ours.update(found)
+        actual = unscale_(net.parameters(), ours.scale)
+        assert actual == overflow
+        ours.update(actual)
 
     assert len(ours.history) > 20
     assert 20 < ours.num_skipped < 100

@@ -24,20 +24,20 @@ def two_ranks(rank: int, folder: str) -> None:
 
     sharded.grad = distribute_tensor(torch.tensor([1.0, 2.0, 3.0, -40.0]), mesh, [Shard(0)])  # -40 lies on rank 1
     own.grad = torch.ones(1)
-    found, largest = unscale_([sharded, own], 8.0), largest_gradient([sharded, own])
+    actual, largest = unscale_([sharded, own], 8.0), largest_gradient([sharded, own])
     values = sharded.grad.full_tensor()
     own.grad = torch.tensor([torch.inf if rank == 1 else 1.0])
     found_on_rank_1 = unscale_([own], 8.0)
     found_without_gradients = unscale_([nn.Parameter(torch.zeros(1))] if rank == 0 else [own], 8.0)
 
-    torch.save((found, largest, values, found_on_rank_1, found_without_gradients), f"{folder}/{rank}.pt")
+    torch.save((actual, largest, values, found_on_rank_1, found_without_gradients), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_two_ranks_agree(tmp_path: Path) -> None:
     spawn(two_ranks, (str(tmp_path),), nprocs=2)
     for rank in range(2):
-        found, largest, values, found_on_rank_1, found_without_gradients = torch.load(tmp_path / f"{rank}.pt")
-        assert (found, found_on_rank_1, found_without_gradients) == (False, True, True)
+        actual, largest, values, found_on_rank_1, found_without_gradients = torch.load(tmp_path / f"{rank}.pt")
+        assert (actual, found_on_rank_1, found_without_gradients) == (False, True, True)
         assert largest == 5.0
         assert values.tolist() == [0.125, 0.25, 0.375, -5.0]

@@ -77,8 +77,8 @@ def test_compiled_pairs_equal_eager() -> None:
         return *split(x), stochastic_by_bits(x, random)
 
     expected = all_of(x, random)
-    for found, wanted in zip(torch.compile(all_of)(x, random), expected, strict=True):
-        assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+    for actual, wanted in zip(torch.compile(all_of)(x, random), expected, strict=True):
+        assert torch.equal(actual.nan_to_num(0.5), wanted.nan_to_num(0.5))
     assert torch.equal(expected[0].nan_to_num(0.5), x.bfloat16().nan_to_num(0.5))
 
 
@@ -88,8 +88,8 @@ def test_pairs_by_cast_survive_the_exact_compile_only() -> None:
         return split(x, nearest_by_cast)
 
     x = randn(10_000)
-    for found, wanted in zip(torch.compile(by_cast, options=EXACT_OPTIONS)(x), split(x), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(torch.compile(by_cast, options=EXACT_OPTIONS)(x), split(x), strict=True):
+        assert torch.equal(actual, wanted)
     torch._dynamo.reset()
     assert float((torch.compile(by_cast)(x)[1] != 0).double().mean()) < 0.1
 

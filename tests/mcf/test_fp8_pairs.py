@@ -59,7 +59,7 @@ def test_beyond_the_largest_number_only_a_bf16_rest_grows() -> None:
 
 def test_compiled_by_default_the_rest_survives() -> None:
     x = dense()[:4096]
-    found = torch.compile(split_e4m3fn)(x, torch.bfloat16)
+    actual = torch.compile(split_e4m3fn)(x, torch.bfloat16)
     expected = split_e4m3fn(x, torch.bfloat16)
     assert float((expected[1] != 0).float().mean()) > 0.9
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(actual, expected, strict=True))

@@ -25,36 +25,36 @@ def matrix(rows: int = 24, cols: int = 192, seed: int = 0) -> Tensor:
     return x
 
 
-def with_points(x: Tensor, found: PointFit, count: int, element: str) -> Tensor:
+def with_points(x: Tensor, actual: PointFit, count: int, element: str) -> Tensor:
     """`x` with the same number of points in every row, through codes and back."""
     counts = torch.full((x.shape[0],), count, dtype=torch.uint8)
-    points = Points(counts_R=counts, scales_P=found.scales_RNN[:, count - 1, :count].reshape(-1))
+    points = Points(counts_R=counts, scales_P=actual.scales_RNN[:, count - 1, :count].reshape(-1))
     return decode(encode(x, points, FORMATS[element]), points, FORMATS[element])
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_one_point_is_plain_rounding_at_its_scale(element: str) -> None:
     x = matrix()
-    found = fit(x, FORMATS[element], 3)
-    scale = found.scales_RNN[:, 0, :1]
+    actual = fit(x, FORMATS[element], 3)
+    scale = actual.scales_RNN[:, 0, :1]
     plain = cast(x / scale, element) * scale
-    got = with_points(x, found, 1, element)
+    got = with_points(x, actual, 1, element)
     assert torch.equal(got.view(torch.int32), plain.view(torch.int32))
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_error_falls_with_every_point_of_every_row(element: str) -> None:
     x = matrix()
-    found = fit(x, FORMATS[element], 4)
-    assert (found.errors_RN.diff(dim=1) <= 0).all()
+    actual = fit(x, FORMATS[element], 4)
+    assert (actual.errors_RN.diff(dim=1) <= 0).all()
     signal = x.double().square().sum(1)
-    ordinary = found.errors_RN[:, :-1] > 1e-11 * signal[:, None]  # above fp32's own noise
-    ratio = found.errors_RN[:, 1:] / found.errors_RN[:, :-1]
+    ordinary = actual.errors_RN[:, :-1] > 1e-11 * signal[:, None]  # above fp32's own noise
+    ratio = actual.errors_RN[:, 1:] / actual.errors_RN[:, :-1]
     # a point leaves at most half a step of each element: far less than a hundredth of the energy for these formats
     assert (ratio[ordinary] < 0.05).all()
     for count in (1, 2, 3):
-        got = (with_points(x, found, count, element).double() - x.double()).square().sum(1)
-        assert torch.allclose(got, found.errors_RN[:, count - 1], rtol=1e-3, atol=1e-13 * float(signal.max()))
+        got = (with_points(x, actual, count, element).double() - x.double()).square().sum(1)
+        assert torch.allclose(got, actual.errors_RN[:, count - 1], rtol=1e-3, atol=1e-13 * float(signal.max()))
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
@@ -71,18 +71,18 @@ def test_the_best_scale_is_found_where_it_is_known() -> None:
     steps = torch.randint(-5, 6, (16, 64), generator=torch.Generator().manual_seed(3)).float()
     steps[:, 0] = 5.0
     x = steps * torch.logspace(-3, 3, 16)[:, None]
-    found = fit(x, FORMATS["int4"], 2)
-    assert (found.errors_RN[:, 0] <= 1e-12 * x.double().square().sum(1)).all()
-    assert (found.errors_RN[:, 1] <= found.errors_RN[:, 0]).all()
+    actual = fit(x, FORMATS["int4"], 2)
+    assert (actual.errors_RN[:, 0] <= 1e-12 * x.double().square().sum(1)).all()
+    assert (actual.errors_RN[:, 1] <= actual.errors_RN[:, 0]).all()
 
 
 def test_points_before_the_last_clip_nothing() -> None:
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     int4 = FORMATS["int4"]
-    found = fit(x, int4, 2)
-    first = Points(counts_R=torch.ones(64, dtype=torch.uint8), scales_P=found.scales_RNN[:, 0, 0])
+    actual = fit(x, int4, 2)
+    first = Points(counts_R=torch.ones(64, dtype=torch.uint8), scales_P=actual.scales_RNN[:, 0, 0])
     clipped_rest = x - decode(encode(x, first, int4), first, int4)
-    errors = [*found.errors_RN.sum(0), fit(clipped_rest, int4, 1).errors_RN.sum()]
+    errors = [*actual.errors_RN.sum(0), fit(clipped_rest, int4, 1).errors_RN.sum()]
     one, two, two_with_a_clipped_first = (10 * math.log10(x.double().square().sum() / e) for e in errors)
     assert one > 19
     assert two > 41
@@ -90,13 +90,13 @@ def test_points_before_the_last_clip_nothing() -> None:
 
 
 def test_points_go_where_they_remove_most_error() -> None:
-    found = PointFit(
+    actual = PointFit(
         scales_RNN=torch.ones(3, 3, 3),
         errors_RN=torch.tensor([[1.0, 0.9, 0.0], [5.0, 1.0, 0.5], [3.0, 2.0, 1.5]], dtype=torch.float64),
     )
     expected = {3: [1, 1, 1], 4: [1, 2, 1], 5: [1, 2, 2], 6: [1, 3, 2], 7: [1, 3, 3], 8: [2, 3, 3], 9: [3, 3, 3]}
     for count, counts in expected.items():
-        assert found.allot(count).counts_R.tolist() == counts, count
+        assert actual.allot(count).counts_R.tolist() == counts, count
 
 
 @settings(max_examples=25, deadline=None)

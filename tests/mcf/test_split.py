@@ -126,8 +126,8 @@ def test_exact16_gives_quiet_nans_back_bit_for_bit_and_quietens_the_others() -> 
 def test_exact16_is_exact_for_any_bit_pattern(patterns: list[int]) -> None:
     x = from_bits(*patterns)
     back = bits(EXACT16.merge(*EXACT16.split(x)))
-    for pattern, value, found in zip(patterns, x, back, strict=True):
-        assert found == (pattern | 0x00400000 if value.isnan() else pattern)
+    for pattern, value, actual in zip(patterns, x, back, strict=True):
+        assert actual == (pattern | 0x00400000 if value.isnan() else pattern)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,12 @@ def test_shapes_buffers_and_strides(residual: Residual, shape: tuple[int, ...]) 
     out = (torch.empty(shape, dtype=residual.hi_dtype), torch.empty(shape, dtype=residual.dtype))
     scratch, merged = torch.empty(SCRATCH_ELEMENTS), torch.empty(shape)
 
-    found = residual.split(x, out=out, scratch=scratch)
-    assert found[0] is out[0]
-    assert found[1] is out[1]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert residual.merge(*found, out=merged, scratch=scratch) is merged
+    actual = residual.split(x, out=out, scratch=scratch)
+    assert actual[0] is out[0]
+    assert actual[1] is out[1]
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+    assert residual.merge(*actual, out=merged, scratch=scratch) is merged
     assert torch.equal(merged, residual.merge(*expected))
     if x.dim() == 2:
         strided = torch.randn(shape[1], shape[0]).t()

@@ -98,10 +98,10 @@ def test_compiled_transforms_equal_eager(transform: Callable[[Tensor, Tensor], t
     a, b = every_finite(torch.bfloat16)[:, None], partners(torch.bfloat16, 16)[None, :]
     a = a.expand(-1, 16).contiguous()
     b = b.expand(len(a), -1).contiguous()
-    found, expected = torch.compile(transform, options=EXACT_OPTIONS, dynamic=True)(a, b), transform(a, b)
+    actual, expected = torch.compile(transform, options=EXACT_OPTIONS, dynamic=True)(a, b), transform(a, b)
     finite = expected[0].isfinite()
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1][finite].nan_to_num(0.0), expected[1][finite].nan_to_num(0.0))
+    assert torch.equal(actual[0], expected[0])
+    assert torch.equal(actual[1][finite].nan_to_num(0.0), expected[1][finite].nan_to_num(0.0))
 
 
 def test_default_compile_loses_the_error_terms() -> None:

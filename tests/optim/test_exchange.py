@@ -45,12 +45,12 @@ def test_fp32_goes_in_and_comes_out_within_the_bound() -> None:
     model = bf16_model(values)
     optimizer = CollageAdamW(model.parameters(), compiled=False)
     start_from_fp32(optimizer, model, values)
-    found = fp32_state_dict(optimizer, model)
-    assert set(found) == set(values)
+    actual = fp32_state_dict(optimizer, model)
+    assert set(actual) == set(values)
     for name, value in values.items():
-        assert found[name].dtype == torch.float32
-        assert bool(((found[name] - value).abs() <= 2.0**-17 * value.abs()).all())
-    assert found["out.weight"] is found["embed.weight"], "tied stays tied"
+        assert actual[name].dtype == torch.float32
+        assert bool(((actual[name] - value).abs() <= 2.0**-17 * value.abs()).all())
+    assert actual["out.weight"] is actual["embed.weight"], "tied stays tied"
 
 
 def test_fp32_master_is_exact() -> None:

@@ -121,13 +121,13 @@ def alone(steps: int, variant: str) -> tuple[nn.Module, LowPrecisionAdamW]:
 
 @pytest.mark.parametrize("variant", STATE)
 def test_two_ranks_equal_one_process_bit_for_bit(variant: str, trained: Path) -> None:
-    found = torch.load(trained / f"{variant}.pt")
+    actual = torch.load(trained / f"{variant}.pt")
     net, optimizer = alone(STEPS, variant)
     for name, value in fp32_state_dict(optimizer, net).items():
-        assert torch.equal(found["fp32"][name], value), name
+        assert torch.equal(actual["fp32"][name], value), name
     bias = dict(net.named_parameters())["0.bias"]
-    assert set(found["bias"]) == STATE[variant]
-    for name, value in found["bias"].items():
+    assert set(actual["bias"]) == STATE[variant]
+    for name, value in actual["bias"].items():
         assert torch.equal(value, optimizer.state[bias][name]), name
 
 

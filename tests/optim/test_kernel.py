@@ -100,10 +100,10 @@ def test_without_a_compiler_the_step_runs_eagerly_and_says_so(monkeypatch: pytes
     get_kernel.cache_clear()
     try:
         with pytest.warns(UserWarning, match=r"cpu.*cast: RuntimeError"):
-            found = get_kernel("adamw", PLUS, "cpu", compiled=True)
+            actual = get_kernel("adamw", PLUS, "cpu", compiled=True)
     finally:
         get_kernel.cache_clear()
-    assert found.mode == "eager"
+    assert actual.mode == "eager"
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_exact_compile), False])
@@ -164,9 +164,9 @@ def test_the_mean_over_offsets_is_the_number(storage: Storage) -> None:
 
 
 def test_an_offset_keeps_special_numbers() -> None:
-    found = nearest_with_offset(torch.tensor([0.0, torch.inf, torch.nan, 3e38, 1e-40]), torch.tensor(0.3))
-    assert found.isnan().tolist() == [False, False, True, False, False]
-    assert found[:2].tolist() == [0, torch.inf]
+    actual = nearest_with_offset(torch.tensor([0.0, torch.inf, torch.nan, 3e38, 1e-40]), torch.tensor(0.3))
+    assert actual.isnan().tolist() == [False, False, True, False, False]
+    assert actual[:2].tolist() == [0, torch.inf]
 
 
 @pytest.mark.parametrize("name", ["light-int8", "int8-moment", "eco"])
@@ -205,10 +205,10 @@ def test_the_check_allows_eco_a_weight_rounded_the_other_way(monkeypatch: pytest
 
     monkeypatch.setattr(kernel, "_check_inputs", inputs)
     step = build_step(dataclasses.replace(rule, update=off), storages, nearest_by_bits)
-    (found, found_m, _), (wanted, wanted_m, _) = inputs()[0], inputs()[0]
-    step((found, found_m, inputs()[0][2]), *inputs()[1:])
+    (actual, found_m, _), (wanted, wanted_m, _) = inputs()[0], inputs()[0]
+    step((actual, found_m, inputs()[0][2]), *inputs()[1:])
     kind.build(storages, nearest_by_bits)((wanted, wanted_m, inputs()[0][2]), *inputs()[1:])
-    is_flipped = found[0] != wanted[0]
+    is_flipped = actual[0] != wanted[0]
     assert bool(is_flipped.any())
     assert float((found_m[0] - wanted_m[0]).abs()[is_flipped].min()) > 0.05
     assert kernel._agrees(kind, storages, step, device)

@@ -59,12 +59,12 @@ def optimizer_after(variant: str, steps: int, *, compiled: bool) -> list[Tensor]
 
 @pytest.mark.parametrize("variant", ["light", "plus"])
 def test_eager_is_the_algorithm_bit_for_bit(variant: str) -> None:
-    for found, wanted in zip(optimizer_after(variant, 20, compiled=False), algorithm_2(variant, 20), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(optimizer_after(variant, 20, compiled=False), algorithm_2(variant, 20), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.skipif(not compile_keeps_roundings(), reason="this build of torch.compile cannot keep bf16 roundings")
 def test_compiled_is_the_algorithm_too() -> None:
     """But for the last bit of sqrt in fp32, which now and then turns a rounding to bf16."""
-    for found, wanted in zip(optimizer_after("plus", 20, compiled=True), algorithm_2("plus", 20), strict=True):
-        assert float((found == wanted).double().mean()) > 0.99
+    for actual, wanted in zip(optimizer_after("plus", 20, compiled=True), algorithm_2("plus", 20), strict=True):
+        assert float((actual == wanted).double().mean()) > 0.99

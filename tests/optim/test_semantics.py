@@ -57,22 +57,22 @@ def test_fp32_parameters_follow_torch(ours: Any, theirs: Any, options: dict[str,
 
 
 def test_lion_follows_its_formula() -> None:
-    found = train(lambda ps: CollageLion(ps, lr=0.01, weight_decay=0.1, compiled=False), weights())
+    actual = train(lambda ps: CollageLion(ps, lr=0.01, weight_decay=0.1, compiled=False), weights())
     x, m = weights().double(), torch.zeros(300, dtype=torch.float64)
     for step in range(30):
         g = weights(seed=step + 1).bfloat16().double()
         x = x * (1 - 0.01 * 0.1) - 0.01 * torch.sign(0.9 * m + 0.1 * g)
         m = 0.99 * m + 0.01 * g
-    torch.testing.assert_close(found.double(), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), x, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bf16_parameters_follow_torch_at_bf16_accuracy(variant: str) -> None:
     start = weights().bfloat16()
-    found = train(lambda ps: LowPrecisionAdamW(ps, betas=(0.9, 0.95), variant=variant, compiled=False), start)
+    actual = train(lambda ps: LowPrecisionAdamW(ps, betas=(0.9, 0.95), variant=variant, compiled=False), start)
     wanted = train(lambda ps: torch.optim.AdamW(ps, betas=(0.9, 0.95), foreach=False), start.float())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_bf16_sgd_and_lion_keep_small_updates() -> None:

@@ -110,8 +110,8 @@ def test_momentum_follows_fp64_and_falls_with_the_gradients(
             first = make is CollageSGD and size == 1.0 and step == 0  # torch's SGD starts at the gradient itself
             exact = exact * decay + p.grad.double() * (1.0 if first else 1 - decay)
             optimizer.step()
-        found = stored_value(optimizer.storages(p)[1], optimizer.parts(p)[1]).double()
-        assert float((found - exact).norm() / exact.norm()) < bound
+        actual = stored_value(optimizer.storages(p)[1], optimizer.parts(p)[1]).double()
+        assert float((actual - exact).norm() / exact.norm()) < bound
 
 
 def test_state_of_16_bits_is_the_same_in_a_resumed_run() -> None:
