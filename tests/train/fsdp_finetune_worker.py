@@ -33,7 +33,7 @@ class _KillAt(Silent):
         self.step = step
 
     def advance(self, amount: int, figures: str = "") -> None:
-        self.step -= 1
+        self.step -= amount
         if self.step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
