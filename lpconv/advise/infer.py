@@ -49,7 +49,7 @@ _EARLY, _LAST = 0.99, 0.98
 _SHARE = 1 / 2  # share of the remaining time for the sample, and for each candidate until one is good enough
 _SAME_SIZE, _SAME_NOISE = 1.01, 10**0.1  # 1 % of the size, 1 dB
 _LITTLE_NOISE = 1e-3  # relative to the signal: 30 dB, as for e4m3fn
-_LESS = 10.0  # factor by which the noise of the next larger candidate is smaller (10 dB), if there is one
+_LESS = 20.0  # factor by which the noise of the next larger candidate is smaller (13 dB), if there is one
 _DOUBT = 4.0  # factor by which a gap estimated from noise must exceed the quality to be ruled out
 # Base settings, widest first, and the format for raised tensors if the source is wider than 16 bits; otherwise raised
 # tensors are kept, at the same size and without loss.

@@ -47,6 +47,7 @@ def run_probe(
         result = probe_checkpoint(checkpoint, options, progress=progress)
         if options.calibrate:
             write_factors(staging.directory, calibrate_checkpoint(checkpoint, options, progress=progress))
+        progress.start("writing the report", 0)
         answers = answer(result)
         write_small(staging.directory / "report.html", html(probe_document(answers)))
         text = json.dumps(to_json(result), separators=(",", ":"), allow_nan=False)  # indenting would multiply the size

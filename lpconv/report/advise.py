@@ -230,7 +230,7 @@ def _undecided(result: AdviceResult, what: str, seconds: float | None) -> str:
     """What is open, and the option that would decide it in `seconds` more; None means that no time would."""
     asked = float(result.options["budget"]["minutes"])
     if seconds is None:
-        return f"Undecided: {what}. More time would not decide it; a larger quality= in --budget would accept it."
+        return f"Undecided: {what}. More time would not decide it; a quality= above its interval would accept it."
     minutes = math.ceil(max(asked, result.seconds / 60) + max(seconds / 60, asked / 2))
     return f"Undecided: {what}. About {minutes} minutes should decide it: pass minutes={minutes} in --budget."
 
