@@ -129,7 +129,10 @@ def no_checkpoint_error(directory: Path) -> InputError:
         base = read_json(directory / ADAPTER).get("base_model_name_or_path")
         return InputError(
             f"`{directory}` contains a PEFT adapter for `{base}`, not a model",
-            hint="first merge the two with peft: model.merge_and_unload().save_pretrained(DIR), then pass DIR",
+            hint="merge the two with peft, and pass `merged`:\n"
+            f"  model = peft.AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})\n"
+            "  model.merge_and_unload().save_pretrained('merged')\n"
+            f"  transformers.AutoTokenizer.from_pretrained({base!r}).save_pretrained('merged')",
         )
     folders = sorted(p.parent for p in directory.glob("*/config.json"))
     inner = [f.name for f in folders if any(map(_WEIGHT_FILE.fullmatch, os.listdir(f)))]
