@@ -318,6 +318,6 @@ def test_a_text_model_without_a_tokenizer_gets_no_recommendation(tmp_path: Path)
 def test_a_model_that_reads_no_text_is_refused_with_what_can_be_asked_of_it(tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(tmp_path / "vit")
-    with pytest.raises(UnsupportedError, match="`pixel_values`") as refused:
+    with pytest.raises(UnsupportedError, match="`ViTForImageClassification`") as refused:
         advise(str(tmp_path / "vit"), tmp_path / "advice", AdviseOptions(purpose="infer"))
     assert "--verify logits" in (refused.value.hint or "")

@@ -94,11 +94,11 @@ def test_the_worst_come_first_and_in_words(probed: tuple[Path, Result]) -> None:
     assert str(out.parent / "model") in text.replace("\n", "")
     assert "%, " in text
     assert "sample" in text
-    tables, message = text.split("\nReport ")  # paths are as long as they are
+    tables, message = text.split("\nReport: ")  # paths are as long as they are
     assert max(map(len, tables.splitlines())) <= 80
     assert str(out) in message
     assert sorted(p.name for p in out.iterdir()) == ["probe.json", "report.html"]
-    assert result.stderr == ""
+    assert all(re.match(r".*: .* (so far|left)$|finishing", line) for line in result.stderr.splitlines())  # if slow
 
 
 def test_rates_of_weights_equal_casts_of_the_checkpoint(probed: tuple[Path, Result]) -> None:
@@ -249,7 +249,7 @@ def test_models_that_do_not_read_text_are_refused(tmp_path: Path) -> None:
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
     )
     transformers.ViTForImageClassification(vit).save_pretrained(tmp_path / "vit")
-    assert "pixel_values" in refused(4, "probe", tmp_path / "vit", "-o", tmp_path / "out")
+    assert "ViTForImageClassification" in refused(4, "probe", tmp_path / "vit", "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
