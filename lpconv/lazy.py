@@ -17,8 +17,8 @@ from typing import Any
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name == "__signature__":
-            return inspect.signature(self._function)
+        if name == "__signature__" and self._call in vars(self)["_homes"]:
+            return inspect.signature(getattr(self, self._call))
         home = vars(self)["_homes"].get(name)
         if home is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -29,14 +29,13 @@ class _Package(ModuleType):
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the public function that has the name of the package, such as `lpconv.convert.convert`."""
-        return self._function(*args, **keywords)
+        if self._call not in vars(self)["_homes"]:
+            raise TypeError(f"module {self.__name__!r} is not callable")
+        return getattr(self, self._call)(*args, **keywords)
 
     @property
-    def _function(self) -> Any:
-        name = self.__name__.rpartition(".")[2]
-        if name not in vars(self)["_homes"]:
-            raise TypeError(f"module {self.__name__!r} is not callable")
-        return getattr(self, name)
+    def _call(self) -> str:
+        return self.__name__.rpartition(".")[2]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Importing a submodule sets an attribute of the package, which must not hide a public name that is spelt the

@@ -52,6 +52,7 @@ def test_one_import_is_enough_and_its_calls_list_their_options(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {*done.stdout.split()} == calls | {"load", "optim", "track", "False"}
     assert all(callable(getattr(lpconv, name)) for name in calls)
+    assert not hasattr(lpconv.optim, "__signature__")
     assert {"recipe", "steps", "grad_accum", "gates"} <= inspect.signature(lpconv.finetune).parameters.keys()
     shown = inspect.signature(lpconv.convert)
     assert shown.parameters["format"].annotation == str | None
