@@ -86,7 +86,7 @@ class AdviseOptions:
         Option(
             "Limits: quality= (added loss in nats, or relative error), memory= (of a step), minutes= (of measuring)",
             default="quality=0.01,minutes=10",
-            metavar="quality=Q,memory=M,minutes=T",
+            metavar="KEY=VALUE,…",
             parse=parse_budget,
         ),
     ] = Budget()
