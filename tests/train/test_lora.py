@@ -158,6 +158,20 @@ def test_gradients_of_adapters_over_codes(tmp_path: Path, model: str) -> None:
         torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-6 * largest, msg=name)
 
 
+def test_an_adapter_of_rank_r_and_alpha_2r_adds_twice_its_product(tmp_path: Path) -> None:
+    plain = tiny_model("llama", **WIDE["llama"])
+    plain.save_pretrained(tmp_path / "plain")
+    ours = lpconv.load(tmp_path / "plain", dtype=torch.float32)
+    add_adapters(ours, 4, seed=0)
+    for module in (m for m in ours.modules() if hasattr(m, "lora_B")):
+        nn.init.normal_(module.lora_B.weight, std=0.1)
+    adapters = ours.state_dict()
+    for name in (n.removesuffix(".lora_A.weight") for n in adapters if n.endswith(".lora_A.weight")):
+        product = adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
+        plain.get_submodule(name).weight.data.add_(2 * product)
+    torch.testing.assert_close(_logits(ours), _logits(plain.eval()), rtol=1e-4, atol=1e-5)
+
+
 def test_weights_that_mambas_kernels_read_get_no_adapter() -> None:
     """PEFT refuses files with adapters of `out_proj`."""
     config = transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, state_size=4)
