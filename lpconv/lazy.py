@@ -27,6 +27,13 @@ class _Package(ModuleType):
         value = vars(self)[name] = getattr(importlib.import_module(home), name)
         return value
 
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        """The text of `help`: the package's own, and that of the function for which the package can be called."""
+        own = vars(self)["__doc__"]
+        called = getattr(self, self._call) if self._call in vars(self)["_homes"] else None
+        return own if called is None else f"{own}\n\n{self._call}(...)\n\n{called.__doc__}"
+
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the public function that has the name of the package, such as `lpconv.convert.convert`."""
         if self._call not in vars(self)["_homes"]:

@@ -67,6 +67,9 @@ class Option:
     of_run: bool = False
     judges: bool = False
 
+    def __repr__(self) -> str:
+        return f"Option({self.help!r})"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -252,6 +255,8 @@ def with_keywords(record: type[Any]) -> Callable[[Callable[..., T]], Callable[..
                 )
             return call(*bound.args, **bound.kwargs)
 
+        words = (f"    {n}: {d.help}" for n, d in declared.items() if n not in own.parameters)
+        function.__doc__ = "\n".join((inspect.getdoc(call) or "", "", "Options, as keywords:", "", *words))
         wide = record | types.NoneType
         ours = [p.replace(default=None, annotation=wide) if p.name == "options" else p for p in own.parameters.values()]
         listed = {n: (d.default, d.annotation) for n, d in declared.items()}

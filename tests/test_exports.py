@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -57,8 +58,12 @@ def test_one_import_is_enough_and_its_calls_list_their_options(tmp_path: Path) -
     shown = inspect.signature(lpconv.convert)
     assert shown.parameters["format"].annotation == str | None
     assert shown.parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert "\n        format: " in pydoc.render_doc(lpconv.convert, renderer=pydoc.plaintext)
 
-    lpconv.convert("demo", tmp_path / "fp8", format="e4m3fn", exclude="*embed*", verify="none")
+    made = lpconv.convert("demo", tmp_path / "fp8", format="e4m3fn", exclude="*embed*", verify="none")
+    assert "format=e4m3fn, " in repr(made)
+    assert len(repr(made)) < 1000
+    assert "<tr><th>format</th><td>e4m3fn</td></tr>" in made._repr_html_()
     assert lpconv.inspect(tmp_path / "fp8").layout == "lpconv"
     assert lpconv.verify(tmp_path / "fp8", against="demo").passed
     lpconv.restore(tmp_path / "fp8", str(tmp_path / "plain"))

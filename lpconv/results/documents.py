@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import html
 import json
 import math
 import types
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 from lpconv.errors import InputError
@@ -15,8 +17,22 @@ SCHEMA_VERSION = 1
 T = TypeVar("T")
 
 
+class Shown:
+    """Base of records that users see in Python: their `repr` is short, and a notebook shows a table."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__repr__ = Shown.__repr__  # type: ignore[method-assign]  # `dataclass` keeps a `repr` that the class has
+
+    def __repr__(self) -> str:
+        return _short(self)
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in _texts(self))
+        return f"<table>{''.join(rows)}</table>"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(Shown):
     """Document that a command prints or writes."""
 
     schema_version: int = SCHEMA_VERSION
@@ -57,6 +73,21 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(v) for v in value]
     return value
+
+
+def _texts(record: Any) -> Iterator[tuple[str, str]]:
+    """Names and short texts of the fields that have a value."""
+    values = ((name, getattr(record, name)) for name in type(record).__dataclass_fields__)
+    return ((name, _short(value)) for name, value in values if value not in (None, (), {}))
+
+
+def _short(value: Any) -> str:
+    """Text for a value: of tuples and mappings only how many entries they have."""
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in _texts(value))})"
+    if isinstance(value, (tuple, dict)):
+        return f"<{len(value)} entries>"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def json_text(record: Any) -> str:

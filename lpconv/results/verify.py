@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lpconv.results.advise import GapEstimate
-from lpconv.results.documents import Result
+from lpconv.results.documents import Result, Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ LOST_DB = 3.0  # SQNR up to which a tensor has lost its signal: the error has ha
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyResult:
+class VerifyResult(Shown):
     """The outcome of a verification. `level` is the deepest level that ran; `problems` describe the failures.
 
     `warnings` do not fail it: tensors that lost their signal, and records that were not checked. `feedback` is set for
