@@ -24,6 +24,7 @@ _FILES = (
 # More text than any probe needs, but short enough to tokenise at once.
 _MAX_CHARACTERS = 4_000_000
 _MANY_UNKNOWN = 0.05
+_PLACEHOLDER = "\ue000"  # a character for private use, which no template has
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles
 
 
@@ -99,7 +100,7 @@ def answer_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str)
         return [(marked["input_ids"], [x == 1 for x in marked["assistant_masks"]])]
     spans = []  # (text up to an answer and with it, start of the answer)
     for i in (i for i, x in enumerate(messages) if x["role"] == "assistant"):
-        before = chat_text(tokenizer, messages[:i], name, add_generation_prompt=True) if i else ""
+        before = _prompt(tokenizer, messages[: i + 1], name)
         text = chat_text(tokenizer, messages[: i + 1], name)
         if not text.startswith(before):
             raise InputError(
@@ -112,10 +113,17 @@ def answer_tokens(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str)
     return [_marked(tokenizer, text, [(start, len(text))]) for text, start in spans]
 
 
+def _prompt(tokenizer: Any, turns: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The text before the answer in the last turn, which in a first turn is what stands before any content."""
+    if len(turns) > 1:
+        return chat_text(tokenizer, turns[:-1], name, add_generation_prompt=True)
+    return chat_text(tokenizer, [{**turns[0], "content": _PLACEHOLDER}], name).partition(_PLACEHOLDER)[0]
+
+
 def _marked(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-    """Token ids of a text, and which of them begin in one of the spans of characters."""
+    """Token ids of a text, and which of them have characters in one of the spans, as transformers marks them."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return encoded["input_ids"], [any(a <= at < b for a, b in spans) for at, _ in encoded["offset_mapping"]]
+    return encoded["input_ids"], [any(at < b and a < end for a, b in spans) for at, end in encoded["offset_mapping"]]
 
 
 def check_largest_id(largest: int, vocab_size: int) -> None:

@@ -337,6 +337,21 @@ def test_answers_are_told_from_questions(template: str, answers: list[str], tmp_
             answer_tokens(tokenizer, turns, "chat")
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_answers_are_what_transformers_marks(first: int, tmp_path: Path) -> None:
+    """Also if a conversation begins with one, and if a token joins the end of the prompt with the answer."""
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens([" you"])
+    turns = [*CHATS["messages"], {"role": "user", "content": "whose?"}, {"role": "assistant", "content": "you"}][first:]
+    tokenizer.chat_template = MARKED
+    marked = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer.chat_template = TEMPLATE
+    ((ids, is_answer),) = answer_tokens(tokenizer, turns, "chat")
+    assert ids == marked["input_ids"]
+    assert is_answer == [x == 1 for x in marked["assistant_masks"]]
+
+
 @pytest.mark.parametrize("column", ROWS)
 def test_conversations_are_rendered_by_the_chat_template(column: str, tmp_path: Path) -> None:
     """The loss is over the answers, which the template marks or begins as a prompt for them ends."""
