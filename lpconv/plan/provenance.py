@@ -116,11 +116,9 @@ def _group_warnings(plan: Plan) -> Iterator[str]:
     kept = [t for t in plan.tensors if t.format is None and group and t.reason.endswith(f"not a multiple of {group}")]
     if 2 * len(kept) > len(kept) + sum(t.format is not None for t in plan.tensors):
         columns = [t.info.shape[-1] for t in plan.tensors if t in kept or t.format is not None]
-        mend = (
-            f"; --granularity group:{largest_group(columns)} converts them"
-            if grain and grain.name.startswith("group")
-            else ""
-        )
+        size = largest_group(columns)
+        converts_all = grain is not None and grain.name.startswith("group") and not any(n % size for n in columns)
+        mend = f"; --granularity group:{size} converts them" if converts_all else ""
         yield f"{len(kept)} of {len(columns)} matrices stay unconverted: {kept[0].reason}{mend}"
 
 

@@ -59,3 +59,10 @@ def test_groups_that_do_not_divide_most_matrices_are_reported(
     planned = plan(str(source), tmp_path / "out", options)
     assert sum(t.format == "int4" for t in planned.tensors) == num_converted
     assert [named in warning for warning in planned.warnings if named] == [True] * (named is not None)
+
+
+def test_only_groups_that_divide_every_matrix_are_recommended(tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "source", hidden_size=40, intermediate_size=72)
+    planned = plan(str(source), tmp_path / "out", ConvertOptions(format="int4"))
+    assert any("72" in warning for warning in planned.warnings)
+    assert not any("group:" in warning for warning in planned.warnings)
