@@ -44,13 +44,14 @@ def with_scheme(options: ConvertOptions) -> ConvertOptions:
     if options.scheme is None:
         return options
     scheme = find("scheme", options.scheme, SCHEMES)
-    if scheme.calibrated and options.calibrate is None:
+    is_calibrated = scheme.calibrated and all(getattr(options, n) in (None, v) for n, v in scheme.options.items())
+    if is_calibrated and options.calibrate is None:
         raise UsageError(
             f"--scheme {options.scheme} needs a text to measure input scales on",
             hint="add --calibrate FILE, or --calibrate self for text that the model writes"
             + ("; FP8_DYNAMIC needs no text" if options.scheme == "FP8" else ""),
         )
-    if scheme.calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
+    if is_calibrated and (options.rounding != NEAREST or options.kv_cache is not None):
         options = dataclasses.replace(options, input_scales=True)
     open_fields: dict[str, Any] = {n: v for n, v in scheme.options.items() if getattr(options, n) is None}
     return dataclasses.replace(options, scheme=None, **open_fields)

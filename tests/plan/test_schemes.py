@@ -65,6 +65,8 @@ def test_contradictions_are_refused(options: ConvertOptions) -> None:
         ("W4A16", {"granularity": "group:64"}),
         ("W4A16", {"format": "int8"}),
         ("COLLAGE", {"residual": "int8"}),
+        ("FP8", {"granularity": "row"}),  # now without input scales, so without a text, too
+        ("FP8", {"layout": "lpconv"}),
     ],
 )
 def test_an_option_replaces_what_the_scheme_would_set(scheme: str, given: dict[str, str]) -> None:
