@@ -96,6 +96,7 @@ def _tiles(result: VerifyResult, logits: LogitsCheck | None) -> tuple[Tile, ...]
         exact = sum(t.sqnr_db == math.inf for t in result.tensors)
         detail = f"{count_text(exact)} of them equal" if exact else "none of them equal"
         tiles.append(Tile(label="Tensors compared", figure=count_text(len(result.tensors)), detail=detail))
+    if result.weights and result.tensors:
         figure = sqnr_text(result.weights.min_sqnr_db, " dB")
         tiles.append(Tile(label="Lowest SQNR of a tensor", figure=figure, detail=_worst_place(result)))
     if result.logits:
@@ -272,6 +273,8 @@ def _tensors_text(v: VerifyResult) -> str:
     """The number of tensors compared, and the error of the worst one."""
     assert v.weights is not None
     compared = plural(v.weights.num_tensors, "tensor")
+    if not v.weights.num_tensors:
+        return "no tensors to compare"
     if v.weights.min_sqnr_db == math.inf:
         return f"{compared}, all equal"
     return f"{compared}, lowest SQNR {sqnr_text(v.weights.min_sqnr_db, ' dB')} in {_worst_place(v)}"
@@ -280,7 +283,9 @@ def _tensors_text(v: VerifyResult) -> str:
 def _worst_place(v: VerifyResult) -> str:
     """The worst tensor and the usual SQNR of its format."""
     worst = v.weights.worst if v.weights else None
-    return (worst or "every tensor") + next((usual_sqnr(t.stored_as) for t in v.tensors if t.name == worst), "")
+    return (worst or "every compared tensor") + next(
+        (usual_sqnr(t.stored_as) for t in v.tensors if t.name == worst), ""
+    )
 
 
 def _weights_words(v: VerifyResult) -> str:
@@ -292,7 +297,8 @@ def _weights_words(v: VerifyResult) -> str:
         return f"{bad} are wrong: {name_list(check.mismatched)}"
     checked, total = check.num_elements_checked, check.num_elements
     if not checked or v.level == "values":
-        return _tensors_text(v)
+        wrong = f"; {count_text(len(check.mismatched))} with problems" if check.mismatched else ""
+        return _tensors_text(v) + wrong
     which = f"all {count_text(checked)}" if checked == total else f"{count_text(checked)} checked"
     share = f" ({share_text(checked, total)} of all" if total and checked < total else ""
     if share:

@@ -26,7 +26,7 @@ from lpconv.models.ties import tie_candidates, tied_by_model
 from lpconv.plan.files import CARD, INDEX, LOADER, model_side_files, plain_config, summed_files
 from lpconv.plan.provenance import lost_signals, sqnr_db
 from lpconv.progress import Progress
-from lpconv.report.numbers import code_list
+from lpconv.report.numbers import code_list, plural
 from lpconv.results import ComparedTensor, FilesCheck, VerifyResult, WeightsCheck
 from lpconv.storage.checkpoint import RESIDUAL_FOLDER, Checkpoint, Openable
 from lpconv.storage.contents import WEIGHT_ENDINGS
@@ -69,7 +69,7 @@ class _WeightSums(Summed):
     """Sums over blocks of a tensor x and its copy y.
 
     `signal` Σx², `noise` Σ(y - x)², `relative` the largest |y - x| / |x|, `lean` Σ(y - x), `level` Σx, `num` elements,
-    `groups` groups compared, `off` groups with a wrong factor, `lost` elements that became NaN or Inf.
+    `groups` groups compared, `off` groups with a wrong factor, `lost` elements that are finite in only one of both.
     """
 
     signal: float = 0.0
@@ -96,7 +96,7 @@ class _WeightSums(Summed):
 def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], progress: Progress) -> VerifyResult:
     """Compare the weights of one checkpoint with those of `reference`.
 
-    The comparison passes if every tensor exists with the same shape, no element became NaN or Inf, no group has a wrong
+    The comparison passes if every tensor exists with the same shape, the same elements are finite, no group has a wrong
     factor, the noise is within what the bits of the layout explain, and the `gates` pass. Training explains any noise
     and factor. Raises the errors of opening a checkpoint.
     """
@@ -123,6 +123,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
             )
             progress.advance(a.entries[name].info.num_bytes)
         problems = [*_missing_tensors(ours, theirs, "the reference"), *_missing_tensors(theirs, ours, "it")]
+        reshaped = [n for n in ours.forms if n in theirs.forms and n not in both]
         num, checked = (sum(ours.forms[n].num_elements for n in names) for names in (ours.forms, both))
     records.sort(key=lambda r: r.sqnr_db)
     worst = next((r for r in records if r.sqnr_db < math.inf), None)
@@ -136,7 +137,7 @@ def compare(model: Openable, reference: Openable, *, gates: Sequence[Gate], prog
             num_tensors=len(records),
             num_elements_checked=checked,
             num_elements=num,
-            mismatched=tuple(r.name for r in records if r.problem),
+            mismatched=(*reshaped, *(r.name for r in records if r.problem)),
         ),
         problems=(*problems, *(f"`{r.name}`: {r.problem}" for r in records if r.problem)),
         warnings=() if is_tuned else tuple(lost_signals([r for r in records if not r.problem])),
@@ -170,9 +171,9 @@ def _compare(a: Source, b: Source, name: str) -> _WeightSums:
 
 
 def _sums(x: Tensor, y: Tensor) -> _WeightSums:
-    """Compare rows `y` with the reference's rows `x`; elements that are not finite in `x` are skipped."""
+    """Compare rows `y` with the reference's rows `x`; elements that are not finite in both are skipped."""
     known = torch.isfinite(x)
-    lost = int((known & ~torch.isfinite(y)).sum())
+    lost = int((known != torch.isfinite(y)).sum())
     x, y = torch.where(known, x, 0.0), torch.where(known, y, 0.0).nan_to_num(0.0, 0.0, 0.0)
     error = (y - x).double()
     groups = [torch.nn.functional.pad(z, (0, -z.shape[1] % _GROUP)).view(-1, _GROUP) for z in (x, y)]
@@ -198,7 +199,7 @@ def _bits_of(form: Stored) -> int:
 
 def _problem(ours: Stored, theirs: Stored, sums: _WeightSums) -> str | None:
     if sums.lost:
-        return f"{sums.lost} elements are NaN or Inf, unlike the reference"
+        return f"{plural(sums.lost, 'element')} with a number in only one checkpoint, and NaN or Inf in the other"
     bits, noise = min(_bits_of(ours), _bits_of(theirs)), sqnr_db(sums.signal, sums.noise)
     has_codes = ours.is_coded or theirs.is_coded
     least = _LEAST_DB[max((b for b in _LEAST_DB if b <= bits), default=2)]

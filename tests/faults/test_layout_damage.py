@@ -3,6 +3,7 @@ are silent."""
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +19,11 @@ from lpconv.inspect.headers import inspect
 from lpconv.inspect.values import inspect_with_statistics, judge_scales
 from lpconv.plan.options import ConvertOptions
 from lpconv.progress import Silent
+from lpconv.report.verify import checks, verify_document
+from lpconv.results import Verification
 from lpconv.storage.resolve import directory_of
 from lpconv.verify.compare import compare
-from tests.helpers.checkpoints import shallow_demo
+from tests.helpers.checkpoints import shallow_demo, write_checkpoint
 from tests.helpers.foreign_files import AWQ_ORDER, MAKERS, Tensors, make_foreign, pack_words
 
 Config = dict[str, Any]
@@ -359,6 +362,21 @@ def test_plain_tensors_that_differ_are_not_said_to_have_codes(folder: Path, tmp_
     assert "unquantised" in said[norm]
     assert "packing" not in said[norm]
     assert "packing" in said[Q + "weight"]
+
+
+@pytest.mark.parametrize("other", [torch.tensor([[1.0, math.nan]]), torch.tensor([[math.inf, 1.0]]), torch.ones(2, 1)])
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_numbers_in_only_one_of_both_are_not_equal(other: Tensor, is_reference: bool, tmp_path: Path) -> None:
+    """NaN, Inf or another shape for the reference's ones, or ones for those of the reference."""
+    pair = [write_checkpoint(tmp_path / "a", {"w": torch.ones(1, 2)}), write_checkpoint(tmp_path / "b", {"w": other})]
+    found = compare(*(pair if is_reference else pair[::-1]), gates=(), progress=Silent())
+    assert not found.passed
+    assert found.weights is not None
+    assert found.weights.mismatched == ("w",)
+    assert {c.name: c.outcome for c in checks(found)}["weights"] == "failed"
+    fields = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+    page = verify_document(Verification(path="a", command="verify a", version="1", **fields))
+    assert not any("exact" in tile.figure for tile in page.tiles)
 
 
 @pytest.mark.parametrize("kind", ["collage", "gguf"])
