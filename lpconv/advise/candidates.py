@@ -33,15 +33,14 @@ def conversions(runtime: str | None = None) -> dict[str, Settings]:
 
     Those of eight bits come first, as the most likely ones. Scales of four bits are searched, which costs no bytes.
     """
-    chosen = _all_conversions() if runtime is None else _schemes_for(runtime)
+    chosen: list[Settings]
+    if runtime is None:
+        chosen = _all_conversions()
+    else:  # schemes with calibrated input scales store the same weights as others
+        chosen = [{"scheme": n} for n, s in SCHEMES.items() if s.is_opened_by(runtime) and not s.calibrated]
     likely_first = sorted(chosen, key=lambda settings: abs(_bits(settings) - 8))
     better = (settings if _bits(settings) > 4 else with_search(settings) for settings in likely_first)
     return {describe_conversion(settings): settings for settings in better}
-
-
-def _schemes_for(runtime: str) -> list[Settings]:
-    """Schemes with calibrated input scales are left out: they store the same weights as others."""
-    return [{"scheme": n} for n, s in SCHEMES.items() if s.is_opened_by(runtime) and not s.calibrated]
 
 
 def _all_conversions() -> list[Settings]:

@@ -183,7 +183,8 @@ def _sample_row(trial: Trial, name: str, settings: Settings, deadline: Deadline)
             row = replace(row, size_bytes=job.plan.bytes_out, noise=noise_of_sample(job, elements=_SAMPLE))
     except LpconvError as e:
         return replace(row, status="failed", why=problem_text(e))
-    return replace(row, **trial.forecasts[opened_in(settings)])
+    is_narrow = number_of(settings) in _NARROW and "residual" not in settings  # opens in 16 bits
+    return replace(row, **trial.forecasts["bf16" if is_narrow else "fp32"])
 
 
 def measure(trial: Trial, row: AdviceRow, deadline: Deadline) -> AdviceRow:
@@ -273,11 +274,6 @@ def _no_worse(row: AdviceRow, than: AdviceRow) -> bool:
     if row.size_bytes is None or row.noise is None or than.size_bytes is None or than.noise is None:
         return False
     return row.size_bytes <= than.size_bytes * _SAME_SIZE and row.noise <= than.noise * _SAME_NOISE
-
-
-def opened_in(settings: Settings) -> str:
-    """The format in which a conversion opens: bf16, or fp32 if its weights have more than 16 bits."""
-    return "bf16" if number_of(settings) in _NARROW and "residual" not in settings else "fp32"
 
 
 def forecast(subject: Subject, batch_size: int, peaks: PeakRecord, *, opened: str) -> dict[str, Any]:

@@ -158,7 +158,8 @@ def drop_noisy_recipes(rows: Iterable[AdviceRow], noise: Iterable[RecipeNoise]) 
 def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline: Deadline) -> Iterator[AdviceRow]:
     """Yield updated rows, until one is within the budget."""
     o, costs_s = runs.options, list[float]()  # seconds per run, including its twin
-    waiting = sorted((row for row in rows if row.status != "pruned"), key=lambda row: _kept_bytes(row.name))
+    kept_bytes = {n: TRAINING_OPTIMIZERS[r.arithmetic.optimizer].bytes_per_parameter for n, r in RECIPES.items()}
+    waiting = sorted((row for row in rows if row.status != "pruned"), key=lambda row: kept_bytes[row.name])
     while waiting:
         row, ends = waiting.pop(0), list[Ends]()
         for seed in range(o.seed, o.seed + 1 + _MORE_SEEDS):
@@ -181,11 +182,6 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
             why = f"uses at least as much memory as {row.name}, which is good enough"
             yield from (replace(other, status="pruned", why=why) for other in waiting)
             return
-
-
-def _kept_bytes(recipe: str) -> float:
-    """Bytes of optimizer state per parameter in a recipe."""
-    return TRAINING_OPTIMIZERS[RECIPES[recipe].arithmetic.optimizer].bytes_per_parameter
 
 
 def _measured_row(row: AdviceRow, run: RunRecord, gap: GapEstimate) -> AdviceRow:

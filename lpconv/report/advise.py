@@ -80,16 +80,16 @@ def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
 
 
 def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
-    by_name = {(r.purpose, r.name): r for r in result.rows}
+    gaps = {(r.purpose, r.name): _gap_text(r.gap, _unit_of(result, r)) for r in result.rows if r.gap is not None}
     tiles: list[Tile] = []
     for advised in result.recommendations:
-        row = by_name.get((advised.purpose, advised.row or ""))
-        if row is None or row.gap is None:
-            detail = "undecided" if advised.nearest else "no candidate is good enough"
-            tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=advised.nearest or "as it is", detail=detail))
-            continue
-        detail = f"gap {_gap_text(row.gap, _unit_of(result, row))}"
-        tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=row.name, detail=detail))
+        figure, detail = (
+            advised.nearest or "as it is",
+            "undecided" if advised.nearest else "no candidate is good enough",
+        )
+        if gap := gaps.get((advised.purpose, advised.row or "")):
+            figure, detail = str(advised.row), f"gap {gap}"
+        tiles.append(Tile(label=_HEADINGS[advised.purpose], figure=figure, detail=detail))
     counted = sum(r.status == "measured" for r in result.rows)
     detail = f"of {len(result.rows)}, {duration_text(result.seconds)}"
     return (*tiles, Tile(label="Tried", figure=plural(counted, "candidate"), detail=detail))
@@ -148,17 +148,13 @@ def recommendation(result: AdviceResult, row: AdviceRow | None, purpose: str) ->
 def _convert_words(result: AdviceResult, row: AdviceRow) -> str:
     assert row.gap is not None
     change = change_text(result.source_bytes, row.size_bytes or 0)
+    opened = f" Opened by: {SCHEMES[row.settings['scheme']].opens}." if "scheme" in row.settings else ""
     what = "the loss on the text changes by" if result.metric == "loss" else "the relative error of the outputs is"
     return (
         f"Convert with {row.name}: {size_text(row.size_bytes)} instead of {size_text(result.source_bytes)} ({change}). "
         f"On {plural(row.gap.count, 'window')} {what} {_gap_text(row.gap, result.metric)}, within the "
-        f"{_budget_text(result, result.metric)} allowed.{_opened_by(row)}"
+        f"{_budget_text(result, result.metric)} allowed.{opened}"
     )
-
-
-def _opened_by(row: AdviceRow) -> str:
-    """A sentence about the readers of a scheme; "" for other conversions."""
-    return f" Opened by: {SCHEMES[row.settings['scheme']].opens}." if "scheme" in row.settings else ""
 
 
 def _train_words(result: AdviceResult, row: AdviceRow) -> str:
