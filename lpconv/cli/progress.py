@@ -76,10 +76,11 @@ def _memory_bytes() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
-class _Messages:
+class _Lines:
     """Lines on stderr instead of bars, for logs and pipes.
 
-    Phases with steps, which are long, print a line at once. Every 30 s another one says how far the current phase is.
+    Phases with steps, which are long, print a line at once; with -v all phases do, and lines begin with the seconds
+    since the start. Every 30 s another line says how far the current phase is.
     """
 
     def __init__(self) -> None:
@@ -92,13 +93,16 @@ class _Messages:
         self._begin(phase, total, unit, done)
         if unit == "steps":
             self.message(f"{phase}: {plural(total, 'step')}" + (f", resuming after {done}" if done else ""))
+        elif VERBOSE.get():
+            self.message(phase + (f", {self._amount(total)}" if total else ""))
 
     def advance(self, amount: int, figures: str = "") -> None:
         self._done += amount
         self._figures = figures
 
     def message(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        since_start = f"{time.monotonic() - self._started_s:8.1f} s  " if VERBOSE.get() else ""
+        print(since_start + text, file=sys.stderr)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -119,24 +123,13 @@ class _Messages:
             return f"{self._phase}: {duration_text(taken_s)} so far"
         if self._done >= total:
             return f"finishing: {self._phase}"
-        of_total = f"{count_text(self._done)} of {count_text(total)} {self._unit}"
-        if self._unit == "bytes":
-            of_total = f"{size_text(self._done)} of {size_text(total)}"
+        so_far = size_text(self._done) if self._unit == "bytes" else count_text(self._done)
+        of_total = f"{so_far} of {self._amount(total)}"
         left = f"about {duration_text(taken_s / done * (total - self._done))} left" if done > 0 else ""
         return f"{self._phase}: {', '.join(filter(None, (of_total, self._figures, left)))}"
 
-
-class _Log(_Messages):
-    """A line for every phase, each with the seconds since the start."""
-
-    def start(self, phase: str, total: int, *, unit: str = "bytes", done: int = 0) -> None:
-        super().start(phase, total, unit=unit, done=done)
-        if unit != "steps":
-            size = size_text(total) if unit == "bytes" else f"{count_text(total)} {unit}"
-            self.message(phase + (f", {size}" if total else ""))
-
-    def message(self, text: str) -> None:
-        super().message(f"{time.monotonic() - self._started_s:8.1f} s  {text}")
+    def _amount(self, count: int) -> str:
+        return size_text(count) if self._unit == "bytes" else f"{count_text(count)} {self._unit}"
 
 
 @contextmanager
@@ -145,7 +138,7 @@ def progress_for(*, quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield Silent()
         return
-    shown = _Log() if VERBOSE.get() else _Bars() if sys.stderr.isatty() else _Messages()
+    shown = _Bars() if sys.stderr.isatty() and not VERBOSE.get() else _Lines()
     try:
         yield shown
     finally:
