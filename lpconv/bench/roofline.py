@@ -41,6 +41,7 @@ def gemm_record(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str, train: bo
     flops = 2.0 * m * gemm.n * gemm.k
     traffic = 2.0 * (m * gemm.k + gemm.n * gemm.k + m * gemm.n)
     gains = peaks.fp8_flops is not None and not gemm.is_head
+    enough = (2**i for i in range(4, 21) if gains and _gain(gemm, 2**i, peaks, method, train) > 1)
     return GemmRecord(
         names=gemm.names,
         count=count,
@@ -51,7 +52,7 @@ def gemm_record(gemm: Gemm, m: int, peaks: PeakRecord, *, method: str, train: bo
         bytes_moved=products * count * traffic,
         bound="compute" if flops / peaks.bf16_flops > traffic / peaks.bytes_per_s else "memory",
         gain=_gain(gemm, m, peaks, method, train) if gains else None,
-        break_even_tokens=_break_even(gemm, peaks, method, train) if gains else None,
+        break_even_tokens=next(enough, None),
     )
 
 
@@ -89,11 +90,6 @@ def step_gemm_seconds(gemms: tuple[Gemm, ...], m: int, peaks: PeakRecord, *, met
 def _gain(gemm: Gemm, m: int, peaks: PeakRecord, method: str, train: bool) -> float:
     plain = gemm_seconds(gemm, m, peaks, method=None, train=train)
     return plain / gemm_seconds(gemm, m, peaks, method=method, train=train)
-
-
-def _break_even(gemm: Gemm, peaks: PeakRecord, method: str, train: bool) -> int | None:
-    """The smallest number of tokens, among powers of two from 16 to 2^20, at which fp8 gains; None if none does."""
-    return next((2**i for i in range(4, 21) if _gain(gemm, 2**i, peaks, method, train) > 1), None)
 
 
 def roofline_verdict(rows: Sequence[BenchRow], gemms: tuple[Gemm, ...], peaks: PeakRecord) -> VerdictRecord | None:

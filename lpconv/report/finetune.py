@@ -99,10 +99,6 @@ def figure_text(metric: str, value: float | None) -> str:
     return f"{100 * value:.2f} %" if metric in _SHARES else f"{value:#.5g}"
 
 
-def _difference_text(metric: str, value: float) -> str:
-    return f"{100 * value:+.2f} points" if metric in _SHARES else _two_digits(value, "+")
-
-
 def _two_digits(value: float, sign: str = "") -> str:
     """A number with two significant digits, trailing zeros included: 0.010."""
     return f"{value:{sign}#.2g}".removesuffix(".") if value else f"{value:{sign}g}"
@@ -110,10 +106,11 @@ def _two_digits(value: float, sign: str = "") -> str:
 
 def noise_text(gap: GapRecord) -> str:
     """The gap as text, with its 95 % interval over seeds if there is one."""
-    text = _difference_text(gap.metric, gap.gap)
+    is_share = gap.metric in _SHARES
+    text = f"{100 * gap.gap:+.2f} points" if is_share else _two_digits(gap.gap, "+")
     if gap.half_width is None:
         return text
-    width = f"{100 * gap.half_width:.2f}" if gap.metric in _SHARES else _two_digits(gap.half_width)
+    width = f"{100 * gap.half_width:.2f}" if is_share else _two_digits(gap.half_width)
     return f"{text} ± {width}"
 
 
