@@ -57,19 +57,15 @@ def load_manifest(path: Path) -> Manifest:
     document = read_document(path)
     with _prefix_errors(path.name):
         top = read_mapping(document, MANIFEST_KEYS, "")
-        _check_version(top.get("version"))
+        if str(version := top.get("version")) != str(MANIFEST_VERSION):
+            says = "missing" if version in (None, "") else f"`{version}` is unknown"
+            raise UsageError(f"version: {says}", hint=f"this lpconv reads `version: {MANIFEST_VERSION}`")
         defaults = _defaults(top.get("defaults", {}), path.parent)
         jobs: list[BatchJob] = []
         for number, raw in enumerate(_job_list(top)):
             jobs.append(_job(raw, defaults, jobs, path.parent, f"jobs[{number}]"))
         _check_unique(jobs)
     return Manifest(path=path, jobs=tuple(jobs))
-
-
-def _check_version(version: Any) -> None:
-    if str(version) != str(MANIFEST_VERSION):
-        says = "missing" if version in (None, "") else f"`{version}` is unknown"
-        raise UsageError(f"version: {says}", hint=f"this lpconv reads `version: {MANIFEST_VERSION}`")
 
 
 def _job_list(top: dict[str, Any]) -> list[Any]:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lpconv.bench.options import CODES, LAYER_KEYS, SCALED, Case
+from lpconv.bench.options import CODES, LAYER_KEYS, SCALED, Case, check_layers
 from lpconv.bench.roofline import Gemm
 from lpconv.data.texts import check_seq_len
-from lpconv.errors import ResourceError, UnsupportedError, UsageError
+from lpconv.errors import ResourceError, UnsupportedError
 from lpconv.layers import blocks_of, head, linears
 from lpconv.machine import available_memory
 from lpconv.models.inputs import max_length, random_ids, vocabulary_size
@@ -38,10 +38,8 @@ def find_model(case: Case) -> Blueprint:
 def _limit_layers(config: Any, layers: int | None) -> None:
     if layers is None:
         return
-    key = next((k for k in LAYER_KEYS if hasattr(config, k)), None)
-    own = getattr(config, key) if key else 0
-    if key is None or not 1 <= layers <= own:
-        raise UsageError(f"--layers {layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")
+    key = next((k for k in LAYER_KEYS if hasattr(config, k)), "")
+    check_layers(layers, getattr(config, key, 0))
     setattr(config, key, layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]

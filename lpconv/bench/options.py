@@ -87,6 +87,12 @@ class Case(BenchCase):
         return tuple(p for p in found if p is not None)
 
 
+def check_layers(layers: int | None, own: int | None) -> None:
+    """Raise UsageError unless the model has so many layers; `own` is None if their number is not known."""
+    if layers is not None and own is not None and not 1 <= layers <= own:
+        raise UsageError(f"--layers {layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")
+
+
 # Options by panel of the help; those with `panel=None` come first, in a panel that most people need.
 _what = functools.partial(Option, panel="What to measure")
 _how = functools.partial(Option, panel="How to measure")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lpconv.bench.nvml import find_monitor
-from lpconv.bench.options import BENCH_FORMATS, CODES, LAYER_KEYS, PLAIN, SCALED, BenchOptions, Case
+from lpconv.bench.options import BENCH_FORMATS, CODES, LAYER_KEYS, PLAIN, SCALED, BenchOptions, Case, check_layers
 from lpconv.bench.rows import BenchRun
 from lpconv.bench.team import Child
 from lpconv.data.texts import check_seq_len, num_positions
@@ -77,7 +77,9 @@ def bench(
         positions = num_positions(checkpoint.config)
         for seq in options.seqs:
             check_seq_len(seq, positions)
-    _check_layers(options, checkpoint)
+    preset = PRESETS.get(options.model or _ON_GPU[0])
+    sizes = checkpoint.config if checkpoint is not None else preset.settings if preset else {}
+    check_layers(options.layers, next((n for key in LAYER_KEYS if isinstance(n := sizes.get(key), int)), None))
     cases, _ = cases_of(options, {"device": "cpu", "name": ""})  # refuses options that do not fit
     _check_peers(cases)
     if CODES in options.formats:
@@ -144,15 +146,6 @@ def cases_of(
     if not cases:
         raise UsageError("there is nothing to measure", hint="pass at least one --format and one --mode")
     return cases, notes
-
-
-def _check_layers(options: BenchOptions, checkpoint: Checkpoint | None) -> None:
-    """Raise UsageError if more layers are to be kept than the model has, as far as its description tells."""
-    preset = PRESETS.get(options.model or _ON_GPU[0])
-    sizes = checkpoint.config if checkpoint is not None else preset.settings if preset else {}
-    own = next((n for key in LAYER_KEYS if isinstance(n := sizes.get(key), int)), None)
-    if options.layers is not None and own is not None and options.layers > own:
-        raise UsageError(f"--layers {options.layers}: the model has only {own}", hint=f"pass a number from 1 to {own}")
 
 
 def _check_peers(cases: Sequence[Case]) -> None:

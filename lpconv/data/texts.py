@@ -67,7 +67,8 @@ def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: i
         if columns is not None:
             text_column(path, columns)
         return
-    text, seq_len = read_text(path, _LOOKED_AT), _usual_seq_len(config, wanted)
+    # `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens.
+    text, seq_len = read_text(path, _LOOKED_AT), wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
     num, unit = len(text.encode()), "bytes"
     if num < _MOST_BYTES * seq_len:
         with contextlib.suppress(Exception):  # damaged files raise arbitrary errors, which tokenising will report
@@ -80,15 +81,6 @@ def check_text(path: Path, directory: Path, config: Mapping[str, Any], wanted: i
     if num + _SPECIAL_TOKENS < seq_len:
         short = f"`{path}` has {num} {unit}, fewer than one sequence of {seq_len} tokens"
         raise InputError(short, hint="pass a longer text, or a smaller --seq-len if the command has it")
-
-
-def _usual_seq_len(config: Mapping[str, Any], wanted: int | None) -> int:
-    """The sequence length: `wanted`, or else 128 or the model's maximum in config.json if that is less.
-
-    `lpconv.models.inputs.sequence_length` also accounts for positions that are not tokens, from the transformers
-    config.
-    """
-    return wanted or min(SEQ_LEN, num_positions(config) or SEQ_LEN)
 
 
 def columns_of(path: Path) -> Sequence[str] | None:

@@ -22,7 +22,6 @@ from lpconv.plan.options import (
     POINTS_MAX,
     ConvertOptions,
     FilledOptions,
-    FormatRule,
     check_pattern,
 )
 from lpconv.results import to_json
@@ -76,8 +75,8 @@ def fill_options(options: ConvertOptions) -> FilledOptions:
     budget_bits, points_max = _budget(method, fmt, options.budget_bits, options.points_max)
     check(options)
     for rule in options.rules:
-        if rule.format != "keep":
-            _check_rule(rule, method, grain)
+        if rule.format != "keep" and (grain is None or rule.format not in grain.formats):
+            method.format(rule.format)  # stored with one scale per tensor, if the method has it
         if method.form(LPCONV).holds_one_format and rule.format not in ("keep", fmt.name):
             raise UsageError(
                 f"rule `{rule.pattern}={rule.format}`: a {method.name} checkpoint has only one format, here {fmt.name}",
@@ -120,12 +119,8 @@ def shaping_options(options: ConvertOptions) -> dict[str, Any]:
 def command_line(model: str, options: FilledOptions) -> str:
     """The command that makes the same output, without folders and without run options such as --resume."""
     usual = _usual_scale(FORMATS[options.format], get_grain(options.granularity))
-    unsaid = {
-        "method": None,
-        "scale": usual,
-        "layout": LPCONV,
-        "granularity": TENSOR,
-    }  # a value equal to this, else to the default, is left out
+    # A value equal to this, else to the default, is left out.
+    unsaid = {"method": None, "scale": usual, "layout": LPCONV, "granularity": TENSOR}
     values = {}
     for name, d in options_of(ConvertOptions).items():
         value = getattr(options, d.field)
@@ -212,12 +207,6 @@ def _grain(options: FilledOptions, method: Method) -> Grain | None:
     if grain is not None and grain.scale_dtype == "U8" and options.scale == "exact":
         raise UsageError(f"granularity `{grain.name}` always has power-of-two scales", hint="leave --scale out")
     return grain
-
-
-def _check_rule(rule: FormatRule, method: Method, grain: Grain | None) -> None:
-    """Validate a rule's format. Formats that the granularity does not support are stored with one scale each."""
-    if grain is None or rule.format not in grain.formats:
-        method.format(rule.format)
 
 
 def _check_layout(options: FilledOptions, method: Method, format_name: str, grain: Grain | None) -> None:

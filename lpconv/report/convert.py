@@ -408,19 +408,18 @@ def figures(result: ConvertResult) -> dict[str, str]:
 
 def _sqnr_section(results: Sequence[ConvertResult], names: Sequence[str]) -> Section | None:
     by_name = [{t.name: t for t in converted_tensors(r.tensors)} for r in results]
+    cells = [
+        {n: Cell(text=f"{t.format}, {sqnr_text(t.sqnr_db)}", sort=t.sqnr_db) for n, t in run.items()} for run in by_name
+    ]
     tensors = in_layer_order({name: t for run in by_name for name, t in run.items()}.values())
     table = Table(
         columns=("Tensor", *names),
-        rows=tuple((t.name, *(_sqnr_cell(run.get(t.name)) for run in by_name)) for t in tensors),
+        rows=tuple((t.name, *(run.get(t.name, MISSING) for run in cells)) for t in tensors),
         has_names=True,
         sortable=True,
         filter="attention",
     )
     return section("SQNR of every tensor, dB", table, only="page")
-
-
-def _sqnr_cell(t: TensorRecord | None) -> str | Cell:
-    return MISSING if t is None else Cell(text=f"{t.format}, {sqnr_text(t.sqnr_db)}", sort=t.sqnr_db)
 
 
 def _median_sqnr(r: ConvertResult) -> float | None:

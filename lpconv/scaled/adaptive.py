@@ -84,7 +84,8 @@ def adaptive_factor(
     num_terms = num_terms or grad.shape[-1]
     g, w = grad.float(), weight.float()
     sigma = (0.5 * num_terms * g.square().mean() * w.square().mean()).sqrt()
-    lower_bound = u_min / (math.sqrt(2) * _erfinv(options.threshold) * sigma)
+    erfinv = float(torch.erfinv(torch.tensor(options.threshold, dtype=torch.float64)))
+    lower_bound = u_min / (math.sqrt(2) * erfinv * sigma)
     amax_g, amax_w = amax(g), amax(w)
     factor = lower_bound.clamp(min=1.0)
     factor = torch.minimum(factor, spec.max / num_terms / (amax_g * amax_w))
@@ -92,10 +93,6 @@ def adaptive_factor(
     factor = torch.minimum(factor, times(torch.full_like(sigma, options.total_bound), scale))
     factor = pow2_floor(factor.clamp(max=options.layer_bound))
     return torch.where((sigma > 0) & sigma.isfinite(), factor, 1.0)
-
-
-def _erfinv(x: float) -> float:
-    return float(torch.erfinv(torch.tensor(x, dtype=torch.float64)))
 
 
 @dataclass(kw_only=True)

@@ -131,15 +131,12 @@ def _make_view(url: str, objects: Sequence[RemoteObject], *, whole: bool, last: 
     if whole or (copy / last).exists():
         view = copy
     if not (view / last).exists():
-        rest = [o for o in objects if o.name != last and not _has_object(view, o)]
+        sizes = {o.name: (view / o.name).stat().st_size for o in objects if os.path.isfile(view / o.name)}
+        rest = [o for o in objects if o.name != last and sizes.get(o.name) != o.size_bytes]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda o: _write_object(url, o, view, whole=whole), rest))
         _write_object(url, next(o for o in objects if o.name == last), view, whole=whole)
     return view
-
-
-def _has_object(view: Path, o: RemoteObject) -> bool:
-    return os.path.isfile(view / o.name) and (view / o.name).stat().st_size == o.size_bytes
 
 
 def _write_object(url: str, o: RemoteObject, view: Path, *, whole: bool) -> None:

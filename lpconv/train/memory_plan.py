@@ -88,7 +88,8 @@ class Passes:
 def passes_of(empty: Any, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> Passes:
     """Memory that an arithmetic keeps for a batch of token ids. Equal blocks are extrapolated from two."""
     blocks = blocks_of(empty)
-    if len(blocks) <= _COUNTED or len({_shapes(block) for block in blocks}) > 1:
+    kinds = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
+    if len(blocks) <= _COUNTED or len(kinds) > 1:
         activations = _saved(empty, len(blocks), arithmetic, batch_shape)
         each = activations // len(blocks)
     else:
@@ -114,10 +115,6 @@ def keeping_inputs(passes: Passes, empty: Any, arithmetic: Arithmetic) -> Passes
         block_activations=each,
         recomputed=passes.block_activations,
     )
-
-
-def _shapes(block: nn.Module) -> tuple[Any, ...]:
-    return (type(block), *(p.shape for p in block.parameters()))
 
 
 def _saved(empty: nn.Module, num_blocks: int, arithmetic: Arithmetic, batch_shape: tuple[int, int]) -> int:

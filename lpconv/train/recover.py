@@ -244,7 +244,8 @@ class Recovery:
         teacher = open_to_train(task, start.source, seed=0).model
         with quiet_transformers():
             coded = load(start.output, model_class=task.auto, resident=True, dtype=torch.float32, allow_missing=True)
-        stored = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor) and _is_narrow(p, start)}
+        held = {n: p for n, p in coded.named_parameters() if isinstance(p, CodedTensor)}
+        stored = {n: p for n, p in held.items() if {piece.form.name for piece in p.pieces} <= {*start.names}}
         codes = {piece.form.name: piece.parts for p in stored.values() for piece in p.pieces}
         return cls(
             start=start,
@@ -338,10 +339,6 @@ class GridAdamW(torch.optim.AdamW):
             x.update_()
         for p, grid in self._of_scales.items():
             grid.scale_(p)
-
-
-def _is_narrow(parameter: CodedTensor, start: Recoverable) -> bool:
-    return all(piece.form.name in start.names for piece in parameter.pieces)
 
 
 def _with_scales(piece: Codes) -> Codes:
