@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Lt
 
@@ -35,17 +35,12 @@ class Budget:
 
 def parse_budget(text: str) -> Budget:
     """Parse ``quality=0.01,memory=8GB,minutes=5`` or some of these. Raises UsageError for other keys and values."""
-    quality, memory, minutes = Budget.quality, Budget.memory_bytes, Budget.minutes
+    limits: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
-        find("part of a budget", key, dict.fromkeys(("quality", "memory", "minutes")))
-        if key == "memory":
-            memory = parse_size(value)
-        elif key == "quality":
-            quality = _positive(key, value)
-        else:
-            minutes = _positive(key, value)
-    return Budget(quality=quality, memory_bytes=memory, minutes=minutes)
+        field = find("part of a budget", key, {"quality": "quality", "memory": "memory_bytes", "minutes": "minutes"})
+        limits[field] = parse_size(value) if key == "memory" else _positive(key, value)
+    return Budget(**limits)
 
 
 def _positive(key: str, text: str) -> float:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -120,15 +120,21 @@ def print_result(result: Any, render: Callable[[Any], Any], *, json: bool) -> No
         show(render(result))
 
 
-def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]], context: typer.Context) -> NoReturn:
-    """Print a table, or its rows as JSON, and exit, for options that only list something."""
-    from lpconv.report.document import Table
+def listing(flag: str, help: str, columns: tuple[str, ...], rows: Callable[[], Iterable[tuple[str, ...]]]) -> Any:
+    """Annotation of a flag that prints a table, or its rows as JSON, and exits."""
 
-    table = Table(columns=columns, rows=tuple(rows))
-    names = [c.removeprefix("<").lower().replace(" ", "_") for c in columns]
-    document = {"rows": [dict(zip(names, row, strict=True)) for row in table.rows]}
-    print_result(document, lambda _: table, json=bool(context.params.get("json")))
-    raise typer.Exit
+    def show(context: typer.Context, wanted: bool) -> None:
+        if not wanted:
+            return
+        from lpconv.report.document import Table
+
+        table = Table(columns=columns, rows=tuple(rows()))
+        names = [c.removeprefix("<").lower().replace(" ", "_") for c in columns]
+        document = {"rows": [dict(zip(names, row, strict=True)) for row in table.rows]}
+        print_result(document, lambda _: table, json=bool(context.params.get("json")))
+        raise typer.Exit
+
+    return Annotated[bool, typer.Option(flag, callback=show, help=help)]
 
 
 Model = Annotated[

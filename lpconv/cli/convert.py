@@ -1,29 +1,20 @@
 """`lpconv convert`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lpconv.cli.command import (
-    Json,
-    Model,
-    Output,
-    Quiet,
-    output_of,
-    print_result,
-    print_table,
-    typed_command,
-    with_options,
-)
+from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command, with_options
 from lpconv.errors import UsageError
 from lpconv.layouts import SCHEMES
 from lpconv.plan.options import ConvertOptions
 
-
-def _list_schemes(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        rows = ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items())
-        print_table(("Scheme", "Bits", "<Opened by", "<When to use it"), rows, context)
+_ListSchemes: Any = listing(
+    "--list-schemes",
+    "List the schemes and exit.",
+    ("Scheme", "Bits", "<Opened by", "<When to use it"),
+    lambda: ((name, f"{s.bits:g}", s.opens, s.use) for name, s in SCHEMES.items()),
+)
 
 
 @with_options
@@ -32,10 +23,7 @@ def convert(
     *,
     output: Output = None,
     options: ConvertOptions,
-    list_schemes: Annotated[
-        bool,
-        typer.Option("--list-schemes", callback=_list_schemes, help="List the schemes and exit."),
-    ] = False,
+    list_schemes: _ListSchemes = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing anything.")] = False,
     shard: Annotated[
         str | None,

@@ -1,29 +1,23 @@
 """`lpconv finetune`."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
-from lpconv.cli.command import (
-    Json,
-    Model,
-    Output,
-    Quiet,
-    output_of,
-    print_result,
-    print_table,
-    typed_command,
-    with_options,
-)
+from lpconv.cli.command import Json, Model, Output, Quiet, listing, output_of, print_result, typed_command, with_options
 from lpconv.train.options import FinetuneOptions
 from lpconv.train.recipes import RECIPES
 
 
-def _list_recipes(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        arithmetics = ((name, recipe.arithmetic, recipe.purpose) for name, recipe in RECIPES.items())
-        rows = ((n, a.precision, a.method, a.optimizer, a.loss_scale, use) for n, a, use in arithmetics)
-        print_table(("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for"), rows, context)
+def _recipes() -> Iterator[tuple[str, ...]]:
+    for name, recipe in RECIPES.items():
+        a = recipe.arithmetic
+        yield name, a.precision, a.method, a.optimizer, a.loss_scale, recipe.purpose
+
+
+_COLUMNS = ("Recipe", "<Precision", "<Method", "<Optimizer", "<Loss scale", "<What it is for")
+_ListRecipes: Any = listing("--list-recipes", "List the recipes and exit.", _COLUMNS, _recipes)
 
 
 @with_options
@@ -32,10 +26,7 @@ def finetune(
     *,
     output: Output = None,
     options: FinetuneOptions,
-    list_recipes: Annotated[
-        bool,
-        typer.Option("--list-recipes", callback=_list_recipes, help="List the recipes and exit."),
-    ] = False,
+    list_recipes: _ListRecipes = False,
     dry_run: Annotated[
         bool,
         typer.Option(
