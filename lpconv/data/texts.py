@@ -196,7 +196,7 @@ def text_of(path: Path, limit: int, render: Callable[[Any], str]) -> str:
     column = text_column(path, rows.column_names)
     texts, left = list[str](), limit
     for row in rows[column]:
-        text = render(row) if isinstance(row, list) and left > 0 else row
+        text = render(row) if row and isinstance(row, list) and left > 0 else row
         if isinstance(text, str) and text.strip() and left > 0:
             texts.append(text)
             left -= len(text) + 2

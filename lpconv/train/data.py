@@ -112,7 +112,7 @@ def with_template(rows: "Rows", tokenizer: Any) -> "Rows":
         return rows
     from lpconv.models.tokenizer import answer_tokens, chat_text  # imports torch and transformers (seconds)
 
-    chat_text(tokenizer, rows.train[:1][rows.text][0], rows.words)
+    chat_text(tokenizer, rows.first_text, rows.words)
     return replace(
         rows,
         render=lambda turns: chat_text(tokenizer, turns, rows.words),
@@ -181,12 +181,17 @@ class Rows:
     answers: Callable[[Any], list[tuple[list[int], list[bool]]]] | None = None
 
     @property
+    def first_text(self) -> Any:
+        """The first text or conversation that is not empty; None if all are."""
+        return next((x for row in self.train if (x := row[self.text])), None)
+
+    @property
     def is_chat(self) -> bool:
-        return any(isinstance(x, list) for x in self.train[:1][self.text])
+        return isinstance(self.first_text, list)
 
     def texts(self, part: Any) -> list[str]:
-        """The texts of a part, with "" for missing ones."""
-        return [self.render(x) if x is not None else "" for x in part[self.text]]
+        """The texts of a part, with "" for missing or empty ones."""
+        return [self.render(x) if x else "" for x in part[self.text]]
 
     def guess(self, task: str) -> str | None:
         """The task and the columns that it uses in words, or None if there is only one column."""

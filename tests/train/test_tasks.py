@@ -18,7 +18,7 @@ from lpconv.progress import Silent
 from lpconv.report.finetune import verdict
 from lpconv.results import FinetuneResult
 from lpconv.storage.checkpoint import Checkpoint
-from lpconv.train.data import read_rows
+from lpconv.train.data import read_rows, with_template
 from lpconv.train.examples import sequence_pairs
 from lpconv.train.job import open_start, training_job
 from lpconv.train.options import FinetuneOptions
@@ -350,6 +350,22 @@ def test_answers_are_what_transformers_marks(first: int, tmp_path: Path) -> None
     ((ids, is_answer),) = answer_tokens(tokenizer, turns, "chat")
     assert ids == marked["input_ids"]
     assert is_answer == [x == 1 for x in marked["assistant_masks"]]
+
+
+@pytest.mark.parametrize("missing", [None, []])
+def test_a_first_conversation_that_is_missing_is_left_out(missing: Any, tmp_path: Path) -> None:
+    """The training part is drawn, so its first row is found by text; texts of masked models are rendered as well."""
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    table = [{"messages": [{**turn, "content": str(i)} for turn in CHATS["messages"]]} for i in range(30)]
+    first = read_rows(asked(data=jsonl(tmp_path / "all.jsonl", table))).train[0]["messages"][0]["content"]
+    table[int(first)] = {"messages": missing}
+    found = with_template(read_rows(asked(data=jsonl(tmp_path / "some.jsonl", table))), tokenizer)
+    assert found.is_chat
+    wanted = [tokenizer.apply_chat_template(x, tokenize=False) if x else "" for x in found.train["messages"]]
+    assert found.texts(found.train) == wanted
+    assert wanted[0] == ""
 
 
 @pytest.mark.parametrize("column", ROWS)
