@@ -14,6 +14,7 @@ effects:
   behind by that part of what the twin has yet to learn. This shows late, so a few steps do not measure it.
 """
 
+import functools
 import math
 import statistics
 import tempfile
@@ -44,14 +45,6 @@ _SLOWER = 2.0  # time of an emulated low-precision step relative to the twin's
 _METRIC = "eval_loss"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """A finished run and its total time, including start-up."""
-
-    record: RunRecord
-    seconds: float
-
-
 class Runs:
     """Short training runs in any recipe. Raises the errors of `training_job` for unsuitable data and tasks."""
 
@@ -59,7 +52,7 @@ class Runs:
         self.options = options
         self._progress = progress
         self._job = training_job(checkpoint, options.training(_TWIN, steps=options.steps))
-        self._twins: dict[tuple[int, int], _Run] = {}
+        self._twins: dict[tuple[int, int], RunRecord] = {}
 
     @property
     def words(self) -> str:
@@ -70,31 +63,33 @@ class Runs:
     def longest(self, deadline: Deadline) -> int:
         """Number of steps that a few recipes can have with all seeds within the time, from a pilot run of the twin."""
         runs, twins = _PLANNED * (1 + _MORE_SEEDS), 1 + _MORE_SEEDS
-        start_s, step_s = self._costs_s()
+        start_s, step_s = self._costs_s
         left_s = deadline.left_s - (runs + twins) * start_s
         most = int(left_s / (step_s * (_SLOWER * runs + twins)))
         return max(min(_PILOT_STEPS, self.options.steps), min(most, self.options.steps))
 
     def seconds(self, steps: int) -> float:
         """Estimated time of a recipe with all seeds, from the pilot run."""
-        start_s, step_s = self._costs_s()
+        start_s, step_s = self._costs_s
         return (1 + _MORE_SEEDS) * (2 * start_s + (1 + _SLOWER) * steps * step_s)
 
+    @functools.cached_property
     def _costs_s(self) -> tuple[float, float]:
-        """Seconds for the start of a run, and for each step."""
+        """Seconds for the start of a run, and for each step, from a pilot run of the twin."""
+        started = time.perf_counter()
         pilot = self.twin(self.options.seed, min(_PILOT_STEPS, self.options.steps))
-        step_s = pilot.record.step_time_s or pilot.seconds / _PILOT_STEPS
-        return max(pilot.seconds - _PILOT_STEPS * step_s, 0.0), step_s
+        seconds = time.perf_counter() - started
+        step_s = pilot.step_time_s or seconds / _PILOT_STEPS
+        return max(seconds - _PILOT_STEPS * step_s, 0.0), step_s
 
-    def twin(self, seed: int, steps: int) -> _Run:
+    def twin(self, seed: int, steps: int) -> RunRecord:
         """The fp32 run of a seed, trained once and cached."""
         if (seed, steps) not in self._twins:
             self._twins[seed, steps] = self.run(_TWIN, seed, steps, role="twin")
         return self._twins[seed, steps]
 
-    def run(self, recipe: str, seed: int, steps: int, *, role: str = "run") -> _Run:
+    def run(self, recipe: str, seed: int, steps: int, *, role: str = "run") -> RunRecord:
         """Train with a recipe."""
-        started = time.perf_counter()
         job, _ = with_measured(replace(self._job, options=self.options.training(recipe, steps=steps)))
         self._job = replace(self._job, objective=job.objective)
         with tempfile.TemporaryDirectory() as folder:
@@ -110,8 +105,7 @@ class Runs:
             self._progress.start(f"{recipe}, {steps} steps, seed {seed}", 0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the row of a recipe contains these warnings
-                record = train_one(job, work, self._progress).record
-        return _Run(record=record, seconds=time.perf_counter() - started)
+                return train_one(job, work, self._progress).record
 
 
 def recipe_rows(model: Any, budget: Budget) -> list[AdviceRow]:
@@ -169,8 +163,8 @@ def measure_recipes(runs: Runs, rows: Iterable[AdviceRow], steps: int, deadline:
                 continue
             started = time.perf_counter()
             try:
-                twin = runs.twin(seed, steps).record
-                run = runs.run(row.name, seed, steps).record
+                twin = runs.twin(seed, steps)
+                run = runs.run(row.name, seed, steps)
             except LpconvError as e:
                 row = judge_row(replace(row, status="failed", why=problem_text(e), gap=None), o.budget)
             else:
