@@ -109,13 +109,9 @@ class CaseRunner:
         if self.case.compiled == "graphs":
             # Allows the memory of the previous step's results to be reused.
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        if self._optimizer is None:
-            with torch.no_grad():
-                self._model(**self._batch)
-            return
-        step_loss(self._model, self._batch).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._finish(self._forward())
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def run(self, steps: int) -> None:
         """Run `steps` steps and wait for them to finish."""

@@ -132,7 +132,7 @@ class Team(contextlib.AbstractContextManager["Team"]):
     def __init__(self, children: Sequence[Child]) -> None:
         self._children = tuple(children)
         self._folder = tempfile.TemporaryDirectory(prefix="lpconv-bench-")
-        self._merge: Callable[[list[Any]], Any] = _first
+        self._command = ""  # the last one, which determines how answers are merged
         self._failure: LpconvError | None = None
 
     @property
@@ -144,7 +144,7 @@ class Team(contextlib.AbstractContextManager["Team"]):
         """Start building a case; `receive` returns its description. Processes on one CPU also share the memory."""
         share = memory_share / (len(self._children) if case.device == "cpu" else 1)
         meeting = str(Path(self._folder.name) / "meeting")
-        self._merge = _first
+        self._command = "prepare"
         for rank, child in enumerate(self._children):
             child.send("prepare", case=dataclasses.asdict(case), memory_share=share, rank=rank, meeting=meeting)
 
@@ -152,7 +152,7 @@ class Team(contextlib.AbstractContextManager["Team"]):
         """Run a command on all children and return the merged answer. Raises the first error."""
         for child in self._children:
             child.send(do, **arguments)
-        self._merge = _MERGES.get(do, _first)
+        self._command = do
         return self.receive()
 
     def receive(self) -> Any:
@@ -160,7 +160,8 @@ class Team(contextlib.AbstractContextManager["Team"]):
         if self._failure is not None:
             raise self._failure
         try:
-            return self._merge(self._answers())
+            answers = self._answers()
+            return _MERGES[self._command](answers) if self._command in _MERGES else answers[0]
         except LpconvError as e:
             self._failure = e
             self.close()
@@ -200,10 +201,6 @@ class Team(contextlib.AbstractContextManager["Team"]):
         self.close()
 
 
-def _first(answers: list[Any]) -> Any:
-    return answers[0]
-
-
 def _slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge timings of a common step: a step is done when the last process has finished it."""
     return {
@@ -213,11 +210,11 @@ def _slowest(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _largest(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    return max(answers, key=lambda a: a["peak_bytes"])
-
-
-_MERGES: dict[str, Callable[[list[Any]], Any]] = {"measure": _slowest, "memory": _largest}
+# How to merge the answers to a command; other commands get the first process's answer.
+_MERGES: dict[str, Callable[[list[Any]], Any]] = {
+    "measure": _slowest,
+    "memory": lambda answers: max(answers, key=lambda a: a["peak_bytes"]),
+}
 
 
 def processes_of(asked: int | None, environ: Mapping[str, str] = os.environ) -> int | None:
