@@ -69,14 +69,15 @@ def _purpose_section(advised: Recommendation) -> Section | None:
 
 
 def _candidate_section(result: AdviceResult, purpose: str) -> Section | None:
-    """The candidates for a purpose, best first; those that cannot be best are folded away, because they are many."""
+    """The candidates for a purpose, best first; those that were not measured are folded away, because they are many."""
     rows = _of_purpose(result, purpose)
-    shown = tuple(_cells(result, r) for r in rows if r.status != "pruned")
-    pruned = tuple(_cells(result, r) for r in rows if r.status == "pruned")
-    title = f"{len(pruned)} more that cannot be better than these, with reasons"
-    folded = Folded(title=title, table=Table(columns=_COLUMNS[purpose], rows=pruned))
-    table = Table(columns=_COLUMNS[purpose], rows=shown)
-    return section(f"{_HEADINGS[purpose]}: every candidate, best first", table, folded)
+    is_folded = {r.name: r.status in ("pruned", "unmeasured") for r in rows}
+    shown, folded = (
+        Table(columns=_COLUMNS[purpose], rows=tuple(_cells(result, r) for r in rows if is_folded[r.name] is hidden))
+        for hidden in (False, True)
+    )
+    title = f"{len(folded.rows)} more that were not measured, with reasons"
+    return section(f"{_HEADINGS[purpose]}: every candidate, best first", shown, Folded(title=title, table=folded))
 
 
 def _tiles(result: AdviceResult) -> tuple[Tile, ...]:
