@@ -67,7 +67,7 @@ def load_with_missing(
     stored_shapes(checkpoint)  # refuses pickles of layouts that lpconv cannot read
     cls = model_class or architecture(checkpoint.config, trusted=_code_directory(checkpoint, kwargs))
     has_residual = (checkpoint.directory / RESIDUAL_INDEX).exists()
-    kwargs["output_loading_info"] = True
+    kwargs = {"trust_remote_code": False, **kwargs, "output_loading_info": True}  # False: never ask on a terminal
     is_elsewhere = any_pointer(checkpoint.directory, checkpoint.weight_files)
     if not (has_residual or is_elsewhere or quantization_method(checkpoint.config) in READ):
         model, info = cls.from_pretrained(checkpoint.directory, dtype=dtype or "auto", **kwargs)
@@ -143,6 +143,7 @@ def _build_model(
     `dtype` defaults to the config's.
     """
     config, directory = copy.deepcopy(kwargs.pop("config", None)), stored.checkpoint.directory
+    kwargs.setdefault("trust_remote_code", False)
     if config is None:
         config, kwargs = transformers.AutoConfig.from_pretrained(directory, return_unused_kwargs=True, **kwargs)
     state = {name: tensor(stored, name) for name in stored.forms}

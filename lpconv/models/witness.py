@@ -48,7 +48,7 @@ def open_with_transformers(checkpoint: Checkpoint, *, trust_remote_code: bool = 
     has no reader for the layout or lacks a package, VerificationError if it has one and fails.
     """
     register()
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    options = {"trust_remote_code": trust_remote_code}  # without it, transformers would ask on a terminal
     cls = architecture(checkpoint.config, trusted=checkpoint.directory if trust_remote_code else None)
     arguments = _reading_arguments(checkpoint)
     with quiet_transformers(), StoredTensors(checkpoint, None) as stored:

@@ -76,7 +76,7 @@ def check_logits(source: Openable, output: Path, *, trust_remote_code: bool, in_
     if in_files:
         return _check_in_files(source, output)
     # Both directories are local; the flag decides whether their own Python files may run.
-    options = {"trust_remote_code": True} if trust_remote_code else {}
+    options = {"trust_remote_code": trust_remote_code}
     with quiet_transformers():
         opened = open_to_run(source, **options)
         _check_whole(opened.missing)

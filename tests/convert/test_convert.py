@@ -140,6 +140,17 @@ def test_a_model_that_does_not_run_here_is_refused_before_anything_is_written(tm
     assert run(source, tmp_path / "out").verify.level == "weights"
 
 
+def test_transformers_never_asks_to_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    source = tiny("llama", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    del config["architectures"]
+    (source / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
+    run(source, tmp_path / "out")
+    assert not asked
+
+
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
