@@ -12,17 +12,19 @@ _MODEL = "--model"
 # Flags of transformers, llm-compressor, optimum, mlx-lm, llama.cpp and auto-round, and what to write instead: the first
 # option that the command has.
 _USUAL: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("dtype", "torch-dtype", "outtype"), ("--format", "--precision")),
+    **dict.fromkeys(("dtype", "torch-dtype"), ("--format", "--precision")),
+    "outtype": ("--scheme GGUF_Q8_0", "--precision"),
     **dict.fromkeys(("quantize", "quantization", "q-mode", "algorithm"), ("--scheme", "--recipe")),
     **dict.fromkeys(("bits", "q-bits", "w-bit", "wbits", "num-bits", "weight-format"), ("--format int4", "--recipe")),
     **dict.fromkeys(("group-size", "q-group-size", "q-group"), ("--granularity group:64",)),
     **dict.fromkeys(("out", "outfile", "out-dir", "mlx-path", "save-dir", "save-path"), ("--output", "--save")),
     **dict.fromkeys(("learning-rate", "peak-lr"), ("--lr",)),
     **dict.fromkeys(("per-device-train-batch-size", "train-batch-size", "bs"), ("--batch-size",)),
-    **dict.fromkeys(("num-train-epochs", "epochs", "max-steps", "iters"), ("--steps",)),
+    **dict.fromkeys(("num-train-epochs", "epochs"), ("--steps, in updates",)),
+    **dict.fromkeys(("max-steps", "iters"), ("--steps",)),
     **dict.fromkeys(("max-seq-length", "max-seq-len", "max-length", "seqlen"), ("--seq-len",)),
     **dict.fromkeys(("dataset", "dataset-name", "train-file", "calib-data"), ("--data", "--calibrate")),
-    **dict.fromkeys(("nsamples", "num-samples", "num-calibration-samples"), ("--calibration-tokens",)),
+    **dict.fromkeys(("nsamples", "num-samples", "num-calibration-samples"), ("--calibration-tokens, in tokens",)),
     **dict.fromkeys(("lora-rank", "lora-r"), ("--lora",)),
     "fp16": ("--format fp16", "--recipe amp-fp16"),
     "bf16": ("--format bf16", "--recipe amp-bf16"),
@@ -35,7 +37,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "report-to": ("--log-to",),
     "save-steps": ("--save-every",),
     "eval-steps": ("--eval-every",),
-    "overwrite-output-dir": ("--force",),
+    **dict.fromkeys(("overwrite", "overwrite-output-dir"), ("--force",)),
     "resume-from-checkpoint": ("--resume",),
     **dict.fromkeys(("model-name-or-path", "hf-path", "model-id", "model-path", "pretrained"), ("MODEL",)),
 }
@@ -91,9 +93,10 @@ class Command(HelpPage, TyperCommand):
         """Let the error for an unknown option name the option of this command, if other tools have that flag."""
         known = self._options() | {"MODEL"}
         typed = error.option_name.removeprefix("--").replace("_", "-")
-        ours = next((o for o in _USUAL.get(typed, ()) if o.split()[0] in known), None)
+        ours = next((o for o in _USUAL.get(typed, ()) if o.split()[0].rstrip(",") in known), None)
         if ours is not None:
-            name = "takes the model as MODEL, without an option" if ours == "MODEL" else f"calls it {ours}"
+            ours = ours if "," in ours else ours.replace(" ", ", such as ")
+            name = "takes the model as MODEL, without an option" if ours == "MODEL" else f"has {ours}"
             error.message, error.possibilities = f"{error.option_name}: lpconv {name}", None
 
     def _options(self) -> set[str]:

@@ -127,7 +127,9 @@ def test_what_cannot_be_parsed_is_json_under_json(args: tuple[str, ...], words: 
     [
         ("convert demo --dtype bf16", "--format"),
         ("finetune demo --torch_dtype bf16", "--precision"),
-        ("convert demo --outtype f16", "--format"),
+        ("convert demo --outtype q8_0", "GGUF_Q8_0"),
+        ("convert demo --overwrite", "--force"),
+        ("finetune demo --epochs 1", "updates"),
         ("convert demo --quantize", "--scheme"),
         ("convert demo --bits 4", "int4"),
         ("convert demo --q-bits 4", "int4"),
