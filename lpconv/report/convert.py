@@ -186,18 +186,25 @@ def opening_blocks(result: ConvertResult, path: str) -> tuple[Block, ...]:
     layout, granularity = str(result.options.get("layout", "lpconv")), str(result.options.get("granularity"))
     known = LAYOUTS.get(layout, LAYOUTS["transformers"])  # a report may be of another version
     file = "/".join(filter(None, (path, known.file)))
-    lines = tuple(line.format(auto=auto_class(result.architecture), path=file) for line in known.python)
-    is_served = any(result.format == f and granularity.startswith(g) for f, g in known.served)
+    auto = auto_class(result.architecture)
+    lines = tuple(line.format(auto=auto, path=file) for line in known.python)
+    fits = (result.format == f and granularity.startswith(g) for f, g in known.served)
+    is_served = auto == "AutoModelForCausalLM" and any(fits)
     serving = ("To serve it with vLLM:", Code(lines=(f"vllm serve {path}",)))
     return Code(lines=lines, language="python"), *(serving if is_served else ())
 
 
+# Encoder-decoder families of text; most other models ForConditionalGeneration also read images.
+_SEQ2SEQ = ("T5", "T5Gemma", "Bart", "Pegasus", "Blenderbot", "M2M100", "NllbMoe", "LED")
 # Suffixes of class names in config.json's `architectures`, with the auto class that builds them.
 _AUTO_CLASSES = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
+    "ForImageClassification": "AutoModelForImageClassification",
     "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "WhisperForConditionalGeneration": "AutoModelForSpeechSeq2Seq",
+    **{f"{name}ForConditionalGeneration": "AutoModelForSeq2SeqLM" for name in _SEQ2SEQ},
+    "ForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForTokenClassification": "AutoModelForTokenClassification",
     "ForQuestionAnswering": "AutoModelForQuestionAnswering",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 
 from lpconv import layouts
 from lpconv.plan.options import LAYOUTS
@@ -82,12 +83,26 @@ def test_the_library_is_the_one_that_opens_the_files(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "granularity", "is_served"),
-    [("e4m3fn", "row", True), ("int4", "group:128", True), ("e4m3fn", "tensor", False), ("int8", "group:128", False)],
+    ("architecture", "fmt", "granularity", "is_served"),
+    [
+        ("LlamaForCausalLM", "e4m3fn", "row", True),
+        ("LlamaForCausalLM", "int4", "group:128", True),
+        ("LlamaForCausalLM", "e4m3fn", "tensor", False),
+        ("LlamaForCausalLM", "int8", "group:128", False),
+        ("ViTForImageClassification", "e4m3fn", "row", False),
+        ("WhisperForConditionalGeneration", "e4m3fn", "row", False),
+        ("MT5ForConditionalGeneration", "e4m3fn", "row", False),
+        ("Gemma3ForConditionalGeneration", "e4m3fn", "row", False),
+    ],
 )
-def test_a_card_shows_vllm_for_what_vllm_served(fmt: str, granularity: str, is_served: bool) -> None:
-    document = card(format=fmt, options={"layout": "compressed-tensors", "granularity": granularity})
+def test_a_card_shows_vllm_and_the_class_that_opens_the_model(
+    architecture: str, fmt: str, granularity: str, is_served: bool
+) -> None:
+    options = {"layout": "compressed-tensors", "granularity": granularity}
+    document = card(architecture=architecture, format=fmt, options=options)
     assert ("vllm serve PATH" in programs(document)) == is_served
+    auto = getattr(transformers, re.search(r"AutoModel\w*", programs(document))[0])  # type: ignore[index]  # always shown
+    assert architecture in auto._model_mapping._model_mapping.values()
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "transformers", "mlx", "gguf"])
