@@ -133,7 +133,7 @@ class Declared:
             return value
         if isinstance(value, tuple):
             return tuple(map(self.known, value))
-        return known_name(str(value), self.option.choices, self.option.spellings) or value
+        return known_name(str(value).removeprefix("torch."), self.option.choices, self.option.spellings) or value
 
     def read(self, text: str) -> Any:
         """Parse one value from text. Raises UsageError for text that is not valid."""
